@@ -1,0 +1,474 @@
+"""One typed configuration of a run, with the origin of every value.
+
+Order of precedence: defaults < run file (YAML) < environment (`STREAMRL_LEARNER__LR=1e-6`) < `--set learner.lr=1e-6`.
+Unknown keys are refused with a did-you-mean. Paths in a run file are relative to that file. `load` returns the
+resolved `RunConfig` and a map from dotted key to origin; `up` writes both into the run directory as `run.json`, and
+every role reads only that file, so all roles of a run see the same values.
+
+This module imports nothing heavy and knows nothing of the roles.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from streamrl.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _size(value: Any) -> Any:
+    """Accept `512MiB` next to a plain number of bytes."""
+    if not isinstance(value, str):
+        return value
+    digits = value.strip().rstrip("bBkKmMgGiI ")
+    unit = value.strip()[len(digits) :].strip().lower()
+    if unit not in _UNITS:
+        raise ValueError(f"{value!r} is no size (write 512MiB, 8GiB or a number of bytes)")
+    return int(float(digits) * _UNITS[unit])
+
+
+def _duration(value: Any) -> Any:
+    """Accept `10m` next to a plain number of seconds."""
+    if not isinstance(value, str):
+        return value
+    digits = value.strip().rstrip("mshd ")
+    unit = value.strip()[len(digits) :].strip()
+    if not unit:
+        return float(digits)
+    if unit not in _SECONDS:
+        raise ValueError(f"{value!r} is no duration (write 500ms, 30s, 10m or a number of seconds)")
+    return float(digits) * _SECONDS[unit]
+
+
+Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RedisConfig(Section):
+    """Where the queue lives. Without a URL the run starts its own server inside its directory."""
+
+    url: str | None = Field(None, description="redis://, rediss:// or unix:// URL; empty: an embedded server")
+    password_file: Path | None = Field(None, description="file with the password, so that it is in no URL and no argv")
+    maxmemory: Size = Field(1 << 30, description="memory limit of the embedded server")
+    patience: Duration = Field(60.0, description="how long a role waits for Redis to come back before it exits 69")
+
+
+class ModelConfig(Section):
+    """The policy: any Hugging Face causal language model."""
+
+    path: str = Field("model", description="directory or hub name of the model that training starts from")
+    tokenizer: str | None = Field(None, description="directory or hub name of the tokenizer; empty: the model's")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while training")
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the learner")
+    context: Positive = Field(2048, description="longest prompt plus response in tokens")
+
+
+class DataConfig(Section):
+    """JSONL prompts: `prompt` (text) or `messages` (chat), `answer`, any other key is metadata."""
+
+    train: Path = Field(Path("train.jsonl"), description="training prompts")
+    held_out: Path | None = Field(None, description="held-out prompts for evaluation; never trained")
+    epochs: Positive | None = Field(None, description="passes over the training prompts; empty: for ever")
+    shuffle: bool = Field(True, description="a new order for each epoch, a function of seed and epoch")
+    max_prompt_tokens: Positive = Field(1024, description="a longer prompt is an error at start")
+
+
+class SamplingConfig(Section):
+    """How responses are drawn. Only temperature: a cut of the distribution would falsify the importance ratios."""
+
+    group_size: Positive = Field(8, description="responses per prompt")
+    min_group: Positive = Field(2, description="a group with fewer scored responses is dead, not trained")
+    temperature: Annotated[float, Field(gt=0, le=10)] = Field(
+        1.0, description="softmax temperature, learner and engine"
+    )
+    max_new_tokens: Positive = Field(256, description="longest response in tokens")
+
+
+class EngineConfig(Section):
+    """What generates inside a rollout replica."""
+
+    kind: Literal["hf"] = Field("hf", description="hf: transformers inside the replica's process")
+    decode: Literal["auto", "slots", "continuous"] = Field(
+        "auto",
+        description="slots: our static-slot loop (small models); continuous: transformers' paged batching",
+    )
+    slots: Positive = Field(64, description="responses decoded at the same time")
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the engine")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    threads: Positive | None = Field(None, description="CPU threads of the engine; empty: torch's choice")
+
+
+class RolloutConfig(Section):
+    """Rollout replicas."""
+
+    replicas: Positive = Field(1, description="number of replicas the supervisor starts")
+
+
+class LeaseConfig(Section):
+    """How work is held (docs/architecture.md, leases)."""
+
+    seconds: Duration = Field(15.0, description="a holder that is silent for this long has lost its work")
+    max_hold: Duration = Field(900.0, description="longest time one piece of work may be held and renewed")
+    max_deliveries: Positive = Field(4, description="holders that may die of one piece of work before it is dead")
+
+
+class RewardSpec(Section):
+    """One reward: a built-in name or `module:Name`."""
+
+    use: str = Field(description="built-in name, module:Name, or entry point of streamrl.rewards")
+    name: str | None = Field(None, description="name in scores and metrics; empty: derived from `use`")
+    weight: float = Field(1.0, description="factor in the weighted sum")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
+
+
+class RewardWorkerConfig(Section):
+    """Reward workers."""
+
+    replicas: Positive = Field(1, description="number of workers the supervisor starts")
+    concurrency: Positive = Field(64, description="samples scored at the same time by one worker")
+    deadline: Duration = Field(30.0, description="longest time for one sample and one attempt")
+    attempts: Positive = Field(3, description="attempts per sample before it is a dead letter")
+    backoff: Duration = Field(0.5, description="first pause between attempts, doubled each time, with full jitter")
+
+
+class LossConfig(Section):
+    """Decoupled PPO objective with truncated importance sampling (docs/algorithms.md)."""
+
+    clip_low: Fraction = Field(0.2, description="ratio clip below 1")
+    clip_high: Annotated[float, Field(ge=0, le=10)] = Field(0.28, description="ratio clip above 1")
+    importance_cap: Annotated[float, Field(ge=1, le=100)] = Field(
+        2.0, description="upper bound C of the token importance weight min(rho, C)"
+    )
+    scale_by_std: bool = Field(True, description="divide group advantages by their standard deviation (GRPO)")
+
+
+class LearnerConfig(Section):
+    """The learner: FSDP over any number of ranks."""
+
+    ranks: Positive = Field(1, description="processes; each holds an equal share of every parameter")
+    groups_per_step: Positive = Field(8, description="complete groups in one update")
+    steps: Positive | None = Field(None, description="updates of the run; empty: until the data ends")
+    stop_at_accuracy: Fraction | None = Field(None, description="end when held-out accuracy reaches this")
+    lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="AdamW learning rate")
+    warmup_steps: Natural = Field(0, description="steps of linear warm-up")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW weight decay")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradient norm limit")
+    loss: LossConfig = Field(default_factory=LossConfig)
+    order: Literal["oldest", "strict"] = Field(
+        "oldest", description="oldest: oldest complete groups; strict: wait for the oldest live groups"
+    )
+    max_token_staleness: Natural | None = Field(
+        None,
+        description="a group with a token older than this many steps is dropped; empty: 4 x (max_staleness + 1)",
+    )
+    tokens_per_microbatch: Positive = Field(4096, description="tokens, padding included, of one forward pass per rank")
+    logprob_chunk: Positive = Field(2048, description="tokens whose logits exist at the same time")
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="torch float32 matmul precision; medium uses oneDNN on CPUs"
+    )
+    device: str = Field("auto", description="auto, cpu or cuda")
+    threads: Positive | None = Field(None, description="CPU threads per rank; empty: torch's choice")
+    collective_deadline: Duration = Field(300.0, description="longest wait of one rank for the others")
+    max_group_crashes: Positive = Field(3, description="learner crashes in steps with a group before it is dead")
+
+
+class CheckpointConfig(Section):
+    """Durable checkpoints."""
+
+    every: Positive = Field(10, description="steps between checkpoints")
+    keep: Positive = Field(2, description="newest checkpoints kept")
+
+
+class WeightsConfig(Section):
+    """How versions of the weights reach the engines."""
+
+    transport: Literal["shm", "directory"] = Field("shm", description="shm: /dev/shm of this host; directory: run's")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
+    shard_bytes: Size = Field(256 << 20, description="largest shard file")
+    deadline: Duration = Field(120.0, description="longest time to publish or to apply one version")
+
+
+class EvaluationConfig(Section):
+    """Held-out accuracy while training goes on."""
+
+    every: Natural = Field(0, description="versions between rounds; 0: never")
+    prompts: Positive = Field(128, description="held-out prompts of one round")
+    samples: Positive = Field(1, description="responses per held-out prompt")
+    final_prompts: Natural = Field(0, description="held-out prompts for the first and last version at the end; 0: none")
+    threshold: float = Field(0.5, description="a held-out response with a score above this counts as right")
+
+
+class SupervisorConfig(Section):
+    """`streamrl up`."""
+
+    max_restarts: Natural = Field(10, description="restarts of one role within the window before the run fails")
+    window: Duration = Field(600.0, description="time over which restarts are counted")
+    backoff: Duration = Field(0.5, description="first pause before a restart, doubled each time, full jitter")
+    max_backoff: Duration = Field(30.0, description="longest pause before a restart")
+    start_deadline: Duration = Field(300.0, description="longest time from start to ready of one role")
+    drain_deadline: Duration = Field(60.0, description="longest time of the whole drain after the first Ctrl-C")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name; keys in Redis carry it")
+    seed: Natural = Field(0, description="seed of data order, sampling and initialisation")
+    max_staleness: Natural = Field(1, description="steps a prompt may be admitted ahead of the learner")
+    max_dead: Positive = Field(1000, description="dead letters that stop admission")
+    redis: RedisConfig = Field(default_factory=RedisConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    lease: LeaseConfig = Field(default_factory=LeaseConfig)
+    rewards: tuple[RewardSpec, ...] = Field((RewardSpec(use="exact_match"),), min_length=1)
+    reward_worker: RewardWorkerConfig = Field(default_factory=RewardWorkerConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+
+    @property
+    def budget(self) -> int:
+        """Groups admitted and not yet trained, at most (promise 2)."""
+        return (self.max_staleness + 1) * self.learner.groups_per_step
+
+    @property
+    def hard_cap(self) -> int:
+        """Live groups in all, at most; also after a restart and while checkpoints fail (promise 2)."""
+        return self.budget + self.checkpoint.every * self.learner.groups_per_step
+
+    @property
+    def token_staleness_limit(self) -> int:
+        """Steps a token may be old when the learner takes its group (promise 3)."""
+        limit = self.learner.max_token_staleness
+        return 4 * (self.max_staleness + 1) if limit is None else limit
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> RunConfig:
+        sampling = self.sampling
+        if sampling.min_group > sampling.group_size:
+            raise ValueError("sampling.min_group is larger than sampling.group_size: every group would be dead")
+        if self.learner.groups_per_step < self.learner.ranks:
+            raise ValueError("learner.groups_per_step is below learner.ranks: a rank would have nothing to train")
+        if sampling.max_new_tokens >= self.model.context:
+            raise ValueError("sampling.max_new_tokens leaves no room for a prompt in model.context")
+        if self.token_staleness_limit < self.max_staleness:
+            raise ValueError("learner.max_token_staleness is below max_staleness: everything would be dropped")
+        if self.evaluation.every and self.data.held_out is None:
+            raise ValueError("evaluation.every is set, but data.held_out names no file")
+        if self.learner.stop_at_accuracy is not None and not self.evaluation.every:
+            raise ValueError("learner.stop_at_accuracy needs evaluation.every")
+        names = [reward.name or reward.use for reward in self.rewards]
+        if len(set(names)) != len(names):
+            raise ValueError("two rewards have the same name: give them `name:`")
+        need = self.hard_cap * sampling.group_size * (9 * self.model.context + 2048)
+        if self.redis.url is None and need * 1.3 > self.redis.maxmemory:
+            raise ValueError(
+                f"redis.maxmemory {self.redis.maxmemory >> 20} MiB may not hold {self.hard_cap} groups of"
+                f" {sampling.group_size} samples with {self.model.context} tokens; set it to {int(need * 1.3) >> 20}MiB"
+            )
+        return self
+
+
+class LoadedConfig(BaseModel):
+    """A configuration with where each value came from (`default`, `file`, `env`, `set`), by dotted key."""
+
+    config: RunConfig
+    origins: dict[str, str]
+
+
+def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """Load and check the configuration of a run.
+
+    Args:
+        path: YAML file, or None for the defaults alone.
+        overrides: `a.b=c` as given to `--set`; the value is read as YAML.
+        environ: environment; `STREAMRL_A__B=c` sets `a.b`. Defaults to the process environment.
+
+    Raises:
+        ConfigError: file missing or no YAML, unknown key (with a suggestion), wrong type, or values that do not fit
+            together; the message names the key and where its value came from.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        values = _read_yaml(path)
+        origins.update({key: f"file {path}" for key, _ in _leaves(values)})
+    variables = os.environ if environ is None else environ
+    for name, raw in sorted(variables.items()):
+        if name.startswith("STREAMRL_") and name.removeprefix("STREAMRL_").split("__")[0].lower() in _SECTIONS:
+            _put(values, origins, name.removeprefix("STREAMRL_").lower().replace("__", "."), raw, f"env {name}")
+    for item in overrides:
+        key, equals, raw = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: no '='", "write --set learner.lr=1e-6")
+        _put(values, origins, key.strip(), raw, "--set")
+    config = _validate(values, origins)
+    if path is not None:
+        config = _anchor(config, path.resolve().parent)
+    for key, _ in _leaves(config.model_dump(mode="json")):
+        origins.setdefault(key, "default")
+    return LoadedConfig(config=config, origins=origins)
+
+
+def save(loaded: LoadedConfig, path: Path) -> None:
+    """Write a resolved configuration and its origins as JSON (atomically)."""
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(orjson.dumps(loaded.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+    draft.rename(path)
+
+
+def read_saved(path: Path) -> LoadedConfig:
+    """Read what `save` wrote; `ConfigError` when the file is missing or of another version."""
+    try:
+        return LoadedConfig.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
+        ) from error
+    except ValidationError as error:
+        raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no mapping of keys to values")
+    return values
+
+
+def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, origin: str) -> None:
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value") from error
+    if isinstance(value, str):
+        value = _number(value)
+    *parents, last = key.split(".")
+    node = values
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{origin} {key}: {parent} is no section")
+        node = child
+    node[last] = value
+    origins[key] = origin
+
+
+def _number(text: str) -> str | float:
+    """YAML 1.1 reads `1e-6` as a string; people mean a number."""
+    try:
+        return float(text) if "e" in text.lower() else text
+    except ValueError:
+        return text
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(_floats(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        origin = origins.get(key, "")
+        where = f" ({origin})" if origin else ""
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
+        raise ConfigError(f"{key or 'configuration'}: {first['msg']}{where}") from error
+
+
+def _floats(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _floats(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_floats(value) for value in node]
+    return _number(node) if isinstance(node, str) else node
+
+
+def _suggest(location: Sequence[str | int]) -> str:
+    model: Any = RunConfig
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
+        model = field.annotation if field is not None else RewardSpec
+    known = list(getattr(model, "model_fields", {}))
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _anchor(config: RunConfig, folder: Path) -> RunConfig:
+    """Make the paths of a run file absolute; a model is a path only when something is there."""
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else (folder / path).resolve()
+
+    def model(name: str | None) -> str | None:
+        return str((folder / name).resolve()) if name is not None and (folder / name).exists() else name
+
+    data = config.data.model_copy(
+        update={"train": absolute(config.data.train), "held_out": absolute(config.data.held_out)}
+    )
+    return config.model_copy(
+        update={
+            "data": data,
+            "model": config.model.model_copy(
+                update={"path": model(config.model.path), "tokenizer": model(config.model.tokenizer)}
+            ),
+            "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
+        }
+    )
+
+
+_SECTIONS = frozenset(RunConfig.model_fields)

@@ -1,0 +1,228 @@
+"""What travels between roles: typed MessagePack with limits, and files of frames. Never pickle.
+
+A message is a map with a `type` tag and a schema version `v`. Arrays travel as raw little-endian bytes
+(`int32` for token ids, `float32` for log-probabilities), so that any language can read them and a sampled token
+costs 8 bytes. Sizes are checked before anything is decoded. Fields that this version does not know are ignored; an
+unknown schema version is a `WireError`, whose message goes to the dead letters instead of to a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+
+import msgpack
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import WireError
+
+SCHEMA: Final = 1
+MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_TOKENS: Final = 1 << 22
+MAX_FRAME_BYTES: Final = 64 << 20
+
+_Packed: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=16 << 20)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defaults=True):
+    """One prompt of the data set, as the feeder admitted it.
+
+    `tokens` are the ids the engines get, `text` what a person reads; `messages` is there when the line of the data set
+    had chat messages. `answer` and `metadata` are passed to the rewards untouched. `line` is the line of the data
+    set (from 0), `evaluation` marks held-out prompts, which are scored and never trained.
+    """
+
+    v: int = SCHEMA
+    tokens: _Packed
+    text: _Text = ""
+    messages: list[dict[str, Any]] | None = None
+    answer: Any = None
+    metadata: dict[str, Any] = {}
+    line: _Count = 0
+    evaluation: bool = False
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Token ids, shape (prompt tokens,)."""
+        return unpack_int32(self.tokens)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defaults=True):
+    """One response to a prompt, each token with the policy that sampled it.
+
+    `tokens` (int32) and `logprobs` (float32, natural log of the probability the token was *sampled with*) have one
+    entry per sampled token, the end-of-sequence token included. `runs` is `[(first token, version), ...]`, the first
+    run starts at token 0 and both numbers grow: token i was sampled by the version of the last run that starts at or
+    before i. `finish` is `stop` (end of sequence sampled), `length` (limit reached) or `abort`.
+    """
+
+    v: int = SCHEMA
+    tokens: _Packed
+    logprobs: _Packed
+    runs: list[tuple[_Count, _Count]]
+    finish: Literal["stop", "length", "abort"]
+    text: _Text = ""
+    engine: str = ""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError("a sample needs one log-probability for each token")
+        count = len(self.tokens) // 4
+        starts = [first for first, _ in self.runs]
+        versions = [version for _, version in self.runs]
+        if count and (not starts or starts[0] != 0 or starts[-1] >= count):
+            raise ValueError("the version runs of a sample do not cover its tokens")
+        if starts != sorted(set(starts)) or versions != sorted(versions):
+            raise ValueError("the version runs of a sample are out of order")
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Sampled token ids, shape (completion tokens,)."""
+        return unpack_int32(self.tokens)
+
+    @property
+    def token_logprobs(self) -> Float32Array:
+        """Log-probabilities as sampled, shape (completion tokens,)."""
+        return unpack_float32(self.logprobs)
+
+    @property
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """Version of the weights that sampled each token, shape (completion tokens,)."""
+        count = len(self.tokens) // 4
+        ends = [first for first, _ in self.runs[1:]] + [count]
+        lengths = [end - first for end, (first, _) in zip(ends, self.runs, strict=True)]
+        return np.repeat(np.asarray([version for _, version in self.runs], dtype=np.int64), lengths)
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
+    """What the rewards said of one sample: the weighted sum, and each part by the name of its reward."""
+
+    v: int = SCHEMA
+    value: float
+    parts: dict[str, float] = {}
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = np.asarray([self.value, *self.parts.values()])
+        if not np.all(np.isfinite(numbers)):
+            raise ValueError("a score must be finite")
+
+
+Message: TypeAlias = Prompt | Sample | Score
+_M = TypeVar("_M", Prompt, Sample, Score)
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoders: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Prompt, Sample, Score)
+}
+
+
+class _Header(msgspec.Struct):
+    """The two fields every message has; decoded alone to tell a newer schema from garbage."""
+
+    type: str = ""
+    v: int = SCHEMA
+
+
+_header: Final = msgspec.msgpack.Decoder(_Header)
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message; `WireError` when they are more than `MAX_MESSAGE_BYTES`."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a {type(message).__name__.lower()} of {len(data)} bytes is over the limit of the wire")
+    return data
+
+
+def decode(data: bytes, kind: type[_M]) -> _M:
+    """Return the message of type `kind` in `data`.
+
+    Raises:
+        WireError: too large, truncated, of another type, of an unknown schema version, or against a rule of its type.
+            Nothing is executed and nothing large is allocated before the checks.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes is over the limit of the wire")
+    try:
+        message: _M = _decoders[kind].decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"not a {kind.__name__.lower()}: {_reason(data, error)}") from error
+    if message.v != SCHEMA:
+        raise WireError(f"schema version {message.v} of a {kind.__name__.lower()}, this program knows {SCHEMA}")
+    _check_arrays(message)
+    return message
+
+
+def _reason(data: bytes, error: Exception) -> str:
+    """Say why decoding failed; a newer schema is named as such because that is what a person can mend."""
+    try:
+        version = _header.decode(data).v
+    except (msgspec.DecodeError, RecursionError):
+        return str(error)
+    return f"schema version {version}, this program knows {SCHEMA}" if version != SCHEMA else str(error)
+
+
+def _check_arrays(message: Message) -> None:
+    packed = [getattr(message, name) for name in ("tokens", "logprobs") if hasattr(message, name)]
+    if any(len(array) % 4 for array in packed):
+        raise WireError("an array of tokens or log-probabilities was cut in the middle of an element")
+    if isinstance(message, Sample) and not np.all(np.isfinite(message.token_logprobs)):
+        raise WireError("a sample has a log-probability that is not finite")
+
+
+def pack_int32(values: npt.ArrayLike) -> bytes:
+    """Pack integers (token ids) as little-endian int32."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def pack_float32(values: npt.ArrayLike) -> bytes:
+    """Pack numbers (log-probabilities) as little-endian float32."""
+    return np.ascontiguousarray(values, dtype="<f4").tobytes()
+
+
+def unpack_int32(data: bytes) -> Int32Array:
+    """Read-only view of packed token ids, shape (n,)."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+def unpack_float32(data: bytes) -> Float32Array:
+    """Read-only view of packed log-probabilities, shape (n,)."""
+    return np.frombuffer(data, dtype="<f4")
+
+
+def pack_frame(record: dict[str, Any]) -> bytes:
+    """One frame of a file of frames (MessagePack map, self-delimiting)."""
+    data: bytes = msgpack.packb(record, use_bin_type=True)
+    return data
+
+
+def read_frames(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the whole frames in the first `limit` bytes of a file (all of it when None).
+
+    A frame that a crash cut off at the end is not yielded; anything in the middle that is no frame raises `WireError`.
+    """
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=MAX_FRAME_BYTES, strict_map_key=True)
+    left = limit
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20 if left is None else min(1 << 20, left)):
+            left = None if left is None else left - len(chunk)
+            try:
+                unpacker.feed(chunk)
+                for record in unpacker:
+                    if not isinstance(record, dict):
+                        raise WireError(f"{path}: a frame that is no map before byte {unpacker.tell()}")
+                    yield record
+            except (ValueError, msgpack.exceptions.UnpackException) as error:
+                if isinstance(error, WireError):
+                    raise
+                raise WireError(f"{path}: not a file of frames near byte {unpacker.tell()}: {error}") from error
