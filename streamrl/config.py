@@ -237,6 +237,9 @@ class SupervisorConfig(Section):
     max_backoff: Duration = Field(30.0, description="longest pause before a restart")
     start_deadline: Duration = Field(300.0, description="longest time from start to ready of one role")
     drain_deadline: Duration = Field(60.0, description="longest time of the whole drain after the first Ctrl-C")
+    liveness_deadline: Duration = Field(60.0, description="a ready role whose event loop is silent this long is killed")
+    term_grace: Duration = Field(10.0, description="time between SIGTERM and SIGKILL when a role has to go")
+    log_bytes: Size = Field(32 << 20, description="size at which the log file of a role is rotated; one old file is kept")
 
 
 class RunConfig(Section):
@@ -254,6 +257,9 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     lease: LeaseConfig = Field(default_factory=LeaseConfig)
     rewards: tuple[RewardSpec, ...] = Field((RewardSpec(use="exact_match"),), min_length=1)
+    plugin_paths: tuple[Path, ...] = Field(
+        (), description="directories in which `module:Name` plug-ins are looked for; the run file's own comes first"
+    )
     reward_worker: RewardWorkerConfig = Field(default_factory=RewardWorkerConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -467,6 +473,7 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
                 update={"path": model(config.model.path), "tokenizer": model(config.model.tokenizer)}
             ),
             "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
+            "plugin_paths": (folder, *((folder / path).resolve() for path in config.plugin_paths)),
         }
     )
 
