@@ -1,0 +1,58 @@
+# `make demo` and `make test` do their whole set-up themselves: a virtual environment in .venv, pinned packages, no services.
+#
+#   make demo [SEED=3] [RANKS=2]      watch a small language model learn by streaming reinforcement learning
+#   make test                         fast tests          make test-all   all of them (slow, chaos)
+#   make lint                         ruff, mypy, import rules, dead code
+#
+#   PYTHON=python3.12                 interpreter of the virtual environment (3.11 or 3.12)
+#   CPU_WHEELS=URL                    an index of CPU builds of torch, when yours has only CUDA builds
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
+SEED ?= 0
+RANKS ?= 1
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+WORKERS ?= 2
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+
+setup: $(INSTALLED)
+
+$(INSTALLED):
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found: install one, or name it with PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "set-up: $(PYTHON) into $(VENV) (once, about a minute after downloads)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url $(CPU_WHEELS)) \
+		--constraint constraints.txt --editable '.[train,embedded,dev]'
+	@rm -f $(VENV)/.installed-* && touch $@
+
+demo: setup
+	@$(BIN)/python examples/sort/prepare.py
+	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --set seed=$(SEED) --set learner.ranks=$(RANKS)
+
+test: setup
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu"
+
+# Chaos wants the machine for itself: alone, and not in parallel.
+test-all: setup
+	$(BIN)/pytest -n $(WORKERS) -m "not chaos and not gpu"
+	$(BIN)/pytest -m "chaos and not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/vulture
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.PHONY: help setup demo test test-all lint clean

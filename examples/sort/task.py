@@ -1,0 +1,46 @@
+"""The sort task: a digit string and `=`, answered by the digits in ascending order.
+
+Lengths are log-normal (median 7, 90 % below 18, at most 40), so responses differ in length as they do in real work.
+A prompt is held out when `crc32(prompt) % 20 == 0`: the split needs no list and holds on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Iterator
+
+LONGEST = 40
+CHARACTERS = "".join(chr(code) for code in range(32, 127)) + "\n"
+PAD, BOS, EOS, FIRST_CHARACTER = 0, 1, 2, 3
+VOCABULARY = 128
+
+
+def held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to the held-out twentieth."""
+    return zlib.crc32(prompt.encode()) % 20 == 0
+
+
+def draw_digits(source: random.Random) -> str:
+    """Draw a digit string of log-normal length between 2 and 40."""
+    while True:
+        length = round(source.lognormvariate(math.log(7), 0.75))
+        if 2 <= length <= LONGEST:
+            return "".join(source.choice("0123456789") for _ in range(length))
+
+
+def problems(seed: int, *, evaluation: bool) -> Iterator[dict[str, str]]:
+    """Yield distinct problems `{"prompt", "answer"}` for ever, from one side of the split."""
+    source, seen = random.Random(seed), set[str]()
+    while True:
+        digits = draw_digits(source)
+        prompt = digits + "="
+        if held_out(prompt) == evaluation and prompt not in seen:
+            seen.add(prompt)
+            yield {"prompt": prompt, "answer": "".join(sorted(digits))}
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text, one per character."""
+    return [FIRST_CHARACTER + CHARACTERS.index(character) for character in text]
