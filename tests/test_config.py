@@ -1,0 +1,113 @@
+"""Configuration: precedence, origins, did-you-mean, units, cross-field checks, paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import RunConfig, load, read_saved, save
+from streamrl.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_alone_are_a_valid_run():
+    assert load(None, environ={}).config == RunConfig()
+
+
+def test_precedence_and_origin(tmp_path: Path):
+    path = write(tmp_path, "seed: 1\nlearner: {lr: 0.1, steps: 5}\nname: fromfile\n")
+    environ = {"STREAMRL_LEARNER__LR": "0.2", "STREAMRL_SEED": "2", "STREAMRL_ROLE": "learner", "HOME": "/"}
+    loaded = load(path, ["learner.lr=3e-6"], environ)
+    assert (loaded.config.learner.lr, loaded.config.seed, loaded.config.learner.steps) == (3e-6, 2, 5)
+    assert loaded.origins["learner.lr"] == "--set"
+    assert loaded.origins["seed"] == "env STREAMRL_SEED"
+    assert loaded.origins["learner.steps"] == f"file {path}"
+    assert loaded.origins["max_staleness"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lrr=1", "did you mean lr"),
+        ("lerner.lr=1", "did you mean learner"),
+        ("rewards=[{use: exact_match, wieght: 2}]", "did you mean weight"),
+        ("learner.lr=fast", "learner.lr"),
+        ("learner.lr", "no '='"),
+        ("seed.x=1", "seed"),
+        ("learner=[", "no YAML"),
+        ("redis.maxmemory=12parsec", "12parsec"),
+        ("lease.seconds=-1", "lease.seconds"),
+        ("name=../../etc", "name"),
+        ("rewards=[]", "rewards"),
+    ],
+)
+def test_wrong_keys_and_values_name_themselves(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override], {})
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.group_size=1"], "min_group"),
+        (["learner.ranks=2", "learner.groups_per_step=1"], "ranks"),
+        (["sampling.max_new_tokens=4096"], "model.context"),
+        (["max_staleness=9", "learner.max_token_staleness=3"], "max_token_staleness"),
+        (["evaluation.every=5"], "held_out"),
+        (["learner.stop_at_accuracy=0.9"], "evaluation.every"),
+        (["rewards=[{use: exact_match}, {use: exact_match}]"], "same name"),
+        (["redis.maxmemory=1MiB"], "redis.maxmemory"),
+    ],
+)
+def test_values_that_do_not_fit_together(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(None, overrides, {})
+
+
+def test_units():
+    config = load(None, ["redis.maxmemory=2GiB", "lease.seconds=1500ms", "lease.max_hold=10m"], {}).config
+    assert (config.redis.maxmemory, config.lease.seconds, config.lease.max_hold) == (2 << 30, 1.5, 600.0)
+
+
+def test_bounds_follow_promise_two():
+    config = load(None, ["max_staleness=2", "learner.groups_per_step=8", "checkpoint.every=3"], {}).config
+    assert (config.budget, config.hard_cap) == (24, 48)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+def test_a_file_that_is_no_mapping(tmp_path: Path, text):
+    with pytest.raises(ConfigError):
+        load(write(tmp_path, text), environ={})
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match="streamrl init"):
+        load(tmp_path / "none.yaml", environ={})
+
+
+def test_paths_are_relative_to_the_file_and_hub_names_stay(tmp_path: Path):
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    path = write(tmp_path, "data: {train: sub/t.jsonl}\nmodel: {path: models/tiny, tokenizer: org/name}\n")
+    config = load(path, environ={}).config
+    assert config.data.train == tmp_path / "sub" / "t.jsonl"
+    assert config.model.path == str(tmp_path / "models" / "tiny")
+    assert config.model.tokenizer == "org/name"
+
+
+def test_saved_configuration_reads_back_the_same(tmp_path: Path):
+    loaded = load(None, ["learner.lr=1e-5"], {})
+    save(loaded, tmp_path / "run.json")
+    assert read_saved(tmp_path / "run.json") == loaded
+    with pytest.raises(ConfigError, match="no run directory"):
+        read_saved(tmp_path / "elsewhere" / "run.json")
+    (tmp_path / "run.json").write_text('{"config": {"unknown": 1}, "origins": {}}')
+    with pytest.raises(ConfigError, match="does not fit"):
+        read_saved(tmp_path / "run.json")

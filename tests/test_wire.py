@@ -1,0 +1,153 @@
+"""The wire: round trips, limits, and every kind of bytes that are no message."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl import wire
+from streamrl.errors import WireError
+from streamrl.wire import Prompt, Sample, Score
+
+SAMPLE = Sample(
+    tokens=wire.pack_int32([5, 6, 2]),
+    logprobs=wire.pack_float32([-0.5, -1.0, -0.25]),
+    runs=[(0, 7), (2, 9)],
+    finish="stop",
+    text="ab",
+)
+
+
+def test_sample_round_trip_keeps_every_token_with_its_version():
+    read = wire.decode(wire.encode(SAMPLE), Sample)
+    assert read == SAMPLE
+    assert read.token_ids.tolist() == [5, 6, 2]
+    assert read.token_logprobs.tolist() == [-0.5, -1.0, -0.25]
+    assert read.token_versions.tolist() == [7, 7, 9]
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[list[int], list[float], list[tuple[int, int]]]:
+    count = draw(st.integers(1, 40))
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count))
+    logprobs = draw(st.lists(st.floats(-(2.0**100), 0, width=32), min_size=count, max_size=count))
+    starts = sorted(draw(st.sets(st.integers(1, count - 1), max_size=5)) | {0}) if count > 1 else [0]
+    versions = sorted(draw(st.lists(st.integers(0, 2**40), min_size=len(starts), max_size=len(starts))))
+    return tokens, logprobs, list(zip(starts, versions, strict=True))
+
+
+@given(samples())
+def test_any_sample_survives_the_wire_exactly(drawn):
+    tokens, logprobs, runs = drawn
+    sample = Sample(tokens=wire.pack_int32(tokens), logprobs=wire.pack_float32(logprobs), runs=runs, finish="length")
+    read = wire.decode(wire.encode(sample), Sample)
+    assert read.token_ids.tolist() == tokens
+    assert np.array_equal(read.token_logprobs, np.asarray(logprobs, dtype=np.float32))
+    for index, version in enumerate(read.token_versions):
+        assert version == max((run for run in runs if run[0] <= index), key=lambda run: run[0])[1]
+
+
+def test_prompt_and_score_round_trip():
+    prompt = Prompt(tokens=wire.pack_int32([1, 2]), text="é", answer={"x": [1, None]}, metadata={"k": 1.5}, line=3)
+    assert wire.decode(wire.encode(prompt), Prompt) == prompt
+    score = Score(value=0.5, parts={"exact": 1.0, "length": -0.5})
+    assert wire.decode(wire.encode(score), Score) == score
+
+
+@pytest.mark.parametrize("cut", range(len(wire.encode(SAMPLE))))
+def test_every_truncation_is_refused(cut):
+    with pytest.raises(WireError):
+        wire.decode(wire.encode(SAMPLE)[:cut], Sample)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_but_wire_error(data):
+    for kind in (Prompt, Sample, Score):
+        try:
+            wire.decode(data, kind)
+        except WireError:
+            continue
+
+
+def test_foreign_type_and_unknown_schema_are_named():
+    with pytest.raises(WireError, match="not a sample"):
+        wire.decode(wire.encode(Score(value=1.0)), Sample)
+    newer = msgspec.msgpack.encode({"type": "sample", "v": 2, "chunks": []})
+    with pytest.raises(WireError, match="schema version 2"):
+        wire.decode(newer, Sample)
+    with pytest.raises(WireError, match="schema version 9"):
+        wire.decode(wire.encode(Score(v=9, value=1.0)), Score)
+
+
+def test_unknown_fields_of_the_same_schema_are_ignored():
+    fields = msgspec.msgpack.decode(wire.encode(SAMPLE)) | {"later": [1, 2]}
+    assert wire.decode(msgspec.msgpack.encode(fields), Sample) == SAMPLE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": wire.pack_float32([-1.0])},
+        {"tokens": b"abc", "logprobs": b"abc"},
+        {"runs": []},
+        {"runs": [(1, 7)]},
+        {"runs": [(0, 7), (3, 8)]},
+        {"runs": [(0, 9), (1, 8)]},
+        {"runs": [(0, 7), (0, 8)]},
+        {"runs": [(0, -1)]},
+        {"finish": "eos"},
+        {"logprobs": wire.pack_float32([-1.0, math.nan, -1.0])},
+        {"logprobs": wire.pack_float32([-1.0, -math.inf, -1.0])},
+    ],
+)
+def test_samples_against_the_rules_are_refused(change):
+    fields = msgspec.msgpack.decode(wire.encode(SAMPLE)) | change
+    with pytest.raises(WireError):
+        wire.decode(msgspec.msgpack.encode(fields), Sample)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_score_is_finite(value):
+    with pytest.raises(ValueError, match="finite"):
+        Score(value=value)
+    with pytest.raises(WireError):
+        wire.decode(msgspec.msgpack.encode({"type": "score", "v": 1, "value": value}), Score)
+
+
+def test_size_limit_is_checked_before_decoding(monkeypatch):
+    data = wire.encode(SAMPLE)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", len(data) - 1)
+    with pytest.raises(WireError, match="limit"):
+        wire.decode(data, Sample)
+    with pytest.raises(WireError, match="limit"):
+        wire.encode(SAMPLE)
+
+
+def test_deeply_nested_garbage_is_refused():
+    with pytest.raises(WireError):
+        wire.decode(b"\x91" * 100_000, Prompt)
+
+
+def test_frames_stop_at_a_cut_tail_and_at_the_limit(tmp_path: Path):
+    path = tmp_path / "groups.msgpack"
+    frames = [wire.pack_frame({"gid": gid, "note": "x" * gid}) for gid in range(50)]
+    path.write_bytes(b"".join(frames) + frames[0][:-1])
+    assert [frame["gid"] for frame in wire.read_frames(path)] == list(range(50))
+    assert [frame["gid"] for frame in wire.read_frames(path, len(b"".join(frames[:7])) + 1)] == list(range(7))
+    assert list(wire.read_frames(path, 0)) == []
+
+
+def test_foreign_bytes_in_a_file_of_frames_are_named(tmp_path: Path):
+    path = tmp_path / "groups.msgpack"
+    path.write_bytes(wire.pack_frame({"gid": 1}) + b"\xc1\xc1")
+    with pytest.raises(WireError, match="groups.msgpack"):
+        list(wire.read_frames(path))
+    path.write_bytes(b"\x01")
+    with pytest.raises(WireError, match="no map"):
+        list(wire.read_frames(path))
