@@ -1,0 +1,177 @@
+"""From a name in the run file to a reward that has been imported, built and checked.
+
+A reward is a built-in name (`exact_match`), an import path (`my_rewards:ExactMatch`) or an entry point of the group
+`streamrl.rewards`. All of them are checked when the run starts, not at the first sample.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from streamrl.config import RewardSpec, RunConfig
+from streamrl.consumers.reward import Reward, RewardSample, Score
+from streamrl.consumers.rules import BUILT_IN
+from streamrl.errors import PluginError
+
+GROUP: Final = "streamrl.rewards"
+Result = Score | float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A reward ready to score.
+
+    `name` is its key in the parts of a score, `weight` its factor in the sum. `call(sample)` returns a number, a
+    `Score` or an awaitable of one. `blocking` marks sync callables, which run in a thread; `instant` marks rules that
+    need neither a thread nor a deadline.
+    """
+
+    name: str
+    weight: float
+    call: Callable[[RewardSample], Result | Awaitable[Result]]
+    blocking: bool
+    instant: bool
+
+
+def load_rewards(config: RunConfig) -> list[LoadedReward]:
+    """Load and check all rewards of a run, in the order of the run file.
+
+    Puts `plugin_paths` and the working directory on `sys.path` (at its end, so that nothing installed is shadowed).
+
+    Raises:
+        PluginError: a reward cannot be found, imported or built, or does not take one sample.
+    """
+    paths = [*config.plugin_paths, Path.cwd()]
+    for path in map(str, paths):
+        if path not in sys.path:
+            sys.path.append(path)
+    importlib.invalidate_caches()
+    return [_load(spec, paths) for spec in config.rewards]
+
+
+def _load(spec: RewardSpec, paths: Sequence[Path]) -> LoadedReward:
+    target = _find(spec.use, paths)
+    if inspect.isclass(target):
+        instance = _build(target, spec)
+        call = getattr(instance, "score", None)
+        if not callable(call):
+            raise PluginError(
+                f"reward {spec.use}: the class has no method score", "add `async def score(self, sample)`"
+            )
+        instant = bool(getattr(instance, "instant", False))
+        _check_signature(call, {}, spec)
+    elif callable(target):
+        call = functools.partial(target, **spec.args) if spec.args else target
+        instant = False
+        _check_signature(target, spec.args, spec)
+    else:
+        raise PluginError(f"reward {spec.use} is a {type(target).__name__}", "name a class or a function of one sample")
+    return LoadedReward(
+        name=spec.name or spec.use, weight=spec.weight, call=call, blocking=not _is_async(call), instant=instant
+    )
+
+
+def _find(use: str, paths: Sequence[Path]) -> Any:
+    if ":" in use:
+        return _import(use, paths)
+    if use in BUILT_IN:
+        return BUILT_IN[use]
+    points = {point.name: point for point in metadata.entry_points(group=GROUP)}
+    if use not in points:
+        known = [*BUILT_IN, *points]
+        hint = _closest(use, known) or f"built in: {', '.join(BUILT_IN)}; your own: module:Name"
+        raise PluginError(f"reward {use} is unknown", hint)
+    try:
+        return points[use].load()
+    except Exception as error:
+        raise PluginError(f"reward {use}: its entry point {points[use].value} fails: {_last(error)}") from error
+
+
+def _import(use: str, paths: Sequence[Path]) -> Any:
+    module_name, _, attribute = use.partition(":")
+    if not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
+        raise PluginError(f"reward {use} is no import path", "write module:Name, for example my_rewards:ExactMatch")
+    module = _import_module(use, module_name, paths)
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            where = getattr(module, "__file__", module_name)
+            names = [name for name in dir(target) if not name.startswith("_")]
+            raise PluginError(f"reward {use}: {where} has no {attribute}", _closest(part, names))
+        target = getattr(target, part)
+    return target
+
+
+def _import_module(use: str, name: str, paths: Sequence[Path]) -> Any:
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        files = {path.stem for folder in paths if folder.is_dir() for path in folder.glob("*.py")}
+        looked = ", ".join(dict.fromkeys(map(str, paths)))
+        hint = _closest(name, files) or f"looked in {looked} and in what is installed; see plugin_paths"
+        raise PluginError(f"reward {use}: there is no module {name}", hint)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise PluginError(f"reward {use}: importing {name} fails: {_last(error)}") from error
+
+
+def _build(target: Callable[..., Any], spec: RewardSpec) -> Any:
+    try:
+        inspect.signature(target).bind(**spec.args)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(target).parameters) or "no arguments"
+        raise PluginError(f"reward {spec.use}: args do not fit: {error}", f"it takes: {takes}") from error
+    except ValueError:
+        pass  # a class without a readable signature (C extension): building it is the check
+    if inspect.isabstract(target):
+        missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+        raise PluginError(f"reward {spec.use} is abstract", f"implement {missing}")
+    try:
+        return target(**spec.args)
+    except Exception as error:
+        raise PluginError(f"reward {spec.use} cannot be built: {_last(error)}", "see its args") from error
+
+
+def _check_signature(call: Callable[..., Any], args: dict[str, Any], spec: RewardSpec) -> None:
+    try:
+        inspect.signature(call).bind(None, **args)
+    except TypeError as error:
+        raise PluginError(
+            f"reward {spec.use} does not take one sample: {error}", "its signature must be score(sample), args apart"
+        ) from error
+    except ValueError:
+        return  # no readable signature: the first sample is the check
+
+
+def _is_async(call: Callable[..., Any]) -> bool:
+    """Tell async callables, also behind `functools.partial` and objects with an async `__call__`."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return inspect.iscoroutinefunction(inspect.unwrap(call)) or inspect.iscoroutinefunction(
+        getattr(type(call), "__call__", None)  # noqa: B004 (the coroutine function behind the object, not callability)
+    )
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _last(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+__all__ = ["GROUP", "LoadedReward", "Reward", "load_rewards"]
