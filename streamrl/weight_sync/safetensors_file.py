@@ -1,0 +1,129 @@
+"""Shards: plain safetensors files, written in one pass with their checksum and mapped without a copy.
+
+The library writes a shard from a dictionary and would have to read it back for its checksum; here each byte is hashed
+on its way out. The format is that of the library, byte for byte: 8 bytes of header length, JSON header, data without
+holes (https://huggingface.co/docs/safetensors, "Format"); the tests read these files with the library itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+import torch
+import xxhash
+
+from streamrl.errors import WeightsError
+from streamrl.weight_sync.checksums import checksum, update
+from streamrl.weight_sync.manifest import Shard
+
+_ALIGNMENT: Final = 64
+_MAX_HEADER_BYTES: Final = 100 << 20
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, durable: bool) -> Shard:
+    """Write tensors as one new safetensors file and return its entry for the manifest.
+
+    Args:
+        path: a file that must not exist.
+        tensors: names and contiguous CPU tensors. Wider elements come first in the file, so each is aligned.
+        durable: fsync before returning.
+
+    Raises:
+        OSError: from the file system, among them `ENOSPC`; the file may be left behind in part.
+    """
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    pieces = [memoryview(_header(ordered)), *(_bytes(tensor) for _, tensor in ordered)]
+    state = xxhash.xxh3_128()
+    with path.open("xb", buffering=0) as file:
+        for piece in pieces:
+            update(state, piece)
+            _write_all(file.fileno(), piece)
+        if durable:
+            os.fsync(file.fileno())
+    return Shard(file=path.name, bytes=sum(piece.nbytes for piece in pieces), checksum=state.hexdigest())
+
+
+def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
+    """Map a shard into memory, check it against its entry, and return its tensors without copying them.
+
+    The mapping is private (copy on write), so nothing a holder does reaches the file, and it stays readable after the
+    file is unlinked, for as long as one of the tensors lives.
+
+    Raises:
+        WeightsError: the size, the checksum or the safetensors header does not fit.
+        FileNotFoundError: the file is gone.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.bytes:
+            raise WeightsError(f"{path} has {size} bytes, its manifest says {shard.bytes}")
+        mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    found = checksum(mapped)
+    if found != shard.checksum:
+        raise WeightsError(f"{path} has checksum {found}, its manifest says {shard.checksum}")
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    if start > min(size, _MAX_HEADER_BYTES):
+        raise WeightsError(f"{path}: the safetensors header is longer than the file")
+    try:
+        table: dict[str, Any] = orjson.loads(mapped[8:start])
+        return {name: _view(mapped, start, entry) for name, entry in table.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise WeightsError(f"{path} is no safetensors file: {error}") from error
+
+
+def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    table: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors:
+        end = offset + tensor.nbytes
+        table[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = orjson.dumps(table)
+    # The format allows trailing spaces; they put the data on a cache line.
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview[Any]:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(descriptor: int, view: memoryview[Any]) -> None:
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]
+
+
+def _view(mapped: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+    dtype = DTYPES[entry["dtype"]]
+    shape = [int(size) for size in entry["shape"]]
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    count = (end - begin) // dtype.itemsize
+    if begin < 0 or start + end > len(mapped) or count * dtype.itemsize != end - begin:
+        raise ValueError("the offsets of a tensor do not fit")
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(shape)
