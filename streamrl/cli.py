@@ -1,0 +1,364 @@
+"""`streamrl`: the command line. Each command imports its own module, so that a quick look starts quickly.
+
+Every command returns its exit code (table in docs/cli.md). Errors made on purpose become `error:` and `hint:` on stderr
+and the exit code of their class; anything else is a bug of ours: 70 and one line, with `--debug` the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamrl.errors import ExitCode, StreamrlError
+
+app = typer.Typer(
+    name="streamrl",
+    help="Asynchronous, off-policy, streaming reinforcement learning of language models.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+dead_app = typer.Typer(no_args_is_help=True, help="Dead letters: list, show, replay, drop.")
+config_app = typer.Typer(no_args_is_help=True, help="The configuration: show with origins, validate, JSON schema.")
+app.add_typer(dead_app, name="dead")
+app.add_typer(config_app, name="config")
+
+
+class ColourChoice(StrEnum):
+    """Values of `--color`."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+class ScreenChoice(StrEnum):
+    """Values of `up --screen`."""
+
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+    logs = "logs"
+
+
+class Stage(StrEnum):
+    """Roles that `run` starts."""
+
+    feeder = "feeder"
+    rollout = "rollout"
+    reward = "reward"
+    learner = "learner"
+
+
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; the newest in runs/ if left out."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout (docs/cli.md).")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="Again and again until Ctrl-C.")]
+EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Pause of --watch.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. learner.lr=1e-6.")
+]
+RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file; the defaults if left out.")]
+
+
+@app.callback()
+def options(
+    colour: Annotated[
+        ColourChoice, typer.Option("--color", envvar="STREAMRL_COLOR", help="Colour on stdout and stderr.")
+    ] = ColourChoice.auto,
+    debug: Annotated[bool, typer.Option("--debug", envvar="STREAMRL_DEBUG", help="Tracebacks of errors.")] = False,
+) -> None:
+    """Asynchronous, off-policy, streaming reinforcement learning of language models."""
+    from streamrl.commands.output import choose_colour
+
+    choose_colour(colour.value)
+    _debug[0] = debug
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where; made when missing.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+) -> int:
+    """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example."""
+    from streamrl.commands.init import init as command
+
+    return command(folder, force)
+
+
+@app.command()
+def up(
+    file: RunFile = None,
+    *,
+    run: RunOption = None,
+    overrides: SetOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the configuration; start nothing.")] = (
+        False
+    ),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what is in the run directory.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the run directory.")] = False,
+    screen: Annotated[ScreenChoice, typer.Option(help="What is shown meanwhile.")] = ScreenChoice.auto,
+) -> int:
+    """Start all roles of a run on this machine and supervise them until it is finished."""
+    from streamrl.commands.up import up as command
+
+    return command(file, run, overrides or [], dry_run=dry_run, fresh=fresh, resume=resume, screen=screen.value)
+
+
+@app.command("run")
+def run_role(
+    role: Annotated[Stage, typer.Argument(help="Which role.")],
+    run: RunOption = None,
+    index: Annotated[int, typer.Option("--index", min=0, help="Which of several: replica, worker or rank.")] = 0,
+) -> int:
+    """Run one role of a run in this process: what the supervisor, Ray or Kubernetes start."""
+    from streamrl.commands.role import role as command
+
+    return command(role.value, run, index)
+
+
+@app.command()
+def status(
+    run: RunOption = None, json: JsonOption = False, watch: WatchOption = False, every: EveryOption = 1.0
+) -> int:
+    """Show each role: state, pid, restarts, version, progress. 0 all ready, 1 degraded, 69 down."""
+    from streamrl.commands.status import status as command
+
+    return command(run, json=json, every=every if watch else None)
+
+
+@app.command()
+def lag(
+    *,
+    run: RunOption = None,
+    json: JsonOption = False,
+    watch: WatchOption = False,
+    every: EveryOption = 1.0,
+    warn: Annotated[int | None, typer.Option(min=0, metavar="N", help="Exit 1 from this lag of a stream on.")] = None,
+    crit: Annotated[int | None, typer.Option(min=0, metavar="N", help="Exit 4 from this lag of a stream on.")] = None,
+) -> int:
+    """Show what waits in each stream, for how long, and who holds what."""
+    from streamrl.commands.lag import lag as command
+
+    return command(run, json=json, every=every if watch else None, warn=warn, crit=crit)
+
+
+@app.command()
+def logs(
+    *,
+    roles: Annotated[list[str] | None, typer.Argument(metavar="[ROLE]...", help="rollout, rollout.0, ...")] = None,
+    run: RunOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of the past.")] = 100,
+    json: JsonOption = False,
+) -> int:
+    """Show the log of all roles, or of some, in order of time."""
+    from streamrl.commands.logs import logs as command
+
+    return command(run, roles or [], lines=lines, follow=follow, json=json)
+
+
+@app.command()
+def trace(
+    group: Annotated[int, typer.Argument(min=0, metavar="GROUP", help="Id of the group.")],
+    run: RunOption = None,
+    evaluation: Annotated[bool, typer.Option("--eval", help="A held-out group.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Show all that is known of one prompt group, alive or not. 1 when nothing is."""
+    from streamrl.commands.trace import trace as command
+
+    return command(run, group, evaluation=evaluation, json=json)
+
+
+@app.command()
+def audit(run: RunOption = None, json: JsonOption = False) -> int:
+    """Prove that nothing was lost and nothing was trained twice. 1 when it was."""
+    from streamrl.commands.audit import audit as command
+
+    return command(run, json=json)
+
+
+@app.command()
+def version(json: JsonOption = False) -> int:
+    """Show the version of streamrl and of what it stands on."""
+    from streamrl.commands.version import version as command
+
+    return command(json=json)
+
+
+EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out groups instead of training groups.")]
+Letters = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids as `dead ls` shows them.")]
+
+
+@dead_app.command("ls")
+def dead_ls(
+    run: RunOption = None,
+    limit: Annotated[int, typer.Option("-n", "--lines", min=1, help="At most so many, newest first.")] = 100,
+    evaluation: EvalOption = False,
+    json: JsonOption = False,
+) -> int:
+    """List dead letters, newest first."""
+    from streamrl.commands.dead import ls as command
+
+    return command(run, limit=limit, evaluation=evaluation, json=json)
+
+
+@dead_app.command("show")
+def dead_show(
+    letter: Annotated[str, typer.Argument(metavar="ID", help="Id as `dead ls` shows it.")],
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    json: JsonOption = False,
+) -> int:
+    """Show one dead letter with its detail (traceback)."""
+    from streamrl.commands.dead import show as command
+
+    return command(run, letter, evaluation=evaluation, json=json)
+
+
+@dead_app.command("replay")
+def dead_replay(
+    letters: Letters, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False
+) -> int:
+    """Admit dead groups again under a new attempt."""
+    from streamrl.commands.dead import replay as command
+
+    return command(run, letters, evaluation=evaluation, json=json)
+
+
+@dead_app.command("drop")
+def dead_drop(
+    letters: Letters,
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Forget the detail of dead letters; their groups stay recorded as dead."""
+    from streamrl.commands.dead import drop as command
+
+    return command(run, letters, evaluation=evaluation, yes=yes, json=json)
+
+
+@config_app.command("show")
+def config_show(
+    file: RunFile = None,
+    run: RunOption = None,
+    overrides: SetOption = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Show the resolved configuration of a run file, or with --run of a run."""
+    from streamrl.commands.config import show as command
+
+    return command(file, run, overrides or [], origin=origin, json=json)
+
+
+@config_app.command("validate")
+def config_validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption = False) -> int:
+    """Check a run file: keys, types, values that do not fit together. 78 when it is wrong."""
+    from streamrl.commands.config import validate as command
+
+    return command(file, overrides or [], json=json)
+
+
+@config_app.command("schema")
+def config_schema() -> int:
+    """Print the JSON Schema of a run file, for editors."""
+    from streamrl.commands.config import schema as command
+
+    return command()
+
+
+_debug: list[bool] = [False]
+_GLOBAL_FLAGS = ("--debug",)
+_GLOBAL_VALUES = ("--color",)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; every exception has become a message on stderr.
+
+    `--debug` and `--color` may stand anywhere before a bare `--`.
+    """
+    _debug[0] = False
+    try:
+        code = app(_global_first(list(arguments)), prog_name="streamrl", standalone_mode=False)
+    except StreamrlError as error:
+        if _debug[0]:
+            _traceback()
+        _complain(error.message, error.hint)
+        return int(error.exit_code)
+    except BrokenPipeError:
+        # The reader at the other end of the pipe has what it wants (`streamrl logs | head`).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return int(ExitCode.OK)
+    except Exception as error:  # noqa: BLE001 - the last reader of every exception
+        return _unexpected(error)
+    return int(code or 0)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _global_first(arguments: list[str]) -> list[str]:
+    """Move the global options to the front, where the group reads them."""
+    front: list[str] = []
+    rest: list[str] = []
+    items = iter(arguments)
+    for item in items:
+        if item == "--":
+            rest.extend([item, *items])
+        elif item in _GLOBAL_FLAGS or item.startswith(tuple(f"{name}=" for name in _GLOBAL_VALUES)):
+            front.append(item)
+        elif item in _GLOBAL_VALUES:
+            front.extend([item, *([value] if (value := next(items, None)) is not None else [])])
+        else:
+            rest.append(item)
+    return front + rest
+
+
+def _unexpected(error: Exception) -> int:
+    """Render what is no error of ours: a wrong command line (2), or a bug (70)."""
+    render = getattr(error, "format_message", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{error}\n")
+        return int(ExitCode.USAGE)
+    if render is not None:
+        context = getattr(error, "ctx", None)
+        _complain(str(render()).strip(), f"{context.command_path} --help" if context is not None else "")
+        return int(getattr(error, "exit_code", ExitCode.USAGE))
+    if isinstance(error, typer.Abort):
+        _complain("given up", "")
+        return int(ExitCode.FAILURE)
+    if _debug[0]:
+        _traceback()
+    _complain(f"{type(error).__name__}: {error}", "this is a bug of streamrl; --debug shows the traceback")
+    return int(ExitCode.INTERNAL)
+
+
+def _complain(message: str, hint: str) -> None:
+    from streamrl.commands.output import wants_colour
+
+    bold, dim, plain = ("\x1b[1;31m", "\x1b[2m", "\x1b[0m") if wants_colour(sys.stderr) else ("", "", "")
+    sys.stderr.write(f"{bold}error:{plain} {message}\n")
+    if hint:
+        sys.stderr.write(f"{dim}hint:{plain} {hint}\n")
+    sys.stderr.flush()
+
+
+def _traceback() -> None:
+    import traceback
+
+    traceback.print_exc()

@@ -1,0 +1,1 @@
+"""One small module per command of `streamrl`, imported by `streamrl.cli` inside the command (start-up stays fast)."""

@@ -1,0 +1,70 @@
+"""`streamrl config`: the resolved configuration, its origins, and its JSON Schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from streamrl.commands import output
+from streamrl.config import LoadedConfig, RunConfig, load, read_saved
+from streamrl.errors import UsageError
+
+SHOW_SCHEMA = "streamrl.config/1"
+VALIDATE_SCHEMA = "streamrl.config.validate/1"
+
+
+def show(file: Path | None, run: Path | None, overrides: Sequence[str], *, origin: bool, json: bool) -> int:
+    """Show every value of a run file (or of the run in `run`), with `origin` also where it comes from."""
+    if file is not None and run is not None:
+        raise UsageError("name a run file or --run, not both")
+    if run is not None and overrides:
+        raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
+    loaded = read_saved(run / "run.json") if run is not None else load(file, overrides)
+    if json:
+        output.write_json(SHOW_SCHEMA, loaded.model_dump(mode="json"))
+        return 0
+    rows = list(leaves(loaded.config.model_dump(mode="json")))
+    width = max(len(key) for key, _ in rows)
+    values = [orjson.dumps(value).decode() for _, value in rows]
+    value_width = min(60, max(len(value) for value in values))
+    for (key, _), value in zip(rows, values, strict=True):
+        source = f"  {origin_of(loaded, key)}" if origin else ""
+        output.write(f"{key:{width}}  {value:{value_width}}{source}".rstrip())
+    return 0
+
+
+def validate(file: Path | None, overrides: Sequence[str], *, json: bool) -> int:
+    """Check a run file; errors are raised as `ConfigError` (78)."""
+    loaded = load(file, overrides)
+    if json:
+        output.write_json(VALIDATE_SCHEMA, {"valid": True, "name": loaded.config.name})
+    else:
+        output.write(f"{file or 'defaults'}: valid")
+    return 0
+
+
+def schema() -> int:
+    """Print the JSON Schema of a run file: itself, not in an envelope, because editors read it."""
+    output.write(orjson.dumps(RunConfig.model_json_schema(), option=orjson.OPT_INDENT_2).decode())
+    return 0
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `(dotted key, value)` of nested mappings; lists are values."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def origin_of(loaded: LoadedConfig, key: str) -> str:
+    """Origin of a dotted key; a value inside a list or mapping that was set whole has the origin of that."""
+    while key:
+        if key in loaded.origins:
+            return loaded.origins[key]
+        key = key.rpartition(".")[0]
+    return "default"

@@ -1,0 +1,118 @@
+"""`streamrl logs`: the log files of the roles, merged in order of time, and followed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from streamrl.commands import output
+from streamrl.commands.rundir import find_run
+from streamrl.errors import UsageError
+
+SCHEMA: Final = "streamrl.logs/1"
+_POLL: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line: role, time (seconds since 1970; that of the line before when it has none), the record."""
+
+    role: str
+    at: float
+    record: dict[str, Any]
+
+
+class LogFile:
+    """Reads the whole lines of one growing file; a rotated or shortened file is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self.role = path.name.removesuffix(".jsonl")
+        self._path = path
+        self._inode = -1
+        self._offset = 0
+        self._rest = b""
+        self._at = 0.0
+
+    def read(self) -> Iterator[LogLine]:
+        """Yield the lines that came since the last call; the last one only when it is whole."""
+        try:
+            facts = self._path.stat()
+            if facts.st_ino != self._inode or facts.st_size < self._offset:
+                self._inode, self._offset, self._rest = facts.st_ino, 0, b""
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = self._rest + file.read()
+                self._offset = file.tell()
+        except FileNotFoundError:
+            return
+        *whole, self._rest = data.split(b"\n")
+        for line in whole:
+            if line.strip():
+                yield self._parse(line)
+
+    def _parse(self, line: bytes) -> LogLine:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict):
+            record = {"event": line.decode(errors="replace")}
+        at = record.get("at", record.get("time"))
+        if isinstance(at, (int, float)):
+            self._at = float(at)
+        return LogLine(self.role, self._at, record)
+
+
+def logs(chosen: Path | None, roles: Sequence[str], *, lines: int, follow: bool, json: bool) -> int:
+    """Show the last `lines` lines of all roles or of `roles` (`rollout` means every replica), then follow."""
+    folder = find_run(chosen).path / "logs"
+    files = [LogFile(path) for path in _wanted(folder, roles)]
+    if not files and roles and not follow:
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "none yet"
+        raise UsageError(f"no log of {' '.join(roles)} in {folder}", f"known: {known}")
+    past = sorted((line for file in files for line in file.read()), key=lambda line: line.at)
+    width = max((len(file.role) for file in files), default=8)
+    for line in deque(past, maxlen=lines):
+        _show(line, width, json=json)
+    if not follow:
+        return 0
+    try:
+        _follow(folder, roles, files, json=json)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _wanted(folder: Path, roles: Sequence[str]) -> list[Path]:
+    paths = sorted(folder.glob("*.jsonl"))
+    if not roles:
+        return paths
+    return [path for path in paths if any(path.stem == role or path.stem.split(".")[0] == role for role in roles)]
+
+
+def _follow(folder: Path, roles: Sequence[str], files: list[LogFile], *, json: bool) -> None:
+    known = {file.role for file in files}
+    while True:
+        for path in _wanted(folder, roles):
+            if path.name.removesuffix(".jsonl") not in known:
+                known.add(path.name.removesuffix(".jsonl"))
+                files.append(LogFile(path))
+        fresh = sorted((line for file in files for line in file.read()), key=lambda line: line.at)
+        for line in fresh:
+            _show(line, max(map(len, known)), json=json)
+        time.sleep(_POLL)
+
+
+def _show(line: LogLine, width: int, *, json: bool) -> None:
+    if json:
+        output.write_json(SCHEMA, {"role": line.role, **line.record})
+    else:
+        from streamrl.monitor.lines import log_line
+
+        output.write(log_line(line.role, line.at, line.record, width))

@@ -1,0 +1,103 @@
+"""What every command writes: data on stdout, diagnostics on stderr, one JSON envelope, colour where wanted."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import orjson
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Colour = Literal["auto", "always", "never"]
+
+_WIDE: Final = 200  # columns when nobody's terminal says otherwise: a table in a file or a pipe is never cut
+_chosen: list[Colour] = ["auto"]
+
+
+def choose_colour(colour: Colour) -> None:
+    """Remember `--color` for every console of this process."""
+    _chosen[0] = colour
+
+
+def wants_colour(stream: Any) -> bool:
+    """Whether colour goes to `stream`: `--color` first, then NO_COLOR and TERM=dumb, then whether it is a terminal."""
+    if _chosen[0] != "auto":
+        return _chosen[0] == "always"
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(stream.isatty())
+
+
+def console(stream: Any = None) -> Console:
+    """A rich console on `stream` (stdout when None); wide and plain when it is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stdout if stream is None else stream
+    colour = wants_colour(stream)
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else _WIDE,
+        force_terminal=True if colour else None,
+        color_system="auto" if colour else None,
+        no_color=not colour,
+        highlight=False,
+        soft_wrap=False,
+    )
+
+
+def envelope(schema: str, data: Any) -> bytes:
+    """The one JSON answer of all reading commands.
+
+    Args:
+        schema: name and version, as documented in docs/cli.md: `streamrl.lag/1`.
+        data: dataclasses, dicts, lists, numbers, strings.
+
+    Returns:
+        `{"schema": ..., "at": seconds since 1970, "data": ...}` on one line, without the newline.
+    """
+    return orjson.dumps(
+        {"schema": schema, "at": time.time(), "data": data},
+        default=_plain,
+        option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset, tuple)):
+        return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return str(value)
+
+
+def write_json(schema: str, data: Any) -> None:
+    """Write one envelope and a newline to stdout, at once (a reader at the other end of a pipe sees whole lines)."""
+    write(envelope(schema, data).decode())
+
+
+def write(text: str) -> None:
+    """Write a line to stdout and flush it."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Write a line of diagnostics to stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def repeat(seconds: float, once: Callable[[], int]) -> int:
+    """Call `once` every `seconds` until Ctrl-C, which is the ordinary end: returns the last code of `once`."""
+    code = 0
+    try:
+        while True:
+            code = once()
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return code

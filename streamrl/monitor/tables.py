@@ -1,0 +1,131 @@
+"""Tables of `streamrl lag` and `streamrl status`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.monitor.lines import duration, number, size
+from streamrl.queues.snapshot import LedgerView, Snapshot, StreamView
+
+_GOOD = {"ready": "green", "running": "green", "finished": "green", "stopped": "dim", "starting": "yellow"}
+
+
+def lag_table(snapshot: Snapshot) -> RenderableType:
+    """Everything of a snapshot on one page: server, streams, admission, weights."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("STREAM", "DEPTH", "LAG", "PENDING", "IN/s", "OUT/s", "OLDEST", "LEASED", "SILENT", "RETRIED"):
+        table.add_column(heading, justify="left" if heading == "STREAM" else "right", no_wrap=True)
+    table.add_column("CONSUMERS", no_wrap=True)
+    for prefix, ledger in (("", snapshot.train), ("eval ", snapshot.evaluation)):
+        if prefix and not ledger.cursor:
+            continue
+        for stream in ledger.streams:
+            table.add_row(prefix + stream.name, *_stream_cells(stream))
+    return Group(
+        _server_line(snapshot), table, *(Text(line) for line in _ledger_lines(snapshot)), Text(_weights_line(snapshot))
+    )
+
+
+def _stream_cells(stream: StreamView) -> list[str]:
+    # `scored` has no consumer group: the learner reads all of it, so waiting and leased are no ideas of it.
+    grouped = stream.name != "scored"
+    working = sum(consumer.pending > 0 for consumer in stream.consumers)
+    return [
+        str(stream.depth),
+        str(stream.lag) if grouped else "-",
+        str(stream.pending) if grouped else "-",
+        number(stream.in_per_second),
+        number(stream.out_per_second),
+        duration(stream.oldest_waiting_seconds),
+        duration(stream.oldest_leased_seconds),
+        duration(stream.silent_seconds) if stream.pending else "-",
+        str(stream.retried) if grouped else "-",
+        f"{len(stream.consumers)} ({working} at work)" if grouped else "learner",
+    ]
+
+
+def _server_line(snapshot: Snapshot) -> Text:
+    server = snapshot.server
+    limit = f" / {size(server.memory_limit_bytes)}" if server.memory_limit_bytes else ""
+    line = Text(f"run {snapshot.run}  redis {server.version} up {duration(server.uptime_seconds)}")
+    line.append(f"  memory {size(server.memory_bytes)}{limit}")
+    if server.evicted_keys:
+        line.append(f"  {server.evicted_keys} keys EVICTED", style="bold red")
+    if not server.aof_ok:
+        line.append("  AOF WRITE FAILED", style="bold red")
+    return line
+
+
+def _ledger_lines(snapshot: Snapshot) -> list[str]:
+    lines = [_ledger_line("groups", snapshot.train, snapshot.budget, snapshot.hard_cap)]
+    if snapshot.evaluation.cursor:
+        lines.append(_ledger_line("held-out", snapshot.evaluation, None, None))
+    return lines
+
+
+def _ledger_line(name: str, ledger: LedgerView, budget: int | None, hard_cap: int | None) -> str:
+    waiting = ledger.live - ledger.held
+    return (
+        f"{name}  admitted {ledger.cursor}  untrained {waiting}{f'/{budget}' if budget is not None else ''}"
+        f"  live {ledger.live}{f'/{hard_cap}' if hard_cap is not None else ''}  held {ledger.held}"
+        f"  dropped {ledger.dropped}  dead letters {ledger.dead}"
+        + (f"  end of data at {ledger.done}" if ledger.done is not None else "")
+    )
+
+
+def _weights_line(snapshot: Snapshot) -> str:
+    newest = snapshot.version
+    if newest < 0:
+        return "weights  none published yet"
+    readers = [
+        f"{name} v{version}" + (f" ({newest - version} behind)" if version < newest else "")
+        for name, version in snapshot.role_versions.items()
+        if name.split(".")[0] == "rollout"
+    ]
+    return "  ".join(["weights", f"v{newest} of learner epoch {snapshot.train.epoch}", *readers])
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """One role as `status` shows it. Seconds are None when nobody knows them."""
+
+    name: str
+    state: str
+    pid: int | None = None
+    uptime_seconds: float | None = None
+    restarts: int = 0
+    version: int | None = None
+    silent_seconds: float | None = None
+    progress: Mapping[str, str] | None = None
+    last_error: str = ""
+
+
+def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
+    """One row per role and the verdict below."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION", "SILENT", "PROGRESS"):
+        table.add_column(heading, justify="left" if heading in ("ROLE", "STATE", "PROGRESS") else "right", no_wrap=True)
+    for role in roles:
+        progress = " ".join(f"{key}={value}" for key, value in (role.progress or {}).items())
+        table.add_row(
+            role.name,
+            Text(role.state, style=_GOOD.get(role.state, "red")),
+            "-" if role.pid is None else str(role.pid),
+            duration(role.uptime_seconds),
+            str(role.restarts),
+            "-" if role.version is None else str(role.version),
+            duration(role.silent_seconds),
+            Text(role.last_error or progress, style="red" if role.last_error else ""),
+        )
+    return Group(table, Text(verdict))
+
+
+def stamp(at: float | None = None) -> str:
+    """Local date and time for the head of a page."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -1,0 +1,65 @@
+-- look: all that a person wants to see of one ledger, at one instant. Reads only; a repeat reads again.
+-- KEYS prompts rollouts scored live dead weights state dropped roles
+-- ARGV most (pending entries looked at, per stream), prefix of the role hashes (same slot as the rest)
+-- returns { streams, state, live, dead, dropped, version, roles }
+--   streams: per stream { depth, pending, added|false, delivered id, undelivered id|false, silent ms, retried, first pending id|false, consumers }
+--   state: flat HGETALL   live, dead, dropped: counts   version: fields of the newest weights entry but the manifest
+--   roles: { name, flat HGETALL } of each role that is alive
+-- Redis 6.2 has no entries-added and no lag: depth - pending is the lag, exact because an ack deletes.
+local function fields(flat)
+  local map = {}
+  for i = 1, #flat, 2 do map[flat[i]] = flat[i + 1] end
+  return map
+end
+
+local function stream(key)
+  local depth = redis.call('XLEN', key)
+  local groups = redis.pcall('XINFO', 'GROUPS', key)
+  if groups.err then return { depth, 0, false, '0-0', false, 0, 0, false, {} } end
+  local added = fields(redis.call('XINFO', 'STREAM', key))['entries-added'] or false
+  if #groups == 0 then
+    local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
+    return { depth, 0, added, '0-0', first and first[1] or false, 0, 0, false, {} }
+  end
+  local group = fields(groups[1])
+  local delivered = group['last-delivered-id']
+  local next = redis.call('XRANGE', key, '(' .. delivered, '+', 'COUNT', 1)[1]
+  local silent, retried, oldest = 0, 0, false
+  for _, entry in ipairs(redis.call('XPENDING', key, group['name'], '-', '+', ARGV[1])) do
+    oldest = oldest or entry[1]
+    silent = math.max(silent, entry[3])
+    if entry[4] > 1 then retried = retried + 1 end
+  end
+  local consumers = {}
+  for _, flat in ipairs(redis.call('XINFO', 'CONSUMERS', key, group['name'])) do
+    local one = fields(flat)
+    consumers[#consumers + 1] = { one['name'], one['pending'], one['idle'] }
+  end
+  return { depth, group['pending'], added, delivered, next and next[1] or false, silent, retried, oldest, consumers }
+end
+
+local version = {}
+local newest = redis.call('XREVRANGE', KEYS[6], '+', '-', 'COUNT', 1)[1]
+if newest then
+  version[1] = newest[1]
+  for i = 1, #newest[2], 2 do
+    if #newest[2][i + 1] < 64 then
+      version[#version + 1] = newest[2][i]
+      version[#version + 1] = newest[2][i + 1]
+    end
+  end
+end
+local roles = {}
+for _, name in ipairs(redis.call('SMEMBERS', KEYS[9])) do
+  local status = redis.call('HGETALL', ARGV[2] .. name)
+  if #status > 0 then roles[#roles + 1] = { name, status } end
+end
+return {
+  { stream(KEYS[1]), stream(KEYS[2]), stream(KEYS[3]) },
+  redis.call('HGETALL', KEYS[7]),
+  redis.call('ZCARD', KEYS[4]),
+  redis.call('XLEN', KEYS[5]),
+  redis.call('BITCOUNT', KEYS[8]),
+  version,
+  roles,
+}

@@ -1,0 +1,264 @@
+"""A read-only picture of a whole run, taken in one round trip.
+
+`lag` of a stream is depth - pending and never the native lag of Redis (absent on 6.2, NULL or wrong after out-of-order
+deletes on 7 and 8); it is exact here because an ack deletes the entry. Ages come from the server's clock and the ids of
+the entries, so the clock of the looker does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import hiredis
+
+from streamrl.errors import Unreachable
+from streamrl.queues.keys import Keys
+from streamrl.queues.probe import Probe
+
+MOST_PENDING: Final = 10_000
+_STREAMS: Final = ("prompts", "rollouts", "scored")
+_KEYS: Final = (*_STREAMS, "live", "dead", "weights", "state", "dropped", "roles")
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """One process that holds or held work of a stream."""
+
+    name: str
+    pending: int
+    idle_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamView:
+    """One stream of ids.
+
+    Attributes:
+        name: `prompts`, `rollouts` or `scored`.
+        depth: entries in it: waiting, and leased but not done.
+        pending: leased entries.
+        lag: entries nobody has leased, `depth - pending`.
+        oldest_waiting_seconds: age of the oldest entry nobody has leased; None when there is none.
+        oldest_leased_seconds: age, since it was put, of the oldest leased entry; None when there is none.
+        silent_seconds: longest time since a holder leased or renewed an entry it still holds.
+        retried: leased entries that more than one holder has tried (of the oldest 10,000).
+        added: entries ever put; None on Redis 6.2, which does not count them.
+        in_per_second: entries put per second between two snapshots; None without a second one.
+        out_per_second: entries done per second between two snapshots.
+        consumers: who reads it.
+    """
+
+    name: str
+    depth: int
+    pending: int
+    lag: int
+    oldest_waiting_seconds: float | None
+    oldest_leased_seconds: float | None
+    silent_seconds: float
+    retried: int
+    added: int | None = None
+    in_per_second: float | None = None
+    out_per_second: float | None = None
+    consumers: tuple[Consumer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerView:
+    """One ledger: training or evaluation. Counts are of groups; `state` is the whole state hash as text."""
+
+    streams: tuple[StreamView, ...]
+    live: int
+    held: int
+    dead: int
+    dropped: int
+    cursor: int
+    done: int | None
+    version: int
+    epoch: int
+    state: dict[str, str] = field(default_factory=dict)
+
+    def stream(self, name: str) -> StreamView:
+        """The stream of that name; `KeyError` when there is none."""
+        for view in self.streams:
+            if view.name == name:
+                return view
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """The Redis itself. Bytes; `memory_limit_bytes` 0 means no limit."""
+
+    version: str
+    uptime_seconds: int
+    memory_bytes: int
+    memory_limit_bytes: int
+    evicted_keys: int
+    aof_delayed_fsync: int
+    aof_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that Redis knows of a run at one instant.
+
+    Attributes:
+        run: name of the run.
+        at: seconds since 1970 on the server's clock.
+        server: the Redis itself.
+        train: the training ledger.
+        evaluation: the ledger of held-out prompts.
+        budget: most groups admitted and not yet trained; None when the caller did not say.
+        hard_cap: most live groups; None when the caller did not say.
+        version: newest version of the weights, -1 before the first.
+        roles: status of each living role by name, as it shows itself on the board.
+    """
+
+    run: str
+    at: float
+    server: ServerView
+    train: LedgerView
+    evaluation: LedgerView
+    budget: int | None = None
+    hard_cap: int | None = None
+    version: int = -1
+    roles: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def role_versions(self) -> dict[str, int]:
+        """Version that the learner and each rollout replica have, by role name."""
+        return {
+            name: int(status["version"])
+            for name, status in sorted(self.roles.items())
+            if status.get("version", "").lstrip("-").isdigit()
+        }
+
+
+def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None = None) -> Snapshot:
+    """Look at a run; one pipelined round trip, nothing is written.
+
+    A run that has not begun gives zeros. Works on Redis 6.2 to 8.
+
+    Raises:
+        Unreachable: Redis does not answer, or answers with an error where there must be none.
+    """
+    looks = [
+        ("EVAL", _script(), len(_KEYS), *(getattr(keys, key) for key in _KEYS), MOST_PENDING, keys.role(""))
+        for keys in (Keys(run), Keys(run, evaluation=True))
+    ]
+    replies = probe.pipeline([("TIME",), ("INFO",), *looks])
+    for reply in replies:
+        if isinstance(reply, hiredis.ReplyError):
+            raise Unreachable(f"Redis at {probe.where} cannot show run {run}: {reply}")
+    at = int(replies[0][0]) + int(replies[0][1]) / 1e6
+    train, evaluation = (_ledger(reply, at) for reply in replies[2:4])
+    return Snapshot(
+        run=run,
+        at=at,
+        server=_server(replies[1]),
+        train=train,
+        evaluation=evaluation,
+        budget=budget,
+        hard_cap=hard_cap,
+        version=train.version,
+        roles={_text(name): _text_map(flat) for name, flat in sorted(replies[2][6])},
+    )
+
+
+def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
+    """Return `now` with the rates of its streams since `before`; unchanged when no time has passed."""
+    seconds = now.at - before.at
+    if seconds <= 0:
+        return now
+    return replace(
+        now,
+        train=_rated(now.train, before.train, seconds),
+        evaluation=_rated(now.evaluation, before.evaluation, seconds),
+    )
+
+
+def _rated(now: LedgerView, before: LedgerView, seconds: float) -> LedgerView:
+    views = []
+    for new, old in zip(now.streams, before.streams, strict=True):
+        put: int | None = None
+        if new.added is not None and old.added is not None:
+            put = max(0, new.added - old.added)
+        elif new.name == "prompts":
+            put = max(0, now.cursor - before.cursor)
+        if put is None:
+            views.append(new)
+            continue
+        done = max(0, put - (new.depth - old.depth))
+        views.append(replace(new, in_per_second=put / seconds, out_per_second=done / seconds))
+    return replace(now, streams=tuple(views))
+
+
+@cache
+def _script() -> str:
+    return Path(__file__).with_name("lua").joinpath("look.lua").read_text()
+
+
+def _ledger(reply: list[Any], at: float) -> LedgerView:
+    streams, flat, live, dead, dropped, version, _ = reply
+    state = _text_map(flat)
+    fields = _text_map(version[1:])
+    return LedgerView(
+        streams=tuple(_stream(name, parts, at) for name, parts in zip(_STREAMS, streams, strict=True)),
+        live=live,
+        held=int(state.get("held", 0)),
+        dead=dead,
+        dropped=dropped,
+        cursor=int(state.get("cursor", 0)),
+        done=int(state["done"]) if "done" in state else None,
+        version=int(state.get("version", fields.get("version", -1))),
+        epoch=int(state.get("epoch", 0)),
+        state=state,
+    )
+
+
+def _stream(name: str, parts: list[Any], at: float) -> StreamView:
+    depth, pending, added, _, waiting, silent, retried, leased, consumers = parts
+    return StreamView(
+        name=name,
+        depth=depth,
+        pending=pending,
+        lag=depth - pending,
+        oldest_waiting_seconds=_age(waiting, at),
+        oldest_leased_seconds=_age(leased, at),
+        silent_seconds=silent / 1000,
+        retried=retried,
+        added=added,
+        consumers=tuple(Consumer(_text(who), held, idle / 1000) for who, held, idle in consumers),
+    )
+
+
+def _age(entry: bytes | None, at: float) -> float | None:
+    """Seconds since an entry was put, from its id; an id that a server clock set back makes look young is 0 old."""
+    return None if entry is None else max(0.0, at - int(entry.split(b"-")[0]) / 1000)
+
+
+def _server(reply: bytes) -> ServerView:
+    lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines() if ":" in line)
+    info = {key: value for key, _, value in lines}
+    return ServerView(
+        version=info.get("valkey_version") or info.get("redis_version", "?"),
+        uptime_seconds=int(info.get("uptime_in_seconds", 0)),
+        memory_bytes=int(info.get("used_memory", 0)),
+        memory_limit_bytes=int(info.get("maxmemory", 0)),
+        evicted_keys=int(info.get("evicted_keys", 0)),
+        aof_delayed_fsync=int(info.get("aof_delayed_fsync", 0)),
+        aof_ok=info.get("aof_last_write_status", "ok") == "ok",
+    )
+
+
+def _text_map(flat: list[bytes]) -> dict[str, str]:
+    pairs: Mapping[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+    return {_text(key): _text(value) for key, value in pairs.items()}
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
