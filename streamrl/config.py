@@ -128,6 +128,7 @@ class EngineConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Positive | None = Field(None, description="CPU threads of the engine; empty: torch's choice")
+    kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
 
 
 class RolloutConfig(Section):
