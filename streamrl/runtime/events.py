@@ -1,0 +1,143 @@
+"""What the supervisor tells whoever shows it: a live screen, plain lines, a test.
+
+The callback is called from one thread of its own, event after event, so a terminal that does not read blocks neither
+the supervisor nor a role. Log lines that do not fit into the queue are dropped and counted; changes of state never are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self, TypeAlias
+
+from streamrl.runtime.instance import State
+
+QUEUE_LINES: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """A process of a role has a new state.
+
+    `role` is its name (`rollout.0`); `reason` says why when it is not plain; `restarts` counts its restarts, `pid` is
+    None without a process, `exit_code` is the last one (negative for a signal), `pause` the seconds until a restart.
+    """
+
+    role: str
+    state: State
+    reason: str = ""
+    restarts: int = 0
+    pid: int | None = None
+    exit_code: int | None = None
+    pause: float | None = None
+    at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a role's log, a JSON object without its newline.
+
+    `tail` marks lines that are shown again because their role has just died.
+    """
+
+    role: str
+    line: bytes
+    tail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinesDropped:
+    """So many log lines were not shown because the reader was slow; all of them are in the log files."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStage:
+    """The drain has reached these roles; they have `seconds` before they are killed."""
+
+    roles: tuple[str, ...]
+    seconds: float
+    advice: str = "Ctrl-C again to stop now"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something a person should read: the supervisor started, a signal was taken, the run finished or failed."""
+
+    text: str
+    error: bool = False
+    hint: str = ""
+
+
+Event: TypeAlias = StateChanged | LogLine | LinesDropped | DrainStage | Notice
+OnEvent: TypeAlias = Callable[[Event], None]
+
+
+class EventPump:
+    """Carries events to a callback in a thread of its own; a context manager, whose end waits `linger` seconds.
+
+    Args:
+        on_event: called with each event in order. What it raises ends the delivery and is kept in `broken`.
+        capacity: log lines that may wait.
+        linger: seconds to wait at the end for a slow reader.
+    """
+
+    def __init__(self, on_event: OnEvent, capacity: int = QUEUE_LINES, linger: float = 2.0) -> None:
+        self.broken: Exception | None = None
+        self._on_event = on_event
+        self._capacity = capacity
+        self._linger = linger
+        self._queue: deque[Event] = deque()
+        self._lines = 0
+        self._dropped = 0
+        self._closed = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+
+    def send(self, event: Event) -> None:
+        """Queue an event; never blocks. A log line that finds the queue full is dropped and counted."""
+        with self._wake:
+            if isinstance(event, LogLine):
+                if self._lines >= self._capacity:
+                    self._dropped += 1
+                    return
+                self._lines += 1
+            self._queue.append(event)
+            self._wake.notify()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(self._linger)
+
+    def _take(self) -> list[Event]:
+        with self._wake:
+            while not self._queue and not self._closed:
+                self._wake.wait()
+            taken: list[Event] = list(self._queue)
+            if self._dropped:
+                taken.append(LinesDropped(self._dropped))
+            self._queue.clear()
+            self._lines = self._dropped = 0
+            return taken
+
+    def _run(self) -> None:
+        while events := self._take():
+            for event in events:
+                try:
+                    self._on_event(event)
+                except Exception as error:  # noqa: BLE001 (read by the supervisor; showing must not end the run)
+                    self.broken = error
+                    return

@@ -1,0 +1,124 @@
+"""The life of one role instance as a pure state machine: no processes, no clock, no chance of its own.
+
+```
+pending -> starting -> ready -> draining -> stopped
+              |          |          |
+              +----------+----------+--> backoff -> starting     (a crash, while restarts are left)
+                                    +--> stopped | failed
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from streamrl.runtime.restarts import HEALTHY_SECONDS, ExitClass, RestartPolicy, classify
+
+
+class State(StrEnum):
+    """Where an instance is in its life."""
+
+    PENDING = "pending"
+    """Waits for the roles that must be ready before it."""
+    STARTING = "starting"
+    """Its process runs and has not said that it is ready."""
+    READY = "ready"
+    """It does its work."""
+    DRAINING = "draining"
+    """It was asked to end and finishes what it holds."""
+    BACKOFF = "backoff"
+    """It died and waits for its restart."""
+    STOPPED = "stopped"
+    """It ended as it should, or was asked to; final."""
+    FAILED = "failed"
+    """It cannot be brought back; final."""
+
+
+FINAL = frozenset({State.STOPPED, State.FAILED})
+ALIVE = frozenset({State.STARTING, State.READY, State.DRAINING})
+
+
+@dataclass(slots=True)
+class Instance:
+    """State of one role instance. All times are seconds of one monotonic clock.
+
+    Args:
+        policy: limits of its restarts.
+        finishes: whether exit code 0 without being asked is the end of its work (learner, feeder) or a death.
+
+    Attributes:
+        restarts: restarts so far, for people.
+        reason: why it is in its state, one line; empty while all is well.
+        exit_code: of its last process; negative for a signal.
+        until: end of the pause in `backoff`.
+    """
+
+    policy: RestartPolicy
+    finishes: bool
+    state: State = State.PENDING
+    restarts: int = 0
+    reason: str = ""
+    exit_code: int | None = None
+    until: float = 0.0
+    _failures: int = 0
+    _ready_at: float | None = None
+    _deaths: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Its process is being started."""
+        self._expect(State.PENDING, State.BACKOFF)
+        if self.state is State.BACKOFF:
+            self.restarts += 1
+        self._ready_at = None
+        self.state = State.STARTING
+
+    def ready(self, now: float) -> None:
+        """It said that it is ready. Said again, or while draining, it changes nothing."""
+        if self.state is State.STARTING:
+            self.state, self.reason, self._ready_at = State.READY, "", now
+
+    def drain(self, reason: str) -> None:
+        """It is asked to end. Without a process it has ended at once; a repeat changes nothing."""
+        if self.state in {State.STARTING, State.READY}:
+            self.state, self.reason = State.DRAINING, reason
+        elif self.state in {State.PENDING, State.BACKOFF}:
+            self.state, self.reason = State.STOPPED, reason
+
+    def died(self, now: float, code: int, cause: str, jitter: float) -> None:
+        """Its process ended.
+
+        Args:
+            now: the clock.
+            code: exit code, negative for a signal.
+            cause: one line on why, shown to people.
+            jitter: from [0, 1), for the length of the pause.
+        """
+        self._expect(*ALIVE)
+        self.exit_code = code
+        kind = classify(code)
+        if self.state is State.DRAINING:
+            # What dies while it is asked to end is not brought back; its leases run out, its work goes to others.
+            self.state, self.reason = State.STOPPED, "" if kind is ExitClass.FINISHED else cause
+        elif kind is ExitClass.FINISHED and self.finishes:
+            self.state, self.reason = State.STOPPED, cause
+        elif kind is ExitClass.HOPELESS:
+            self.state, self.reason = State.FAILED, cause
+        else:
+            self._crashed(now, cause, jitter)
+
+    def _crashed(self, now: float, cause: str, jitter: float) -> None:
+        if self._ready_at is not None and now - self._ready_at >= HEALTHY_SECONDS:
+            self._failures = 0
+        self._failures += 1
+        self._deaths = [at for at in self._deaths if now - at < self.policy.window] + [now]
+        if len(self._deaths) > self.policy.max_restarts:
+            self.state = State.FAILED
+            self.reason = f"{cause}; {len(self._deaths)} deaths within {self.policy.window:g} s"
+            return
+        self.state, self.reason = State.BACKOFF, cause
+        self.until = now + self.policy.pause(self._failures, jitter)
+
+    def _expect(self, *states: State) -> None:
+        if self.state not in states:
+            raise AssertionError(f"not possible in state {self.state}")

@@ -1,0 +1,111 @@
+"""Which processes a run has, in which order they start, and what each is given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamrl.config import RunConfig
+from streamrl.queues import embedded
+from streamrl.runtime.process import Command
+
+ORDER: Final = ("redis", "learner", "rollout", "reward", "feeder")
+"""Order of the start: each kind waits until all before it are ready."""
+
+DRAIN_ORDER: Final = ("feeder", "rollout", "reward", "learner", "redis")
+"""Order of the drain, which is the order of the data; Redis last."""
+
+DRAIN_SHARE: Final = {"feeder": 0.05, "rollout": 0.3, "reward": 0.2, "learner": 0.4, "redis": 0.05}
+"""Share of the drain's budget that each stage may use; what one leaves over goes to the next."""
+
+_FINISHES: Final = frozenset({"learner", "feeder"})
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Processes that live and die together: one role instance, or all ranks of the learner.
+
+    Args:
+        kind: one of `ORDER`.
+        processes: names of the processes, `rollout.0`; several for the ranks of a learner.
+        command: makes the command of the process at a position; the second argument is a token that is new for each
+            start of the unit (the ranks of one start find each other by it).
+        finishes: whether exit code 0 without being asked is the end of its work.
+        probe: for a process that cannot say itself that it is ready: returns when it is, and is called at each start.
+    """
+
+    kind: str
+    processes: tuple[str, ...]
+    command: Callable[[int, str], Command]
+    finishes: bool = False
+    probe: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the unit: that of its process, or its kind when it has several."""
+        return self.processes[0] if len(self.processes) == 1 else self.kind
+
+
+def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
+    """Return the units of a run in the order of their start."""
+    counts = {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
+    units = [] if config.redis.url is not None else [_redis(config, run_dir)]
+    units.append(_unit(config, run_dir, "learner", range(config.learner.ranks)))
+    units += [_unit(config, run_dir, kind, [index]) for kind, count in counts.items() for index in range(count)]
+    return units
+
+
+def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
+    async def probe() -> None:
+        await embedded.wait_ready(run_dir, config.supervisor.start_deadline)
+
+    def command(_position: int, _token: str) -> Command:
+        return _command(run_dir, "redis", 0, {})
+
+    return UnitSpec("redis", ("redis",), command, probe=probe)
+
+
+def _unit(config: RunConfig, run_dir: Path, kind: str, indices: range | list[int]) -> UnitSpec:
+    def command(position: int, token: str) -> Command:
+        env = threads(config, kind)
+        if kind == "learner":
+            env |= _rank(position, len(indices), run_dir, token)
+        return _command(run_dir, kind, indices[position], env)
+
+    names = tuple(f"{kind}.{index}" for index in indices)
+    return UnitSpec(kind, names, command, finishes=kind in _FINISHES)
+
+
+def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> Command:
+    # -P: the working directory must not shadow installed modules (somebody's `redis/` or `queue.py`).
+    argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
+    return Command(argv, {"PYTHONUNBUFFERED": "1", "STREAMRL_SUPERVISOR": str(os.getpid()), **env})
+
+
+def threads(config: RunConfig, kind: str) -> dict[str, str]:
+    """Environment that bounds the CPU threads of a role: the configured number, else the library's choice.
+
+    Feeder and reward workers get one: their numerics are tiny, and a pool per process would only fight for cores.
+    """
+    wanted = {"learner": config.learner.threads, "rollout": config.engine.threads}.get(kind, 1)
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    if wanted is not None:
+        env |= {f"{library}_NUM_THREADS": str(wanted) for library in ("OMP", "MKL", "OPENBLAS")}
+    return env
+
+
+def _rank(rank: int, world: int, run_dir: Path, token: str) -> dict[str, str]:
+    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    if world > 1:
+        # A file store wants a file that no earlier group has used: a rank of a dead gang may still hold the old one.
+        folder = run_dir.resolve() / "rendezvous"
+        if rank == 0:
+            folder.mkdir(exist_ok=True)
+            for old in folder.iterdir():
+                old.unlink(missing_ok=True)
+        env["STREAMRL_RENDEZVOUS"] = f"file://{folder / token}"
+    return env

@@ -1,0 +1,173 @@
+"""One child process of the supervisor: its own session, a lifeline, a status pipe, its output in a log.
+
+The child inherits two pipes. `STREAMRL_LIFELINE_FD` is the reading end of a pipe that only the supervisor holds open:
+end of file means that the supervisor is dead, however it died. On `STREAMRL_STATUS_FD` it writes lines:
+
+```
+READY=1            it can do work
+BEAT=1             its event loop lives (once a second)
+ERROR=text         why it is about to end
+FENCED=text        it ends because a newer process has taken over
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamrl.runtime.rolelog import RoleLog
+
+LIFELINE_FD: Final = "STREAMRL_LIFELINE_FD"
+STATUS_FD: Final = "STREAMRL_STATUS_FD"
+PIPE_GRACE: Final = 2.0
+"""Seconds for the last output after the end of a process (a grandchild may hold the pipe open for ever)."""
+
+Told = Callable[[str, str], None]
+Lines = Callable[[Sequence[bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to execute: program and arguments, and what is added to the environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path | None = None
+
+
+class Lifeline:
+    """A pipe whose writing end exists only in this process: it closes when the process ends, also by SIGKILL."""
+
+    def __init__(self) -> None:
+        self.read_end, self._write_end = os.pipe()
+
+    def close(self) -> None:
+        """Close both ends; children that still run then end by themselves."""
+        os.close(self.read_end)
+        os.close(self._write_end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipe:
+    """The reading end of a pipe whose other end a child has.
+
+    Not the pipes of asyncio's subprocess: their end would be awaited by `Process.wait`, and a grandchild may hold them.
+    """
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+    @classmethod
+    async def open(cls, ours: contextlib.ExitStack) -> tuple[_Pipe, int]:
+        """Return the pipe and the end for the child, which is closed here when `ours` ends."""
+        read_end, write_end = os.pipe()
+        ours.callback(os.close, write_end)
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+        )
+        return cls(reader, transport), write_end
+
+
+class RoleProcess:
+    """A running child. Made by `spawn`; `wait` must be awaited once, until it returns or the supervisor ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: RoleLog, output: _Pipe, told: _Pipe) -> None:
+        self.pid = process.pid
+        self.beat_at: float | None = None
+        self.error = ""
+        self.fenced = ""
+        self._process = process
+        self._log = log
+        self._output = output
+        self._told = told
+
+    @classmethod
+    async def spawn(cls, command: Command, log: RoleLog, lifeline: Lifeline) -> RoleProcess:
+        """Start a child in a session of its own, so that the terminal's Ctrl-C reaches only the supervisor.
+
+        Raises:
+            OSError: the program cannot be executed, or there are too many processes or files.
+        """
+        with contextlib.ExitStack() as ours:
+            output, output_end = await _Pipe.open(ours)
+            told, told_end = await _Pipe.open(ours)
+            process = await asyncio.create_subprocess_exec(
+                *command.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output_end,
+                stderr=output_end,
+                env={
+                    **os.environ,
+                    **command.env,
+                    LIFELINE_FD: str(lifeline.read_end),
+                    STATUS_FD: str(told_end),
+                },
+                cwd=command.cwd,
+                pass_fds=(lifeline.read_end, told_end),
+                start_new_session=True,
+            )
+        return cls(process, log, output, told)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to all it has started in its session; nothing when all are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def tell(self, number: int) -> None:
+        """Send a signal to the process alone; nothing when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def wait(self, on_told: Told, on_lines: Lines) -> int:
+        """Carry its output until it ends; then kill what it left behind and return the exit code (negative: signal).
+
+        Args:
+            on_told: called with name and value of each line on the status pipe.
+            on_lines: called with the lines it logs, in batches.
+        """
+        carriers = [
+            asyncio.create_task(self._carry_output(on_lines)),
+            asyncio.create_task(self._carry_told(on_told)),
+        ]
+        try:
+            code = await self._process.wait()
+            self.signal(signal.SIGKILL)
+            await asyncio.wait(carriers, timeout=PIPE_GRACE)
+        finally:
+            for carrier in carriers:
+                carrier.cancel()
+            results = await asyncio.gather(*carriers, return_exceptions=True)
+            self._output.transport.close()
+            self._told.transport.close()
+            on_lines(self._log.close())
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return code
+
+    async def _carry_output(self, on_lines: Lines) -> None:
+        while data := await self._output.reader.read(1 << 16):
+            if lines := self._log.feed(data):
+                on_lines(lines)
+
+    async def _carry_told(self, on_told: Told) -> None:
+        loop = asyncio.get_running_loop()
+        rest = b""
+        while data := await self._told.reader.read(1 << 12):
+            *lines, rest = (rest + data)[-(1 << 14) :].split(b"\n")
+            for line in lines:
+                name, _, value = line.decode(errors="replace").partition("=")
+                self.beat_at = loop.time()
+                if name == "ERROR":
+                    self.error = value
+                elif name == "FENCED":
+                    self.fenced = value
+                on_told(name, value)

@@ -1,0 +1,267 @@
+"""Runs a whole run on one machine: starts the roles in order, restarts what dies, drains in the order of the data."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+from streamrl.config import RunConfig
+from streamrl.errors import ExitCode
+from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
+from streamrl.runtime.instance import State
+from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.logs import log_to_file
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, UnitSpec, plan
+from streamrl.runtime.process import Lifeline
+from streamrl.runtime.restarts import ExitClass, classify
+from streamrl.runtime.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+_KEEPS_RUNNING: Final = frozenset({"redis"})
+_ASKED: Final = frozenset(
+    {int(ExitCode.OK), int(ExitCode.INTERRUPTED), int(ExitCode.TERMINATED), -signal.SIGTERM, -signal.SIGKILL}
+)
+"""Exit codes of a role that ended because it was asked to, if need be hard."""
+
+
+class Haste(IntEnum):
+    """How much of a hurry the end is in; each signal takes it one further."""
+
+    NONE = 0
+    DRAIN = 1
+    """Stage after stage in the order of the data."""
+    TERMINATE = 2
+    """SIGTERM to all roles at once, SIGKILL after `supervisor.term_grace`, Redis last."""
+    KILL = 3
+    """SIGKILL to everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a supervised run ended.
+
+    `exit_code` is for the shell: 0 finished or drained after the first signal, 1 a role failed for good (78 and 73 when
+    configuration or disk is the reason), 130 or 143 when a second signal cut the drain short. `restarts` counts the
+    restarts by unit.
+    """
+
+    exit_code: ExitCode
+    finished: bool
+    reason: str
+    restarts: dict[str, int] = field(default_factory=dict)
+
+
+async def supervise(
+    config: RunConfig, run_dir: Path, on_event: OnEvent, *, units: Sequence[UnitSpec] | None = None
+) -> Outcome:
+    """Run all roles of a run on this machine until it is finished, stopped by a signal, or failed.
+
+    Must be called in the main thread: it takes SIGINT and SIGTERM for as long as it runs. The first drains, the second
+    sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process of the run is left; and if
+    this process is killed, its children notice and end by themselves.
+
+    Args:
+        config: resolved configuration; the roles read the same from `run.json`.
+        run_dir: a prepared run directory.
+        on_event: is told everything that a person may want to see (see `events`), in a thread of its own.
+        units: what to run instead of the plan of `config` (tests).
+
+    Raises:
+        Refused: another supervisor runs this run.
+    """
+    log = run_dir / "logs" / "supervisor.jsonl"
+    with (
+        supervisor_lock(run_dir),
+        log_to_file("supervisor", log, config.supervisor.log_bytes),
+        EventPump(on_event) as pump,
+    ):
+        lifeline = Lifeline()
+        try:
+            supervisor = Supervisor(
+                config, run_dir, plan(config, run_dir) if units is None else units, lifeline, pump.send
+            )
+            with _signals(supervisor.hurry):
+                return await supervisor.run()
+        finally:
+            lifeline.close()
+            if pump.broken is not None:
+                logger.error("the reader of events failed", exc_info=pump.broken)
+
+
+@contextlib.contextmanager
+def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, hurry, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class Supervisor:
+    """The units of a run and the decision when and how to end them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        specs: Sequence[UnitSpec],
+        lifeline: Lifeline,
+        send: Callable[[Event], None],
+    ) -> None:
+        self.units = [Unit(spec, config.supervisor, run_dir, lifeline, send) for spec in specs]
+        self._config = config.supervisor
+        self._send = send
+        self._haste = Haste.NONE
+        self._hurried = asyncio.Event()
+        self._hard_end = math.inf
+        self._outcome: Outcome | None = None
+
+    async def run(self) -> Outcome:
+        """Start everything, wait for a reason to end, drain, and say how it went."""
+        async with asyncio.TaskGroup() as tasks:
+            keeps = {tasks.create_task(unit.keep(self._gate(unit)), name=unit.spec.name): unit for unit in self.units}
+            await self._watch(keeps)
+            await self._drain({unit: task for task, unit in keeps.items()})
+        if self._outcome is None:
+            raise AssertionError("the drain began without an outcome")
+        outcome = self._final(self._outcome)
+        text = "run finished" if outcome.finished else f"run ended: {outcome.reason}"
+        self._send(Notice(text, error=outcome.exit_code != ExitCode.OK))
+        return outcome
+
+    def hurry(self, number: int) -> None:
+        """Take a signal: drain, then terminate, then kill."""
+        name = signal.Signals(number).name
+        self._haste = Haste(min(self._haste + 1, Haste.KILL))
+        if self._haste is Haste.DRAIN:
+            self._end(Outcome(ExitCode.OK, finished=False, reason=f"stopped by {name}"))
+        elif self._outcome is not None and self._outcome.exit_code == ExitCode.OK:
+            code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+            self._outcome = replace(self._outcome, exit_code=code, reason=f"cut short by {name}")
+        if self._haste is Haste.TERMINATE:
+            self._hard_end = min(self._hard_end, asyncio.get_running_loop().time() + self._config.term_grace)
+            self._send(Notice("stopping now: SIGTERM to all roles", hint="Ctrl-C again to kill"))
+        elif self._haste is Haste.KILL:
+            self._send(Notice("killing all roles"))
+            for unit in self.units:
+                unit.request_stop("killed")
+                unit.signal(signal.SIGKILL)
+        self._hurried.set()
+
+    async def _gate(self, unit: Unit) -> None:
+        """Return when all units that start before this one have been ready."""
+        place = ORDER.index(unit.spec.kind)
+        for other in self.units:
+            if ORDER.index(other.spec.kind) < place:
+                await other.ready.wait()
+
+    def _end(self, outcome: Outcome) -> None:
+        """Set the reason for the end; the first one counts, but a failure outweighs a signal that drains."""
+        if self._outcome is None:
+            self._outcome = outcome
+        self._haste = max(self._haste, Haste.DRAIN)
+        self._hurried.set()
+
+    async def _watch(self, keeps: dict[asyncio.Task[None], Unit]) -> None:
+        """Wait until a unit's final state, or a signal, ends the run."""
+        hurried = asyncio.create_task(self._hurried.wait())
+        pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {*keeps, hurried}
+        try:
+            while self._outcome is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task is not hurried:
+                        task.result()  # a bug in a unit's task ends the supervisor, and with it everything
+                        self._left(keeps[task])  # type: ignore[index]
+        finally:
+            hurried.cancel()
+
+    def _left(self, unit: Unit) -> None:
+        """Decide what the final state of a unit means for the run."""
+        instance = unit.instance
+        if instance.state is State.FAILED:
+            self._end(
+                Outcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
+            )
+            self._send(Notice(f"{unit.spec.name} failed for good: {instance.reason}", error=True))
+        elif unit.fenced:
+            reason = f"{unit.spec.name} was replaced by a newer process: {unit.fenced}"
+            self._end(Outcome(ExitCode.FAILURE, finished=False, reason=reason))
+        elif unit.spec.kind == "learner":
+            self._end(Outcome(ExitCode.OK, finished=True, reason="finished"))
+
+    async def _drain(self, keeps: dict[Unit, asyncio.Task[None]]) -> None:
+        """End all units in the order of the data, each stage within its share of the budget."""
+        loop = asyncio.get_running_loop()
+        started, share = loop.time(), 0.0
+        for unit in self.units:
+            if unit.spec.kind not in _KEEPS_RUNNING:
+                unit.last_life()
+        for kind in DRAIN_ORDER:
+            share += DRAIN_SHARE[kind]
+            stage = {unit: keeps[unit] for unit in self.units if unit.spec.kind == kind and not keeps[unit].done()}
+            if stage:
+                await self._drain_stage(stage, started + share * self._config.drain_deadline)
+
+    async def _drain_stage(self, stage: dict[Unit, asyncio.Task[None]], deadline: float) -> None:
+        loop = asyncio.get_running_loop()
+        names = tuple(name for unit in stage for name in unit.spec.processes)
+        seconds = max(0.0, deadline - loop.time())
+        self._send(DrainStage(names, round(seconds, 1)))
+        for unit in stage:
+            unit.request_stop("run ends")
+        if await self._all_left(stage, deadline, Haste.DRAIN):
+            return
+        if self._haste is Haste.DRAIN:
+            self._send(Notice(f"{', '.join(names)} did not end in time: stopping hard", error=True))
+        for unit in self.units:
+            if unit in stage or (self._haste >= Haste.TERMINATE and unit.spec.kind not in _KEEPS_RUNNING):
+                unit.request_stop("run ends now")
+                unit.signal(signal.SIGTERM)
+        hard_end = min(loop.time() + self._config.term_grace, self._hard_end)
+        if not await self._all_left(stage, hard_end, Haste.TERMINATE):
+            for unit in stage:
+                unit.signal(signal.SIGKILL)
+            await asyncio.wait(stage.values())
+
+    async def _all_left(self, stage: dict[Unit, asyncio.Task[None]], deadline: float, at_most: Haste) -> bool:
+        """Wait until the units of a stage have ended; False at the deadline or when the haste exceeds `at_most`."""
+        loop = asyncio.get_running_loop()
+        pending = set(stage.values())
+        while pending and self._haste <= at_most and loop.time() < deadline:
+            self._hurried.clear()
+            hurried = asyncio.create_task(self._hurried.wait())
+            await asyncio.wait({*pending, hurried}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            pending = {task for task in pending if not task.done()}
+        return not pending
+
+    def _final(self, outcome: Outcome) -> Outcome:
+        """Add the restarts; a learner that could not save at its end makes the end a failure."""
+        restarts = {unit.spec.name: unit.instance.restarts for unit in self.units}
+        outcome = replace(outcome, restarts=restarts)
+        for unit in self.units:
+            code = unit.instance.exit_code
+            if unit.spec.kind == "learner" and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
+                reason = f"{outcome.reason}, but {unit.spec.name} {unit.instance.reason}"
+                outcome = replace(outcome, exit_code=_exit_code(code), reason=reason)
+        return outcome
+
+
+def _exit_code(code: int | None) -> ExitCode:
+    """The supervisor's exit code for a role that failed for good with `code`."""
+    if code is not None and classify(code) is ExitClass.HOPELESS and code in {ExitCode.CONFIG, ExitCode.CANNOT_CREATE}:
+        return ExitCode(code)
+    return ExitCode.FAILURE

@@ -1,0 +1,284 @@
+"""One unit of a run while it lives: starts its processes, notices their end, restarts them, stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from streamrl.config import SupervisorConfig
+from streamrl.errors import ExitCode, StreamrlError
+from streamrl.runtime.events import Event, LogLine, StateChanged
+from streamrl.runtime.instance import FINAL, Instance, State
+from streamrl.runtime.plan import UnitSpec
+from streamrl.runtime.process import Lifeline, RoleProcess
+from streamrl.runtime.restarts import ExitClass, RestartPolicy, classify
+from streamrl.runtime.rolelog import RoleLog
+
+logger = logging.getLogger(__name__)
+
+LEAVE_TOGETHER: Final = 15.0
+"""Seconds that the other ranks may take to end after rank 0 has finished."""
+LAST_WORDS: Final = 1.0
+"""Seconds that the other ranks get after one has died: one that is about to give a better reason may do so."""
+KILL_SECONDS: Final = 5.0
+"""Seconds until a process is gone after SIGKILL; one that is stuck in the kernel is left behind."""
+
+
+class Unit:
+    """A unit of the plan, and the owner of its processes.
+
+    `keep` is its one task. `request_stop`, `terminate` and `kill` may be called at any time and return at once.
+
+    Attributes:
+        spec: what it runs.
+        instance: its state.
+        ready: set while it is ready.
+        fenced: why it left, when a newer process elsewhere has taken over.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        config: SupervisorConfig,
+        run_dir: Path,
+        lifeline: Lifeline,
+        send: Callable[[Event], None],
+    ) -> None:
+        self.spec = spec
+        self.instance = Instance(RestartPolicy.of(config), spec.finishes)
+        self.ready = asyncio.Event()
+        self.fenced = ""
+        self._config = config
+        self._lifeline = lifeline
+        self._send = send
+        self._stop = asyncio.Event()
+        self._logs = {
+            name: RoleLog(name, run_dir / "logs" / f"{name}.jsonl", config.log_bytes) for name in spec.processes
+        }
+        self._processes: dict[str, RoleProcess] = {}
+        self._told_ready: set[str] = set()
+        self._cause = ""
+        self._stop_reason = ""
+        self._last = False
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids by name of the processes that run."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    async def keep(self, gate: Coroutine[Any, Any, None]) -> None:
+        """Start the unit when `gate` has returned, and again after each death, until its state is final.
+
+        On cancellation all its processes get SIGKILL.
+        """
+        await self._wait_unless_stopped(gate)
+        while not self._stop.is_set() and self.instance.state not in FINAL:
+            self.instance.start()
+            self._changed()
+            code = await self._live()
+            self.ready.clear()
+            self.instance.died(self._now(), code, self._cause, random.random())  # noqa: S311 (jitter)
+            self._changed()
+            if code != ExitCode.OK:
+                self._show_tails()
+            if self._last:
+                self._stop.set()
+            if self.instance.state is State.BACKOFF:
+                pause = max(0.0, self.instance.until - self._now())
+                await self._wait_unless_stopped(asyncio.sleep(pause))
+        if self.instance.state not in FINAL:
+            self.instance.drain(self._stop_reason)
+            self._changed()
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for a drain (SIGTERM); a unit that waits for its start or restart ends at once. A repeat does nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._stop_reason = reason
+        if self._processes:
+            self.instance.drain(reason)
+            self._changed()
+        self.signal(signal.SIGTERM)
+
+    def last_life(self) -> None:
+        """Let it do its work, but do not bring it back when it dies."""
+        self._last = True
+        if not self._processes:
+            self.request_stop("the run ends")
+
+    def signal(self, number: int) -> None:
+        """Send a signal: SIGKILL to all in the sessions of the processes, anything else to the processes alone."""
+        for process in self._processes.values():
+            if number == signal.SIGKILL:
+                process.signal(number)
+            else:
+                process.tell(number)
+
+    async def _wait_unless_stopped(self, what: Coroutine[Any, Any, None]) -> None:
+        tasks = {asyncio.create_task(what), asyncio.create_task(_wait(self._stop))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _live(self) -> int:
+        """Run the processes of one start until all are gone; return the exit code that decides, and set the cause."""
+        self._cause = ""
+        self._told_ready.clear()
+        waits: dict[asyncio.Task[int], str] = {}
+        watch = asyncio.create_task(self._watch())
+        try:
+            await self._spawn(waits)
+            return await self._end(waits)
+        except OSError as error:
+            self._cause = f"cannot be started: {error}"
+            return int(ExitCode.FAILURE)
+        finally:
+            self.signal(signal.SIGKILL)
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            if waits:
+                await asyncio.wait(waits, timeout=KILL_SECONDS)
+            self._processes.clear()
+
+    async def _spawn(self, waits: dict[asyncio.Task[int], str]) -> None:
+        token = secrets.token_hex(8)
+        for position, name in enumerate(self.spec.processes):
+            process = await RoleProcess.spawn(self.spec.command(position, token), self._logs[name], self._lifeline)
+            self._processes[name] = process
+            waits[asyncio.create_task(self._carry(name, process))] = name
+            self._changed(name)
+        if self._stop.is_set():  # asked to stop while the processes were being made
+            self.instance.drain(self._stop_reason)
+            self.signal(signal.SIGTERM)
+
+    async def _carry(self, name: str, process: RoleProcess) -> int:
+        def told(key: str, _value: str) -> None:
+            if key == "READY":
+                self._ready(name)
+
+        def lines(batch: Sequence[bytes]) -> None:
+            for line in batch:
+                self._send(LogLine(name, line))
+
+        return await process.wait(told, lines)
+
+    async def _end(self, waits: dict[asyncio.Task[int], str]) -> int:
+        """Wait for the first process to end, then see to it that the others do; return the exit code that decides.
+
+        When one rank dies the others hang in a collective or are about to die of it, so they are killed. The first
+        rank may work on alone (last checkpoint, export) after the others have finished.
+        """
+        leader = self.spec.processes[0]
+        codes: dict[str, int] = {}
+        pending = set(waits)
+        while pending:
+            crashed = any(code != ExitCode.OK for code in codes.values())
+            limit = LAST_WORDS if crashed else LEAVE_TOGETHER if leader in codes else None
+            done, pending = await asyncio.wait(pending, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            codes |= {waits[task]: task.result() for task in done}
+        order = {ExitClass.HOPELESS: 0, ExitClass.CRASHED: 1, ExitClass.FINISHED: 2}
+        name = min(codes, key=lambda name: order[classify(codes[name])])  # the first of the worst class
+        self._explain(name, codes[name])
+        return codes[name]
+
+    def _explain(self, name: str, code: int) -> None:
+        process = self._processes[name]
+        self.fenced = self.fenced or process.fenced
+        said = process.fenced or process.error
+        ended = f"killed by {_signal_name(-code)}" if code < 0 else f"exit {code}"
+        who = f"{name}: " if len(self.spec.processes) > 1 else ""
+        self._cause = self._cause or f"{who}{ended}{f': {said}' if said else ''}"
+
+    def _ready(self, name: str) -> None:
+        self._told_ready.add(name)
+        if len(self._told_ready) == len(self.spec.processes) and self.instance.state is State.STARTING:
+            self.instance.ready(self._now())
+            self.ready.set()
+            self._changed()
+
+    async def _watch(self) -> None:
+        """Hold the unit to its deadlines: readiness after the start, then a beat of each event loop that beats."""
+        started = self._now()
+        if self.spec.probe is not None:
+            try:
+                await self.spec.probe()
+            except StreamrlError as error:
+                self._give_up(error.message)
+                return
+            for name in self.spec.processes:
+                self._ready(name)
+        while True:
+            await asyncio.sleep(0.2)
+            now = self._now()
+            if self.instance.state is State.STARTING and now - started > self._config.start_deadline:
+                self._give_up(f"not ready within {self._config.start_deadline:g} s")
+                return
+            for name, process in self._processes.items():
+                silent = now - process.beat_at if process.beat_at is not None else 0.0
+                if self.instance.state is State.READY and silent > self._config.liveness_deadline:
+                    self._give_up(f"{name}: event loop silent for {silent:.0f} s")
+                    return
+
+    def _give_up(self, cause: str) -> None:
+        """Kill a unit that hangs; a dump of its stacks (SIGUSR1) goes to its log first."""
+        self._cause = cause
+        logger.warning("unit hangs", extra={"unit": self.spec.name, "why": cause})
+        for process in self._processes.values():
+            process.tell(signal.SIGUSR1)
+        asyncio.get_running_loop().call_later(1.0, self._kill_these, dict(self._processes))
+
+    def _kill_these(self, processes: Mapping[str, RoleProcess]) -> None:
+        for name, process in processes.items():
+            if self._processes.get(name) is process:
+                process.signal(signal.SIGKILL)
+
+    def _show_tails(self) -> None:
+        for name, log in self._logs.items():
+            for line in list(log.tail)[-20:]:
+                self._send(LogLine(name, line, tail=True))
+            log.tail.clear()
+
+    def _changed(self, only: str | None = None) -> None:
+        instance = self.instance
+        pause = max(0.0, instance.until - self._now()) if instance.state is State.BACKOFF else None
+        for name in self.spec.processes:
+            if only in {None, name}:
+                process = self._processes.get(name)
+                event = StateChanged(
+                    name,
+                    instance.state,
+                    instance.reason,
+                    instance.restarts,
+                    process.pid if process else None,
+                    instance.exit_code,
+                    pause,
+                )
+                self._send(event)
+                logger.info("state", extra={"unit": name, "state": event.state.value, "why": event.reason})
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
