@@ -1,0 +1,248 @@
+"""Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
+
+Every rank writes its shard into `draft-EPOCH-STEP`; when all are there rank 0 writes `meta.json`, makes everything
+durable and renames the directory. There is no "latest": the name carries epoch and step, so that a paused old learner
+which wakes up cannot put its file over a newer one, and Redis says which files are void (`Checkpoints.greatest`).
+
+Only functions that touch tensors import torch; the audit reads `meta.json` and checksums without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import xxhash
+
+from streamrl.errors import Refused, StreamrlError
+from streamrl.learner.chain import Link, read_chain
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Position = tuple[int, int]
+_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
+_META_FILE: Final = "meta.json"
+_CHUNK: Final = 8 << 20
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One rank's file: name, bytes, xxh3-128 of its content in hexadecimal."""
+
+    file: str
+    bytes: int
+    checksum: str
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself (`meta.json`).
+
+    `chain` names the logs of trained groups and how many bytes of each belong to these weights. `count` and `digest`
+    were kept beside the weights (`TrainedDigest`). `record` is the length of `groups.msgpack`.
+    """
+
+    epoch: int
+    step: int
+    version: int
+    chain: list[Link] = []
+    count: int = 0
+    digest: str = "0" * 32
+    world: int = 1
+    model: str = ""
+    record: int = 0
+    shards: list[Shard] = []
+
+    @property
+    def position(self) -> Position:
+        """(epoch, step): the order of checkpoints."""
+        return self.epoch, self.step
+
+    @property
+    def name(self) -> str:
+        """`EPOCH-STEP`, as Redis knows it."""
+        return f"{self.epoch}-{self.step}"
+
+
+class InvalidCheckpoint(StreamrlError):
+    """A checkpoint that cannot be used: incomplete, or its bytes are not those that were written."""
+
+
+def parse_name(name: str | None) -> Position:
+    """(epoch, step) of the `EPOCH-STEP` that Redis holds; (0, 0) when it holds none."""
+    if not name:
+        return 0, 0
+    epoch, _, step = name.partition("-")
+    return int(epoch), int(step)
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: the run's `checkpoints` directory; it is made when missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def positions(self) -> list[Position]:
+        """Positions of all finished checkpoints, valid or not, ascending."""
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+    def path(self, position: Position) -> Path:
+        """Directory of a finished checkpoint."""
+        return self.folder / f"ckpt-{position[0]}-{position[1]}"
+
+    def eligible(self, base: str | None, base_epoch: int) -> list[Position]:
+        """Positions that may be loaded, ascending: the declared base itself and what was written after it.
+
+        A file of an older epoch other than the base comes from a learner that was paused inside its save while a
+        successor went on from the base: it is void, although its number may be the greatest.
+        """
+        declared = parse_name(base)
+        return [place for place in self.positions() if not base or place == declared or place[0] >= base_epoch]
+
+    def greatest(self, base: str | None, base_epoch: int) -> Meta | None:
+        """The greatest valid checkpoint that may be loaded, None when there is none; invalid ones are logged."""
+        for position in reversed(self.eligible(base, base_epoch)):
+            try:
+                return self.validate(self.path(position))
+            except InvalidCheckpoint as error:
+                logger.warning("checkpoint not valid", extra={"path": str(self.path(position)), "error": str(error)})
+        return None
+
+    def draft(self, position: Position) -> Path:
+        """Path of the unfinished checkpoint of a position."""
+        return self.folder / f"draft-{position[0]}-{position[1]}"
+
+    def begin(self, position: Position) -> Path:
+        """Make an empty directory for the shards of all ranks; `OSError` when the disk does not let us."""
+        draft = self.draft(position)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        return draft
+
+    def finish(self, meta: Meta) -> None:
+        """Write `meta.json` beside the shards, make all durable, rename, and read everything back.
+
+        Raises:
+            OSError: the disk is full or broken; no checkpoint of this name has come to be.
+            InvalidCheckpoint: what was read back is not what was written; nothing may be retired for it.
+        """
+        draft, final = self.draft(meta.position), self.path(meta.position)
+        with (draft / _META_FILE).open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(meta)))
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_directory(draft)
+        draft.rename(final)
+        fsync_directory(self.folder)
+        self.validate(final)
+
+    def read_meta(self, path: Path) -> Meta:
+        """The meta data of a checkpoint, unchecked; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
+        return msgspec.json.decode((path / _META_FILE).read_bytes(), type=Meta)
+
+    def validate(self, path: Path) -> Meta:
+        """Read a checkpoint whole and return its meta data.
+
+        Raises:
+            InvalidCheckpoint: no meta data, another name, a shard missing, short or changed, a log of the chain gone.
+        """
+        try:
+            meta = self.read_meta(path)
+            if self.path(meta.position) != path or len(meta.shards) != meta.world:
+                raise InvalidCheckpoint(f"{path}: its meta data is of another checkpoint")
+            for shard in meta.shards:
+                if describe(path / shard.file) != shard:
+                    raise InvalidCheckpoint(f"{path / shard.file} is not what was written")
+            read_chain(self.folder, meta.chain)
+        except (OSError, msgspec.MsgspecError, Refused) as error:
+            raise InvalidCheckpoint(f"{path}: {error}") from error
+        return meta
+
+    def remove_drafts(self, epoch: int) -> None:
+        """Remove what learners before `epoch` left unfinished."""
+        for path in self.folder.glob("draft-*"):
+            number = path.name.split("-")[1]
+            if number.isdigit() and int(number) < epoch:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove_older(self, current: Meta, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints up to `current`; only after Redis retired for `current`."""
+        kept = [place for place in self.positions() if place <= current.position][-keep:]
+        for position in self.positions():
+            if position < kept[0]:
+                shutil.rmtree(self.path(position), ignore_errors=True)
+
+
+def shard_name(rank: int, world: int) -> str:
+    """Name of one rank's file."""
+    return f"rank-{rank}-of-{world}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write one rank's tensors durably and read them back.
+
+    Args:
+        path: file to write; it may exist from an attempt that failed.
+        tensors: this rank's tensors, on any device.
+        about: put into the header, so that a shard tells which checkpoint it is of.
+
+    Raises:
+        OSError: the disk is full or broken.
+        InvalidCheckpoint: what was read back is not what was written.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    try:
+        save_file(plain, path, metadata={key: str(value) for key, value in about.items()})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    with safe_open(path, framework="pt") as stored:
+        for name, tensor in plain.items():
+            same = stored.get_tensor(name).reshape(-1).view(torch.uint8)
+            if not torch.equal(same, tensor.reshape(-1).view(torch.uint8)):
+                raise InvalidCheckpoint(f"{path}: {name} read back is not what was written")
+
+
+def read_shard(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of one rank's file, on the CPU."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(path)
+    return tensors
+
+
+def describe(path: Path) -> Shard:
+    """Size and checksum of a file as it is on disk."""
+    checksum, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum.update(chunk)
+            size += len(chunk)
+    return Shard(path.name, size, checksum.hexdigest())
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new files in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""When a run is over, and what is left behind then: `finished.json`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from streamrl.config import RunConfig
+from streamrl.learner.checkpoint import fsync_directory
+from streamrl.queues.ledgers import RoleBoard
+
+FINISHED_FILE: Final = "finished.json"
+_ACCURACY_SECONDS: Final = 0.5
+
+Reason = Literal["steps", "accuracy", "data"]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of `finished.json`: why and where the run ended; `accuracy` is the newest held-out one, if any."""
+
+    reason: Reason
+    step: int
+    version: int
+    epoch: int
+    accuracy: float | None = None
+
+    def holds(self, config: RunConfig) -> bool:
+        """Whether the run is over under this configuration too; it is not when somebody raised the limit."""
+        if self.reason == "steps":
+            return config.learner.steps is not None and self.step >= config.learner.steps
+        if self.reason == "accuracy":
+            limit = config.learner.stop_at_accuracy
+            return limit is not None and self.accuracy is not None and self.accuracy >= limit
+        return True
+
+
+def read_finished(run_dir: Path) -> Finished | None:
+    """Read `finished.json`; None when there is none or a crash cut it off."""
+    try:
+        return msgspec.json.decode((run_dir / FINISHED_FILE).read_bytes(), type=Finished)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def write_finished(run_dir: Path, finished: Finished) -> None:
+    """Write `finished.json` durably; it appears whole or not at all."""
+    draft = run_dir / f"{FINISHED_FILE}.draft"
+    with draft.open("wb") as file:
+        file.write(msgspec.json.encode(finished))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(run_dir / FINISHED_FILE)
+    fsync_directory(run_dir)
+
+
+class Ending:
+    """Looks for the end between steps.
+
+    Args:
+        config: of the run.
+        roles: where the feeder shows the newest held-out `accuracy`.
+    """
+
+    def __init__(self, config: RunConfig, roles: RoleBoard) -> None:
+        self.accuracy: float | None = None
+        self._config, self._roles = config.learner, roles
+        self._look_at = 0.0
+
+    async def reason(self, step: int) -> Reason | None:
+        """Why the run is over after `step` updates, None when it is not; asks Redis at most twice a second."""
+        if self._config.steps is not None and step >= self._config.steps:
+            return "steps"
+        limit = self._config.stop_at_accuracy
+        if limit is None or time.monotonic() < self._look_at:
+            return None
+        self._look_at = time.monotonic() + _ACCURACY_SECONDS
+        shown = (await self._roles.read()).get("feeder.0", {}).get("accuracy")
+        self.accuracy = float(shown) if shown else None
+        return "accuracy" if self.accuracy is not None and self.accuracy >= limit else None

@@ -1,0 +1,122 @@
+"""Logs of trained groups, and the map from versions to steps of the surviving branch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import CannotCreate, Refused
+from streamrl.learner.chain import (
+    Branch,
+    TrainedDigest,
+    TrainedLog,
+    VersionNote,
+    VersionsLog,
+    greatest_logged_epoch,
+    read_chain,
+    read_versions,
+)
+
+
+def test_a_chain_counts_prefixes_only(tmp_path):
+    first = TrainedLog(tmp_path, 1)
+    first.append([3, 1])
+    link = first.sync()
+    assert link == ("trained-1.log", 4)
+    first.append([99])  # trained after the checkpoint: of a branch that was lost
+    first.sync()
+    second = TrainedLog(tmp_path, 2)
+    second.append([5])
+    assert read_chain(tmp_path, [link, second.sync()]) == [3, 1, 5]
+    assert greatest_logged_epoch(tmp_path) == 2
+
+
+def test_an_epoch_has_one_log(tmp_path):
+    TrainedLog(tmp_path, 7)
+    with pytest.raises(CannotCreate, match="trained-7"):
+        TrainedLog(tmp_path, 7)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "foreign"])
+def test_a_damaged_log_is_refused(tmp_path, damage):
+    log = TrainedLog(tmp_path, 1)
+    log.append(range(10))
+    link = log.sync()
+    path = tmp_path / link[0]
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        os.truncate(path, link[1] - 1)
+    else:
+        path.write_bytes(b"x" * link[1])
+    with pytest.raises(Refused):
+        read_chain(tmp_path, [link])
+
+
+def test_a_full_disk_delays_the_log_and_forgets_nothing(tmp_path):
+    log = TrainedLog(tmp_path, 1)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, old[1]))
+        log.append([11, 22, 33])  # 9 bytes; the disk takes 5
+        with pytest.raises(OSError):
+            log.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    log.append([44])
+    assert read_chain(tmp_path, [log.sync()]) == [11, 22, 33, 44]
+
+
+def test_versions_survive_a_torn_line(tmp_path):
+    log = VersionsLog(tmp_path, 1, "aa")
+    log.note(1, 0)
+    with (tmp_path / "versions.log").open("ab") as file:
+        file.write(b"1 2")
+    VersionsLog(tmp_path, 2, "bb").note(4, 3)
+    assert read_versions(tmp_path) == [VersionNote(1, 1, 0, "aa"), VersionNote(2, 4, 3, "bb")]
+
+
+def test_staleness_counts_steps_of_the_surviving_branch():
+    # Epoch 1 made steps 0 to 3 as versions 1 to 4; its checkpoint at step 2 survives. Epoch 2 went on from there with
+    # versions 5 (step 2) and 6 (step 3) and died without a checkpoint. Epoch 3 goes on from step 2 again.
+    notes = [VersionNote(1, version, version - 1, "a") for version in (1, 2, 3, 4)]
+    notes += [VersionNote(2, 5, 2, "b"), VersionNote(2, 6, 3, "b")]
+    branch = Branch(notes, surviving=[1], epoch=3, step=2)
+    assert branch.greatest == 6
+    branch.note(7, 2)
+    branch.note(8, 3)
+    assert [branch.step(version) for version in range(9)] == [0, 0, 1, 2, 2, 2, 2, 2, 3]
+    assert branch.step(100) == 3  # nobody wrote it down: the newest before it
+
+
+def test_a_void_epoch_counts_from_where_it_left():
+    # Epoch 2 started from step 4, but the base of epoch 3 is the older step 2 of epoch 1.
+    notes = [VersionNote(1, 1, 0, "a"), VersionNote(2, 2, 4, "b"), VersionNote(2, 3, 5, "b")]
+    branch = Branch(notes, surviving=[1], epoch=3, step=2)
+    assert branch.step(3) == 2
+
+
+def test_two_learners_with_one_number_the_later_one_published_it():
+    notes = [VersionNote(1, 5, 4, "a"), VersionNote(2, 5, 3, "b"), VersionNote(1, 6, 5, "a")]
+    branch = Branch(notes, surviving=[1, 2], epoch=3, step=3)
+    assert branch.step(5) == 3
+
+
+@given(st.lists(st.integers(0, 10**6), unique=True, min_size=1), st.randoms())
+def test_the_digest_knows_no_order_and_sees_a_repeat(gids, random):
+    first, second = TrainedDigest(), TrainedDigest()
+    first.add(gids)
+    shuffled = list(gids)
+    random.shuffle(shuffled)
+    second.add(shuffled)
+    assert (first.count, first.hexdigest) == (second.count, second.hexdigest)
+    again = TrainedDigest(first.count, first.hexdigest)
+    again.add([gids[0]])
+    assert again.hexdigest != first.hexdigest

@@ -1,0 +1,145 @@
+"""Checkpoints: whole or not at all, read back, and void ones never loaded."""
+
+from __future__ import annotations
+
+import subprocess
+
+import msgspec
+import pytest
+import torch
+
+from streamrl.learner.chain import TrainedLog
+from streamrl.learner.checkpoint import (
+    Checkpoints,
+    InvalidCheckpoint,
+    Meta,
+    describe,
+    parse_name,
+    read_shard,
+    shard_name,
+    write_shard,
+)
+
+TENSORS = {
+    "weight": torch.arange(12.0).reshape(3, 4),
+    "odd": torch.tensor([float("nan"), -0.0, float("inf")]),
+    "half": torch.ones(5, dtype=torch.bfloat16),
+    "steps": torch.tensor(7),
+}
+
+
+def make(folder, epoch, step, *, world=1, version=1):
+    checkpoints = Checkpoints(folder)
+    draft = checkpoints.begin((epoch, step))
+    shards = []
+    for rank in range(world):
+        path = draft / shard_name(rank, world)
+        write_shard(path, TENSORS, {"epoch": epoch})
+        shards.append(describe(path))
+    meta = Meta(epoch=epoch, step=step, version=version, world=world, shards=shards)
+    checkpoints.finish(meta)
+    return meta
+
+
+def test_what_is_written_is_read_bit_for_bit(tmp_path):
+    make(tmp_path, 1, 3, world=2)
+    checkpoints = Checkpoints(tmp_path)
+    meta = checkpoints.greatest(None, 0)
+    assert meta is not None and meta.position == (1, 3) and meta.name == "1-3"
+    for rank in range(2):
+        read = read_shard(checkpoints.path((1, 3)) / shard_name(rank, 2))
+        assert read.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
+            assert bytes(read[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+    assert not list(tmp_path.glob("draft-*"))
+
+
+def test_a_draft_is_no_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    write_shard(checkpoints.begin((1, 1)) / shard_name(0, 1), TENSORS, {})
+    assert checkpoints.greatest(None, 0) is None
+    checkpoints.remove_drafts(1)
+    assert checkpoints.draft((1, 1)).exists()  # of this epoch: not mine to remove
+    checkpoints.remove_drafts(2)
+    assert not checkpoints.draft((1, 1)).exists()
+
+
+@pytest.mark.parametrize("damage", ["meta", "shard", "byte", "short", "chain", "renamed"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
+    make(tmp_path, 1, 1)
+    log = TrainedLog(tmp_path, 1)
+    log.append([1, 2])
+    meta = make(tmp_path, 1, 2)
+    path = Checkpoints(tmp_path).path((1, 2))
+    (path / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, chain=[log.sync()])))
+    assert Checkpoints(tmp_path).greatest(None, 0).position == (1, 2)
+    shard = path / shard_name(0, 1)
+    if damage == "meta":
+        (path / "meta.json").write_text("{")
+    elif damage == "shard":
+        shard.unlink()
+    elif damage == "byte":
+        data = bytearray(shard.read_bytes())
+        data[-3] ^= 1
+        shard.write_bytes(data)
+    elif damage == "short":
+        shard.write_bytes(shard.read_bytes()[:-4])
+    elif damage == "chain":
+        (tmp_path / "trained-1.log").write_bytes(b"1\n")
+    else:
+        path.rename(Checkpoints(tmp_path).path((1, 9)))
+    assert Checkpoints(tmp_path).greatest(None, 0).position == (1, 1)
+
+
+def test_void_checkpoints_are_not_loaded(tmp_path):
+    # Hole 4b: epoch 2 declared 1-10 as its base; a paused learner of epoch 1 then finished 1-20.
+    for epoch, step in [(1, 10), (1, 20)]:
+        make(tmp_path, epoch, step)
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.greatest(None, 0).position == (1, 20)
+    assert checkpoints.greatest("1-10", 2).position == (1, 10)
+    make(tmp_path, 2, 12)
+    assert checkpoints.greatest("1-10", 2).position == (2, 12)
+    assert checkpoints.greatest("0-0", 3) is None  # the declared base is the model of the run itself
+
+
+def test_old_ones_are_removed_up_to_the_newest(tmp_path):
+    metas = [make(tmp_path, 1, step) for step in (1, 2, 3)]
+    make(tmp_path, 2, 1)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.remove_older(metas[-1], keep=2)
+    assert checkpoints.positions() == [(1, 2), (1, 3), (2, 1)]
+
+
+def test_names(tmp_path):
+    assert parse_name("3-120") == (3, 120) > parse_name(None) == parse_name("0-0")
+    (tmp_path / "ckpt-latest").mkdir()
+    assert Checkpoints(tmp_path).positions() == []
+
+
+def test_writing_over_an_existing_checkpoint_fails(tmp_path):
+    make(tmp_path, 1, 1)
+    with pytest.raises(OSError):
+        make(tmp_path, 1, 1, version=2)
+    assert Checkpoints(tmp_path).greatest(None, 0).version == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mount is not allowed here; test_chain plays a full disk with RLIMIT_FSIZE")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_gives_an_error_and_no_checkpoint(small_disk):
+    make(small_disk, 1, 1)
+    big = {"weight": torch.zeros(1 << 20)}
+    checkpoints = Checkpoints(small_disk)
+    with pytest.raises((OSError, InvalidCheckpoint)):
+        write_shard(checkpoints.begin((1, 2)) / shard_name(0, 1), big, {})
+    assert checkpoints.greatest(None, 0).position == (1, 1)
