@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
 from streamrl.commands import output
 from streamrl.commands.rundir import find_run
 from streamrl.errors import UsageError
+from streamrl.monitor.tail import Tail
 
 SCHEMA: Final = "streamrl.logs/1"
 _POLL: Final = 0.2
@@ -29,44 +28,20 @@ class LogLine:
 
 
 class LogFile:
-    """Reads the whole lines of one growing file; a rotated or shortened file is read from its start."""
+    """The log of one role."""
 
     def __init__(self, path: Path) -> None:
         self.role = path.name.removesuffix(".jsonl")
-        self._path = path
-        self._inode = -1
-        self._offset = 0
-        self._rest = b""
+        self._tail = Tail(path)
         self._at = 0.0
 
     def read(self) -> Iterator[LogLine]:
-        """Yield the lines that came since the last call; the last one only when it is whole."""
-        try:
-            facts = self._path.stat()
-            if facts.st_ino != self._inode or facts.st_size < self._offset:
-                self._inode, self._offset, self._rest = facts.st_ino, 0, b""
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = self._rest + file.read()
-                self._offset = file.tell()
-        except FileNotFoundError:
-            return
-        *whole, self._rest = data.split(b"\n")
-        for line in whole:
-            if line.strip():
-                yield self._parse(line)
-
-    def _parse(self, line: bytes) -> LogLine:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict):
-            record = {"event": line.decode(errors="replace")}
-        at = record.get("at", record.get("time"))
-        if isinstance(at, (int, float)):
-            self._at = float(at)
-        return LogLine(self.role, self._at, record)
+        """Yield the lines that came since the last call."""
+        for record in self._tail.read():
+            at = record.get("at", record.get("time"))
+            if isinstance(at, (int, float)):
+                self._at = float(at)
+            yield LogLine(self.role, self._at, record)
 
 
 def logs(chosen: Path | None, roles: Sequence[str], *, lines: int, follow: bool, json: bool) -> int:

@@ -1,14 +1,12 @@
-"""Small pieces of text that tables, the live screen and plain lines share: durations, sizes, bars, log lines."""
+"""Small pieces of text that tables, the live screen and plain lines share: durations, sizes, numbers, log lines."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any, Final
 
-_BLOCKS: Final = "▁▂▃▄▅▆▇█"
-_SHOWN_ELSEWHERE: Final = frozenset({"at", "time", "mono", "role", "level", "event", "logger", "message", "traceback"})
+_SHOWN_ELSEWHERE: Final = frozenset({"at", "time", "mono", "role", "level", "event", "logger", "message", "exception"})
 
 
 def duration(seconds: float | None) -> str:
@@ -52,54 +50,16 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def spark(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
-    """Draw a series with block characters, oldest left.
-
-    Args:
-        values: the series; more than `width` are averaged in equal shares, so that nothing is skipped.
-        width: most characters.
-        low: value of the lowest block; the least value when None.
-        high: value of the highest block; the greatest value when None.
-    """
-    if not values or width < 1:
-        return ""
-    shown = [_mean(share) for share in _shares(values, width)]
-    bottom = min(shown) if low is None else low
-    top = max(shown) if high is None else high
-    span = top - bottom
-    if span <= 0:
-        return _BLOCKS[0] * len(shown)
-    steps = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[max(0, min(steps, round((value - bottom) / span * steps)))] for value in shown)
-
-
-def bar(share: float, width: int) -> str:
-    """A horizontal bar of `width` characters, filled to `share` (0 to 1)."""
-    full = max(0, min(width, round(share * width)))
-    return "█" * full + "░" * (width - full)
-
-
 def clock(at: float) -> str:
     """Local time of day, `12:01:33`; blanks when the time is not known."""
     return time.strftime("%H:%M:%S", time.localtime(at)) if at > 0 else " " * 8
 
 
 def log_line(role: str, at: float, record: Mapping[str, Any], width: int) -> str:
-    """Render one record of a role's log: `12:01:33 rollout.0 | WARNING event words key=value`, traceback below."""
+    """Render one record of a role's log: `12:01:33 rollout.0 | WARNING event words key=value`, exception below."""
     level = str(record.get("level", "info")).upper()
     event = str(record.get("event", record.get("message", "")))
     pairs = [f"{key}={value}" for key, value in record.items() if key not in _SHOWN_ELSEWHERE and value is not None]
     text = " ".join([*([level] if level not in ("INFO", "DEBUG") else []), event, *pairs])
-    lines = [text, *str(record.get("traceback") or "").splitlines()]
+    lines = [text, *str(record.get("exception") or "").splitlines()]
     return "\n".join(f"{clock(at)} {role:{width}} | {line}" for line in lines)
-
-
-def _shares(values: Sequence[float], width: int) -> list[Sequence[float]]:
-    if len(values) <= width:
-        return [[value] for value in values]
-    edges = [len(values) * index // width for index in range(width + 1)]
-    return [values[start:end] for start, end in pairwise(edges)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

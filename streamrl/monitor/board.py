@@ -1,0 +1,114 @@
+"""What all screens show: the newest snapshot, the run's progress, the roles and the last events, kept in one place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from streamrl.monitor.progress import Progress
+from streamrl.queues.snapshot import Snapshot, with_rates
+
+_EVENTS_KEPT: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the run works toward, from its configuration. None: there is no such limit.
+
+    `round_responses` is the size of an evaluation round; a point with fewer than half of them is not shown yet.
+    """
+
+    steps: int | None = None
+    accuracy: float | None = None
+    round_responses: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """A role as the supervisor knows it."""
+
+    state: str
+    restarts: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Board:
+    """The state of all screens; `role` and `event` may be called from any thread.
+
+    Args:
+        name: name of the run.
+        run_dir: its directory.
+        goal: what it works toward.
+        look: takes a snapshot, or returns None while Redis does not answer.
+    """
+
+    name: str
+    run_dir: Path
+    goal: Goal
+    look: Callable[[], Snapshot | None]
+    started: float = field(default_factory=time.time)
+    snapshot: Snapshot | None = None
+    roles: dict[str, RoleState] = field(default_factory=dict)
+    events: deque[tuple[float, str, bool]] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
+    progress: Progress = field(init=False)
+    _previous: Snapshot | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.run_dir)
+
+    def role(self, name: str, state: RoleState) -> None:
+        """Note the new state of a role."""
+        with self._lock:
+            self.roles[name] = state
+
+    def event(self, text: str, *, bad: bool = False) -> None:
+        """Note something a person should see."""
+        with self._lock:
+            self.events.append((time.time(), text, bad))
+
+    def refresh(self) -> None:
+        """Look again: the queue in one round trip, and what was added to the files."""
+        snapshot = self.look()
+        if snapshot is not None:
+            before = self._previous
+            self.snapshot = with_rates(snapshot, before) if before is not None else snapshot
+            # Rates over about five seconds are steadier than from one look to the next.
+            if before is None or snapshot.at - before.at >= 5:
+                self._previous = snapshot
+        elif self.snapshot is not None:
+            self.snapshot = replace(self.snapshot, roles={})
+        self.progress.refresh()
+
+    def sorted_roles(self) -> list[tuple[str, RoleState]]:
+        """All roles in the order in which they were started."""
+        with self._lock:
+            return list(self.roles.items())
+
+    def last_events(self, count: int) -> list[tuple[float, str, bool]]:
+        """The last `count` events, oldest first: (seconds since 1970, text, whether it is bad news)."""
+        with self._lock:
+            return list(self.events)[-count:]
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all roles."""
+        return sum(state.restarts for _, state in self.sorted_roles())
+
+    def accuracy(self) -> list[tuple[int, float]]:
+        """`(version, held-out accuracy)` ascending, of rounds that are at least half done."""
+        return self.progress.accuracy.points(max(1, self.goal.round_responses // 2))
+
+    def recent_staleness(self) -> dict[int, int]:
+        """Trained tokens of the last 20 steps by their age in steps."""
+        counts: dict[int, int] = {}
+        for step in list(self.progress.steps)[-20:]:
+            for age, tokens in step.staleness.items():
+                counts[age] = counts.get(age, 0) + tokens
+        return counts

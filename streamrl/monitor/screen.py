@@ -1,0 +1,206 @@
+"""One live screen of a run: does it learn, how stale is it, who waits for whom, is anything broken."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.monitor import plots
+from streamrl.monitor.board import Board, RoleState
+from streamrl.monitor.lines import clock, duration, number, percent
+from streamrl.monitor.progress import Side
+
+_STYLES: Final = {
+    "ready": "green",
+    "starting": "yellow",
+    "pending": "dim",
+    "draining": "yellow",
+    "backoff": "red",
+    "failed": "bold red",
+    "stopped": "dim",
+}
+_HIGH_PLOT: Final = 8
+_LOW_PLOT: Final = 4
+
+
+def render(board: Board, width: int) -> RenderableType:
+    """The whole screen for a terminal of `width` columns: all panels in two columns from 96 on, else the essentials."""
+    if width < 96:
+        body = Group(_learning(board, width, _LOW_PLOT), _balance(board, width), _brief(board))
+        return Group(_headline(board), body, _events(board, width, 2))
+    left_width = width * 3 // 5
+    right_width = width - left_width
+    left = Group(_learning(board, left_width, _HIGH_PLOT), _traffic(board, left_width))
+    right = Group(_balance(board, right_width), _staleness(board, right_width), _roles(board, right_width))
+    grid = Table.grid(expand=True)
+    grid.add_column(width=left_width)
+    grid.add_column(width=right_width)
+    grid.add_row(left, right)
+    return Group(_headline(board), grid, _events(board, width, 4))
+
+
+def _headline(board: Board) -> Text:
+    steps = board.progress.steps
+    step = steps[-1].step if steps else 0
+    goal = f"/{board.goal.steps}" if board.goal.steps else ""
+    version = board.snapshot.version if board.snapshot is not None else -1
+    line = Text()
+    line.append(f" {board.name} ", style="bold reverse")
+    line.append(f"  {duration(time.time() - board.started)}   step ")
+    line.append(f"{step}{goal}", style="bold")
+    line.append(f"   weights v{version}" if version >= 0 else "   no weights yet")
+    if board.restarts:
+        line.append(f"   restarts {board.restarts}", style="red")
+    return line
+
+
+def _learning(board: Board, width: int, height: int) -> Panel:
+    inner = max(20, width - 12)
+    points = board.accuracy()
+    lines: list[RenderableType] = []
+    if points:
+        newest = points[-1]
+        head = Text("held-out accuracy by version   ")
+        head.append(f"{newest[1]:.3f}", style="bold green")
+        head.append(f" at v{newest[0]}, first {points[0][1]:.3f}")
+        if board.goal.accuracy is not None:
+            head.append(f", ends at {board.goal.accuracy:g}", style="dim")
+        lines.append(head)
+        curve = plots.area([(float(v), a) for v, a in points], inner, height, 0.0, 1.0)
+        lines.extend(Text(row, style="green") for row in curve)
+        lines.append(
+            Text(f"       v{points[0][0]}{f'v{newest[0]}':>{max(1, inner - len(str(points[0][0])) - 1)}}", "dim")
+        )
+    else:
+        lines.append(Text("held-out accuracy: no version evaluated yet", style="dim"))
+    for label, values, style in _series(board):
+        row = Text(f"{label:7}")
+        row.append(f"{number(values[-1]) if values else '-':>8}  ")
+        row.append(plots.spark(values, inner - 14), style=style)
+        lines.append(row)
+    return Panel(Group(*lines), title="learning", title_align="left", border_style="dim", width=width)
+
+
+def _series(board: Board) -> list[tuple[str, list[float], str]]:
+    steps = list(board.progress.steps)
+    return [
+        ("reward", [step.reward for step in steps if step.reward is not None], "cyan"),
+        ("loss", [step.loss for step in steps if step.loss is not None], "magenta"),
+    ]
+
+
+def _traffic(board: Board, width: int) -> Panel:
+    if board.snapshot is None:
+        return Panel(Text("waiting for Redis", style="dim"), title="queue", title_align="left", width=width)
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    for heading in ("stream", "waiting", "leased", "in/s", "out/s", "oldest"):
+        table.add_column(heading, justify="left" if heading == "stream" else "right", no_wrap=True)
+    ledger = board.snapshot.train
+    for stream in ledger.streams:
+        table.add_row(
+            stream.name,
+            str(stream.lag),
+            str(stream.pending) if stream.name != "scored" else "-",
+            number(stream.in_per_second),
+            number(stream.out_per_second),
+            duration(stream.oldest_waiting_seconds),
+        )
+    waiting = ledger.live - ledger.held
+    budget = board.snapshot.budget or max(1, waiting)
+    admission = Text("admission ")
+    admission.append(plots.bar(waiting / budget, 16), style="blue")
+    admission.append(f" {waiting}/{board.snapshot.budget or '-'} untrained groups")
+    counts = Text(f"admitted {ledger.cursor}  dropped {ledger.dropped}  dead letters ")
+    counts.append(str(ledger.dead), style="red" if ledger.dead else "")
+    counts.append(f"  evaluated {board.progress.accuracy.groups}")
+    return Panel(Group(table, admission, counts), title="queue", title_align="left", border_style="dim", width=width)
+
+
+def _balance(board: Board, width: int) -> Panel:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("side", "tokens/s", "waits"):
+        table.add_column(heading, justify="left" if heading == "side" else "right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    sides: list[tuple[str, Side]] = [("learner", board.progress.learner), *sorted(board.progress.rollouts.items())]
+    for name, side in sides:
+        idle = side.idle_fraction
+        table.add_row(
+            name, number(side.tokens_per_second), percent(idle), plots.bar(idle, 10) if idle is not None else ""
+        )
+    return Panel(
+        Group(table, Text(who_waits(board), style="dim")),
+        title="who waits for whom",
+        title_align="left",
+        border_style="dim",
+        width=width,
+    )
+
+
+def who_waits(board: Board) -> str:
+    """One sentence: which side is the slower one at the moment."""
+    learner = board.progress.learner.idle_fraction
+    shares = [idle for side in board.progress.rollouts.values() if (idle := side.idle_fraction) is not None]
+    if learner is None or not shares:
+        return "not enough steps yet"
+    rollout = sum(shares) / len(shares)
+    if abs(learner - rollout) < 0.1:
+        return "balanced"
+    return "the learner waits for rollouts" if learner > rollout else "the rollouts wait for the learner"
+
+
+def _brief(board: Board) -> Text:
+    """Queue, staleness and roles on two lines, for a small terminal."""
+    text = Text(no_wrap=True)
+    if board.snapshot is not None:
+        waiting = "  ".join(f"{stream.name} {stream.depth}" for stream in board.snapshot.train.streams)
+        text.append(f" queue {waiting}  dead letters {board.snapshot.train.dead}")
+    rows = plots.histogram(board.recent_staleness(), 1)
+    if rows:
+        text.append("   stale " + " ".join(f"{label}:{percent(share)}" for label, share, _ in rows))
+    text.append("\n ")
+    for name, state in board.sorted_roles():
+        text.append_text(_role(name, state, None)).append("  ")
+    return text
+
+
+def _staleness(board: Board, width: int) -> Panel:
+    rows = plots.histogram(board.recent_staleness(), max(5, width - 20))
+    if not rows:
+        return Panel(Text("no step yet", "dim"), title="staleness", title_align="left", border_style="dim", width=width)
+    lines = [Text.assemble(f"{label:>3} ", (drawn, "yellow"), f" {percent(share):>5}") for label, share, drawn in rows]
+    title = "staleness of tokens (steps, last 20)"
+    return Panel(Group(*lines), title=title, title_align="left", border_style="dim", width=width)
+
+
+def _roles(board: Board, width: int) -> Panel:
+    versions = board.snapshot.role_versions if board.snapshot is not None else {}
+    cells = [_role(name, state, versions.get(name)) for name, state in board.sorted_roles()]
+    return Panel(Columns(cells, padding=(0, 2)), title="roles", title_align="left", border_style="dim", width=width)
+
+
+def _role(name: str, state: RoleState, version: int | None) -> Text:
+    text = Text(no_wrap=True)
+    text.append("● ", style=_STYLES.get(state.state, ""))
+    text.append(name)
+    if state.state != "ready":
+        text.append(f" {state.state}", style=_STYLES.get(state.state, ""))
+    if version is not None:
+        text.append(f" v{version}", style="dim")
+    if state.restarts:
+        text.append(f" restarted {state.restarts}x", style="red")
+    return text
+
+
+def _events(board: Board, width: int, count: int) -> RenderableType:
+    lines = [
+        Text(f"{clock(at)} {text}"[: width - 1], style="red" if bad else "dim", no_wrap=True)
+        for at, text, bad in board.last_events(count)
+    ]
+    lines.append(Text("Ctrl-C drains and stops, again: now.  More: streamrl lag, status, logs -f", "dim"))
+    return Group(*lines)

@@ -1,0 +1,106 @@
+"""Accuracy of saved weights on held-out prompts, outside of any run: the figures before and after training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.consumers.plugins import load_rewards
+from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.scoring import Scorer, ScoringFailed
+from streamrl.errors import StreamrlError
+from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.engines import Engine, Request, make_engine
+from streamrl.producers.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a label, responses done, responses in all."""
+
+
+def with_model(config: RunConfig, path: str) -> RunConfig:
+    """The same run with other weights and the tokenizer it was trained with."""
+    tokenizer = config.model.tokenizer or config.model.path
+    model = config.model.model_copy(update={"path": path, "tokenizer": tokenizer})
+    return config.model_copy(update={"model": model})
+
+
+async def measure_accuracy(config: RunConfig, label: str, seed: int, on_progress: OnProgress) -> float:
+    """Sample the first `evaluation.final_prompts` held-out prompts at the run's temperature and score them.
+
+    Args:
+        config: of the run; `config.model.path` are the weights to measure.
+        label: for `on_progress`.
+        seed: of the sampling.
+        on_progress: called after each response.
+
+    Returns:
+        Share of scored responses above `evaluation.threshold`; a response whose reward fails counts neither way.
+
+    Raises:
+        StreamrlError: no response could be scored, or model, data or rewards cannot be used.
+    """
+    if config.data.held_out is None:
+        raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
+    tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+    limits = Limits(config.data.max_prompt_tokens, config.model.context)
+    data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
+    prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
+    engine = make_engine(config, seed)
+    await engine.start()
+    try:
+        values = await _scores(config, engine, tokenizer, prompts, lambda done, all_: on_progress(label, done, all_))
+    finally:
+        await engine.close()
+    if not values:
+        raise StreamrlError(f"no response of the {label} could be scored", "see the warnings above")
+    return sum(value > config.evaluation.threshold for value in values) / len(values)
+
+
+async def _scores(
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompts: Sequence[wire.Prompt],
+    on_progress: Callable[[int, int], None],
+) -> list[float]:
+    scorer = Scorer(load_rewards(config), config.reward_worker)
+    # Enough to keep every slot busy while finished responses are scored.
+    room = asyncio.Semaphore(2 * config.engine.slots)
+    total = len(prompts) * config.evaluation.samples
+    values: list[float] = []
+    done = 0
+
+    async def one(number: int, prompt: wire.Prompt) -> None:
+        nonlocal done
+        async with room:
+            request = Request(
+                id=f"measure-{number}",
+                tokens=prompt.token_ids,
+                max_new_tokens=config.sampling.max_new_tokens,
+                temperature=config.sampling.temperature,
+            )
+            completion = await engine.generate(request)
+            sample = wire.Sample(
+                tokens=wire.pack_int32(completion.tokens),
+                logprobs=wire.pack_float32(completion.logprobs),
+                runs=completion.runs,
+                finish=completion.finish,
+                text=tokenizer.decode(completion.tokens),
+            )
+            try:
+                values.append((await scorer.score(RewardSample.of(prompt, sample))).value)
+            except ScoringFailed as error:
+                logger.warning("held-out response not scored", extra={"line": prompt.line, "why": error.message})
+            done += 1
+            on_progress(done, total)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(total):
+            tasks.create_task(one(number, prompts[number % len(prompts)]))
+    return values

@@ -1,0 +1,122 @@
+"""What a finished run was: `summary.json` and `curve.png` in its directory.
+
+The figures are measured, not remembered: accuracies by sampling the first and the last weights again on the same
+held-out prompts, counts of groups by the audit, times from the intervals the roles wrote down while they worked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate
+from streamrl.runtime.curve import draw_curve
+from streamrl.runtime.figures import LearnerFigures, read_learner, read_lines, read_rollouts, share_within
+from streamrl.runtime.offline import OnProgress, measure_accuracy, with_model
+
+SUMMARY_FILE: Final = "summary.json"
+CURVE_FILE: Final = "curve.png"
+_MEASURING_SEED: Final = 0x5EED
+"""Added to the seed of the run, so that no response is measured with the random numbers of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracies:
+    """Share of right responses with the first and with the last weights; None when it was not measured."""
+
+    before: float | None = None
+    after: float | None = None
+
+
+async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> Accuracies:
+    """Measure first and last weights, on the same held-out prompts at the run's temperature.
+
+    Nothing is measured when `evaluation.final_prompts` is 0; `after` is None when the run has exported no model.
+    """
+    if not config.evaluation.final_prompts:
+        return Accuracies()
+    seed = config.seed + _MEASURING_SEED
+    before = await measure_accuracy(config, "first version", seed, on_progress)
+    last = run_dir / "model"
+    if not last.is_dir():
+        return Accuracies(before)
+    return Accuracies(before, await measure_accuracy(with_model(config, str(last)), "last version", seed, on_progress))
+
+
+async def write_summary(
+    config: RunConfig, run_dir: Path, counts: Mapping[str, int], on_progress: OnProgress
+) -> dict[str, Any]:
+    """Measure, write `summary.json` and `curve.png`, and return the summary.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        counts: of the audit.
+        on_progress: told how far the measurement is.
+
+    Raises:
+        CannotCreate: a file cannot be written.
+        StreamrlError: model, data or rewards cannot be used for the measurement.
+    """
+    accuracies = await measure(config, run_dir, on_progress)
+    learner = read_learner(run_dir)
+    summary = summarize(config, run_dir, learner, counts, accuracies)
+    _write(run_dir / SUMMARY_FILE, orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    await asyncio.to_thread(
+        draw_curve, run_dir / CURVE_FILE, config.name, learner.steps, summary, read_rounds(run_dir, learner)
+    )
+    return summary
+
+
+def summarize(
+    config: RunConfig, run_dir: Path, learner: LearnerFigures, counts: Mapping[str, int], accuracies: Accuracies
+) -> dict[str, Any]:
+    """The content of `summary.json`. Fractions are of `train_seconds`, the share is of all sampled tokens."""
+    seconds = learner.train_seconds
+    window = (learner.busy[0][0], learner.busy[-1][1]) if learner.busy else (0.0, 0.0)
+    rollouts = read_rollouts(run_dir, window)
+    samples = sum(line.get("samples", line["groups"] * config.sampling.group_size) for line in learner.steps.values())
+    stale_tokens = sum(learner.staleness.values())
+    staleness = sum(age * tokens for age, tokens in learner.staleness.items())
+    return {
+        "accuracy_before": accuracies.before,
+        "accuracy_after": accuracies.after,
+        "train_seconds": round(seconds, 3),
+        "steps": max(learner.steps, default=0),
+        "samples_per_second": round(samples / seconds, 1) if seconds else 0.0,
+        "completion_tokens_per_second": round(learner.total("tokens") / seconds, 1) if seconds else 0.0,
+        "learner_idle_fraction": round(learner.idle_fraction, 4),
+        "rollout_idle_fraction": round(rollouts.idle_fraction, 4),
+        "share_of_tokens_sampled_during_learner_steps": round(share_within(rollouts.ticks, learner.busy), 4),
+        "samples_spanning_versions": int(learner.total("samples_spanning_versions")),
+        "staleness_max": max(learner.staleness, default=0),
+        "staleness_mean": round(staleness / stale_tokens, 4) if stale_tokens else 0.0,
+        **{f"groups_{key}": int(counts[key]) for key in ("admitted", "trained", "dropped", "dead", "evaluated")},
+    }
+
+
+def read_rounds(run_dir: Path, learner: LearnerFigures) -> list[tuple[int, float, int]]:
+    """Complete rounds as `(step, accuracy, responses)`, ascending; the step is the one that made the version."""
+    made = {int(line["version"]): step for step, line in learner.steps.items()}
+    rounds: dict[int, tuple[int, float, int]] = {}
+    for line in read_lines(run_dir / "metrics" / "feeder.0.jsonl"):
+        if line.get("kind") == "evaluation":
+            version = int(line["version"])
+            step = max((step for other, step in made.items() if other <= version), default=0)
+            rounds[version] = (step, float(line["accuracy"]), int(line["responses"]))
+    return [rounds[version] for version in sorted(rounds)]
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_suffix(".draft")
+    try:
+        draft.write_bytes(data + b"\n")
+        draft.rename(path)
+    except OSError as error:
+        raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
