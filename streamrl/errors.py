@@ -121,3 +121,11 @@ class NotReady(StreamrlError):
     """A role failed before it was ready for work."""
 
     exit_code = ExitCode.NOT_READY
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """Return what a task group wraps, however deep: the first error of ours, else the first of all."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [unwrap(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, StreamrlError)), leaves[0])

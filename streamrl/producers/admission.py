@@ -1,0 +1,87 @@
+"""How the feeder fills one ledger with prompts, in order and without a gap, whatever happens to it or to Redis.
+
+The cursor lives in Redis. What is here only guesses it; each `admit` says where it really is. So a restart neither
+skips nor repeats, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
+the same ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from streamrl.queues import Ledger
+from streamrl.queues.records import Admission, AdmitOutcome
+
+BURST: Final = 32
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one ledger is asked to take: fingerprint of the data, and the bounds (see `Ledger.admit`)."""
+
+    fingerprint: str
+    samples: int
+    min_group: int
+    budget: int
+    hard_cap: int
+    max_dead: int
+
+
+class Admitter:
+    """Admits group after group; the id of a group is the cursor at which it was admitted.
+
+    Args:
+        ledger: training or held-out ledger.
+        terms: fingerprint and bounds.
+        prompt: bytes of the prompt of a group, a pure function of its id.
+    """
+
+    def __init__(self, ledger: Ledger, terms: Terms, prompt: Callable[[int], bytes]) -> None:
+        self._ledger = ledger
+        self._terms = terms
+        self._prompt = prompt
+        self.cursor = 0
+
+    async def locate(self) -> None:
+        """Ask Redis where the cursor is."""
+        self.cursor = (await self._ledger.state()).cursor
+
+    async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:
+        """Try to admit up to `limit` groups, none at or after `end`, in one round trip.
+
+        Returns:
+            ADMITTED: all of them. FULL: there was room for some, perhaps for none. MOVED: the cursor was elsewhere,
+            call again. TOO_MANY_DEAD: the ledger stopped admission.
+
+        Raises:
+            Refused: the ledger holds groups of other data.
+        """
+        last = self.cursor + min(limit, BURST)
+        gids = range(self.cursor, last if end is None else min(last, end))
+        if not gids:
+            return AdmitOutcome.ADMITTED
+        async with asyncio.TaskGroup() as group:
+            # Tasks start in this order and their commands share a pipeline, so each finds the cursor at its own id.
+            tasks = [group.create_task(self._admit_one(gid, version)) for gid in gids]
+        answers = [task.result() for task in tasks]
+        self.cursor = answers[-1].cursor
+        outcomes = {answer.outcome for answer in answers}
+        worst = (AdmitOutcome.TOO_MANY_DEAD, AdmitOutcome.FULL, AdmitOutcome.MOVED)
+        return next((outcome for outcome in worst if outcome in outcomes), AdmitOutcome.ADMITTED)
+
+    async def _admit_one(self, gid: int, version: int) -> Admission:
+        terms = self._terms
+        return await self._ledger.admit(
+            cursor=gid,
+            fingerprint=terms.fingerprint,
+            prompt=self._prompt(gid),
+            samples=terms.samples,
+            min_group=terms.min_group,
+            budget=terms.budget,
+            hard_cap=terms.hard_cap,
+            max_dead=terms.max_dead,
+            version=version,
+        )

@@ -1,0 +1,211 @@
+"""Held-out accuracy by version while training goes on, with a cursor and a small budget of its own.
+
+Every `evaluation.every` versions a round begins: the next `evaluation.prompts` prompts of the held-out file, round and
+round, are admitted to the held-out ledger, a few at a time so that training keeps its engines. They are answered and
+scored like any other prompt and never trained. A group that closes is written to `evaluation.jsonl` (fsync), then
+retired. A round is complete when all its prompts were admitted and none of them is live; dead ones just do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+from uuid import uuid4
+
+from streamrl.config import RunConfig
+from streamrl.errors import Refused, WireError
+from streamrl.producers.admission import Admitter, Terms
+from streamrl.producers.dataset import PromptSet, fingerprint_of
+from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
+from streamrl.producers.versions import VersionBell
+from streamrl.queues.records import AdmitOutcome, ClosedGroup
+from streamrl.queues.role import Role
+from streamrl.wire import Prompt, Sample, Score, decode
+
+logger = logging.getLogger(__name__)
+_SHARE: Final = 4
+_LOOK_SECONDS: Final = 0.1
+_IDLE_SECONDS: Final = 0.5
+
+
+def evaluation_budget(config: RunConfig) -> int:
+    """Return how many held-out groups may be live: those that fill at most a quarter of the engines' slots."""
+    slots = config.engine.slots * config.rollout.replicas
+    return max(1, slots // (_SHARE * config.evaluation.samples))
+
+
+class Evaluation:
+    """Rounds of held-out prompts; one in the feeder.
+
+    Status fields of the role: `evaluated` (groups so far), and of the last complete round `accuracy` (share of its
+    scored responses that are right) and `accuracy_version`.
+
+    Args:
+        role: the feeder's role.
+        data: held-out prompts.
+        bell: tells the newest version.
+    """
+
+    def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
+        config = role.config
+        self._role = role
+        self._config = config.evaluation
+        self._ledger = role.ledgers.evaluation
+        self._bell = bell
+        self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
+        budget = evaluation_budget(config)
+        terms = Terms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
+        self._admitter = Admitter(self._ledger, terms, lambda gid: data.prompts[gid % len(data)])
+        self._data = data
+        self._budget = budget
+        self._room = budget
+        self._nonce = uuid4().hex
+        self._checkpoint = ""
+        self._log: EvaluationLog
+        self._round: Round | None = None
+        self._open = False
+
+    async def start(self) -> None:
+        """Take over the held-out ledger and the round that an earlier feeder left.
+
+        Raises:
+            Refused: the ledger holds groups of other held-out data.
+        """
+        state = await self._ledger.state()
+        if state.fingerprint not in (None, self._fingerprint):
+            raise Refused(
+                "this run was started with other held-out prompts or another evaluation.samples",
+                "restore them, or start a new run (--fresh, or another name)",
+            )
+        self._log = await asyncio.to_thread(EvaluationLog, self._role.run_dir)
+        fence = await self._ledger.fence(self._nonce, 0, self._log.watermark)
+        # Nothing of this ledger is in any checkpoint; the name only says which feeder retired last.
+        self._checkpoint = f"{fence.epoch}-0"
+        await self._admitter.locate()
+        self._round = self._log.read_round()
+        self._open = self._round is not None and not await self._is_complete()
+        self._show()
+
+    async def run(self) -> None:
+        """Admit, collect and publish until the role stops.
+
+        Raises:
+            Fenced: a newer feeder took over.
+        """
+        while not self._role.stop.is_set():
+            version = self._bell.version
+            if not self._open and not await self._begin(version):
+                await self._collect()
+                await self._bell.wait(version, _IDLE_SECONDS)
+                continue
+            moved = await self._admit()
+            collected = await self._collect()
+            if await self._is_complete():
+                self._publish()
+            elif not moved and not collected:
+                await self._ledger.wait_closed(_LOOK_SECONDS)
+                self._room = max(self._room, 1)
+        await self._collect()
+
+    async def _begin(self, version: int) -> bool:
+        """Begin a round when enough versions have passed since the last, the first one at the first version."""
+        due = 1 if self._round is None else self._round.version + self._config.every
+        if version < due:
+            return False
+        await self._admitter.locate()
+        first = self._admitter.cursor
+        self._round = Round(version, first, first + self._config.prompts)
+        await asyncio.to_thread(self._log.write_round, self._round)
+        self._open, self._room = True, self._budget
+        return True
+
+    async def _admit(self) -> bool:
+        """Admit prompts of the round; False when there is nothing to admit or no room for it."""
+        current = self._current
+        if self._admitter.cursor >= current.end or self._room == 0:
+            return False
+        outcome = await self._admitter.admit(current.version, limit=self._room, end=current.end)
+        if outcome is AdmitOutcome.TOO_MANY_DEAD:
+            logger.error("too many dead letters, evaluation round cut short", extra={"round": current.version})
+            self._round = Round(current.version, current.first, self._admitter.cursor)
+            return False
+        if outcome is AdmitOutcome.FULL:
+            self._room = 0
+        return outcome is not AdmitOutcome.FULL
+
+    async def _collect(self) -> bool:
+        """Write and retire the groups that have closed; True when there were some."""
+        closed = await self._ledger.closed()
+        if not closed:
+            return False
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._ledger.read_group(gid)) for gid in closed]
+        groups = [task.result() for task in tasks]
+        lines = [self._evaluate(group) for group in groups if group is not None]
+        await asyncio.to_thread(self._log.append, lines)
+        await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.gid for line in lines])
+        self._room = min(self._budget, self._room + len(lines))
+        self._show()
+        return True
+
+    def _evaluate(self, group: ClosedGroup) -> EvaluatedGroup:
+        prompt = decode(self._data.prompts[group.gid % len(self._data)], Prompt)
+        scores: list[float] = []
+        versions: list[int] = []
+        for payload, score in group.samples.values():
+            try:
+                sample, value = decode(payload, Sample), decode(score, Score).value
+            except WireError as error:
+                logger.warning("held-out response ignored", extra={"gid": group.gid, "error": str(error)})
+                continue
+            scores.append(value)
+            versions += [version for _, version in sample.runs]
+        return EvaluatedGroup(
+            gid=group.gid,
+            line=prompt.line,
+            round=group.version,
+            version_min=min(versions, default=group.version),
+            version_max=max(versions, default=group.version),
+            scores=scores,
+            right=sum(score > self._config.threshold for score in scores),
+            dead=group.size - len(scores),
+        )
+
+    async def _is_complete(self) -> bool:
+        current = self._current
+        if self._admitter.cursor < current.end:
+            return False
+        oldest = await self._ledger.oldest_live(1)
+        if oldest and oldest[0] < current.end:
+            return False
+        await self._admitter.locate()  # Redis may have gone back and lost some of the round: they come again
+        return self._admitter.cursor >= current.end
+
+    def _publish(self) -> None:
+        self._open = False
+        self._show()
+        version = self._current.version
+        tally = self._log.rounds.get(version)
+        if tally is None or not tally.scored:
+            logger.error("an evaluation round has no scored response", extra={"round": version})
+            return
+        fields = {"version": version, "accuracy": tally.right / tally.scored, "responses": tally.scored}
+        logger.info("evaluated", extra=fields)
+        self._role.record({"kind": "evaluation", **fields})
+
+    def _show(self) -> None:
+        """Publish how many groups are evaluated, and the accuracy of the last round that is complete."""
+        status = self._role.status
+        status["evaluated"] = len(self._log.gids)
+        unfinished = self._round.version if self._open and self._round is not None else None
+        complete = [version for version, tally in self._log.rounds.items() if version != unfinished and tally.scored]
+        if complete:
+            version = max(complete)
+            status["accuracy_version"] = version
+            status["accuracy"] = self._log.rounds[version].right / self._log.rounds[version].scored
+
+    @property
+    def _current(self) -> Round:
+        assert self._round is not None
+        return self._round

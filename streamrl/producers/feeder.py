@@ -1,0 +1,159 @@
+"""The feeder: admits prompts while the staleness budget has room, and looks after the held-out rounds.
+
+```
+FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
+MOVED -> go on where Redis says
+end   -> finish(), then watch: when Redis goes back, the lost groups are admitted again
+dead  -> too many dead letters: say so and wait; somebody has to look at them
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from streamrl.config import RunConfig
+from streamrl.errors import Refused, unwrap
+from streamrl.producers.admission import BURST, Admitter, Terms
+from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_prompts
+from streamrl.producers.evaluation import Evaluation
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.versions import VersionBell
+from streamrl.queues.records import AdmitOutcome
+from streamrl.queues.role import Role
+
+logger = logging.getLogger(__name__)
+_FIRST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.05
+_IDLE_PAUSE: Final = 0.5
+
+
+async def run_feeder(role: Role) -> None:
+    """Run the feeder until `role.stop` is set or a newer feeder takes over.
+
+    A restart, also after kill -9, goes on at the cursor in Redis. Groups in flight need no feeder.
+
+    Raises:
+        DataError: a prompt file is missing or has a line that cannot be used.
+        Refused: the run holds groups of other data, another seed or another group size.
+        Fenced: a newer feeder took over the held-out ledger.
+    """
+    config = role.config
+    tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+    limits = Limits(config.data.max_prompt_tokens, config.model.context)
+    data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)
+    bell = VersionBell(role.ledgers.weights)
+    training = Training(role, data, bell)
+    await training.check()
+    evaluation = None
+    if config.evaluation.every and config.data.held_out is not None:
+        held_out = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
+        evaluation = Evaluation(role, held_out, bell)
+        await evaluation.start()
+    role.ready()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(bell.run(role.stop))
+            group.create_task(training.run())
+            if evaluation is not None:
+                group.create_task(evaluation.run())
+    except BaseExceptionGroup as error:
+        raise unwrap(error) from error
+
+
+class Training:
+    """Admission to the training ledger.
+
+    Args:
+        role: the feeder's role.
+        data: the training prompts.
+        bell: rings when a step has made room.
+    """
+
+    def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
+        config = role.config
+        self._role = role
+        self._ledger = role.ledgers.train
+        self._data = data
+        self._bell = bell
+        self._fingerprint = train_fingerprint(config, data)
+        self._end = None if config.data.epochs is None else config.data.epochs * len(data)
+        terms = Terms(
+            fingerprint=self._fingerprint,
+            samples=config.sampling.group_size,
+            min_group=config.sampling.min_group,
+            budget=config.budget,
+            hard_cap=config.hard_cap,
+            max_dead=config.max_dead,
+        )
+        self._admitter = Admitter(self._ledger, terms, self._prompt)
+
+    async def check(self) -> None:
+        """Find the cursor, and refuse a ledger that holds groups of other data."""
+        state = await self._ledger.state()
+        if state.fingerprint not in (None, self._fingerprint):
+            raise Refused(
+                f"this run was started with other prompts than {self._data.path}, another seed or another group size",
+                "restore them, or start a new run (--fresh, or another name)",
+            )
+        self._admitter.cursor = state.cursor
+        self._show("starting")
+
+    async def run(self) -> None:
+        """Admit until the role stops."""
+        pause, limit = _FIRST_PAUSE, BURST
+        while not self._role.stop.is_set():
+            version = self._bell.version
+            if self._end is not None and self._admitter.cursor >= self._end:
+                await self._finish(self._end)
+                continue
+            outcome = await self._admitter.admit(version, limit=limit, end=self._end)
+            if outcome is AdmitOutcome.TOO_MANY_DEAD:
+                await self._stopped()
+            elif outcome is AdmitOutcome.FULL:
+                self._show("full")
+                rung = await self._bell.wait(version, pause)
+                # Only a step makes room for many; between steps one prompt at a time is enough to ask with.
+                pause, limit = (_FIRST_PAUSE, BURST) if rung else (min(2 * pause, _LONGEST_PAUSE), 1)
+            else:
+                self._show("admitting")
+                pause, limit = _FIRST_PAUSE, BURST
+
+    def _prompt(self, gid: int) -> bytes:
+        config = self._role.config
+        return self._data.prompts[self._data.index(gid, config.seed, shuffle=config.data.shuffle)]
+
+    async def _finish(self, end: int) -> None:
+        if await self._ledger.finish(end):
+            self._show("end of data")
+            await self._bell.wait(self._bell.version, _IDLE_PAUSE)
+        await self._admitter.locate()
+
+    async def _stopped(self) -> None:
+        dead = (await self._ledger.state()).dead
+        words = f"stopped: {dead} dead letters"
+        if self._role.status.get("state") != words:
+            logger.error(
+                "too many dead letters, admission stopped",
+                extra={
+                    "dead": dead,
+                    "limit": self._role.config.max_dead,
+                    "hint": "streamrl dead ls; then dead replay or dead drop, or a larger max_dead",
+                },
+            )
+        self._show(words)
+        await self._bell.wait(self._bell.version, _IDLE_PAUSE)
+
+    def _show(self, state: str) -> None:
+        cursor = self._admitter.cursor
+        self._role.status.update(admitted=cursor, epoch=cursor // len(self._data), state=state)
+
+
+def train_fingerprint(config: RunConfig, data: PromptSet) -> str:
+    """Return the fingerprint of a run's training data.
+
+    The number of epochs is not part of it: no prompt depends on it, so a run may be given another epoch.
+    """
+    return fingerprint_of(data, seed=config.seed, shuffle=config.data.shuffle, group_size=config.sampling.group_size)

@@ -1,0 +1,75 @@
+"""Figures of a rollout replica: what it samples, how long it idles, and a time line to lay beside the learner's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from streamrl.producers.engines.contract import EngineLoad
+from streamrl.queues.role import Role
+
+TICK_SECONDS: Final = 0.05
+RECORD_SECONDS: Final = 1.0
+
+
+class Meter:
+    """Reads the load of an engine every 50 ms and reports once a second.
+
+    Status fields: `version`, `tokens`, `running`, `waiting`, `tokens_per_second` (last second), `idle` (share of the
+    time since the start). Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic seconds, tokens sampled
+    in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far, `running`, `waiting`, `version`.
+
+    Args:
+        role: where to report.
+        load: the engine's load.
+        refused: versions of the weights that were refused so far.
+    """
+
+    def __init__(self, role: Role, load: Callable[[], EngineLoad], refused: Callable[[], int]) -> None:
+        self._role = role
+        self._load = load
+        self._refused = refused
+        self._start = time.monotonic()
+        self._busy_before = load().busy_seconds
+        self._tokens = load().tokens_sampled
+        self._reported = (self._start, self._tokens)
+        self._timeline: list[tuple[float, int]] = []
+
+    async def run(self) -> None:
+        """Measure until cancelled; the first line is written at once, what was not yet reported at the end."""
+        self._report(time.monotonic())
+        try:
+            while True:
+                await asyncio.sleep(TICK_SECONDS)
+                self._tick(time.monotonic())
+        finally:
+            self._report(time.monotonic())
+
+    def _tick(self, now: float) -> None:
+        tokens = self._load().tokens_sampled
+        if tokens > self._tokens:
+            self._timeline.append((now, tokens - self._tokens))
+            self._tokens = tokens
+        if now - self._reported[0] >= RECORD_SECONDS:
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        load = self._load()
+        elapsed = now - self._start
+        idle = max(0.0, elapsed - (load.busy_seconds - self._busy_before))
+        since, before = self._reported
+        rate = (self._tokens - before) / (now - since) if now > since else 0.0
+        self._reported = (now, self._tokens)
+        timeline, self._timeline = self._timeline, []
+        shared = {
+            "version": load.version,
+            "tokens": self._tokens,
+            "running": load.running,
+            "waiting": load.waiting,
+            "weights_refused": self._refused(),
+        }
+        share = idle / elapsed if elapsed else 0.0
+        self._role.status.update(shared, tokens_per_second=round(rate, 1), idle=round(share, 4))
+        self._role.record({**shared, "timeline": timeline, "idle_seconds": idle})

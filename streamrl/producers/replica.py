@@ -1,0 +1,218 @@
+"""The rollout replica: leases prompts, keeps an engine full, emits every response the moment it ends.
+
+```
+weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
+prompts        -> lease -> the samples that are missing -> Engine.generate -> emit     (one task a sample)
+```
+The engine's death is the replica's death: it exits with an error, others take over its leases, and the supervisor
+starts it again. A response that was emitted is never generated again, whoever dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import traceback
+from collections.abc import Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from streamrl.config import RunConfig
+from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
+from streamrl.producers.engines import make_engine
+from streamrl.producers.engines.contract import Completion, Engine, Request
+from streamrl.producers.evaluation import evaluation_budget
+from streamrl.producers.meter import Meter
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues import Lease, Leases
+from streamrl.queues.role import Role
+from streamrl.weight_sync import Follower, Manifest
+from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+_ATTEMPTS: Final = 3
+_LOOKAHEAD: Final = 4
+"""One more leased prompt for each so many in the engine: the next ones are there before a slot is free."""
+
+
+async def run_rollout(role: Role) -> None:
+    """Run a rollout replica until `role.stop` is set; then what is in flight is finished or handed back.
+
+    Raises:
+        ConfigError: no model, no tokenizer, or an engine option that this machine cannot serve.
+        Unreachable: the engine died; the supervisor starts the replica again.
+    """
+    config = role.config
+    engine = make_engine(config, replica_seed(config.seed, role.name, _earlier_output(role)))
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+        await engine.start()
+        await Replica(role, engine, tokenizer).run()
+    except BaseExceptionGroup as error:
+        raise unwrap(error) from error
+    finally:
+        await engine.close()
+
+
+def replica_seed(seed: int, name: str, earlier: int) -> int:
+    """Return the sampling seed of the replica `name`, below 2**63.
+
+    No two replicas of a run draw the same numbers, and neither do two lives of one replica: a group whose samples come
+    from both must not hold one response twice. `earlier` is any number that grows from life to life.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}/{earlier}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _earlier_output(role: Role) -> int:
+    """Bytes of figures that earlier lives of this replica wrote; each life writes some before it samples."""
+    path = role.run_dir / "metrics" / f"{role.name}.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+def lease_width(config: RunConfig) -> int:
+    """Return how many prompts a replica holds: enough for every slot of its engine, and a few more."""
+    full = math.ceil(config.engine.slots / config.sampling.group_size)
+    ahead = math.ceil(full / _LOOKAHEAD)
+    if not config.evaluation.every:
+        return full + ahead
+    return full + ahead + math.ceil(evaluation_budget(config) / config.rollout.replicas)
+
+
+class Replica:
+    """One engine at work for two ledgers, training and held-out.
+
+    Args:
+        role: the replica's role.
+        engine: started.
+        tokenizer: turns sampled ids into the text that rewards read.
+    """
+
+    def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer) -> None:
+        config = role.config
+        self._role = role
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._numbers = count()
+        self._follower = Follower(
+            role.ledgers.weights, config.weights, self._apply, run=config.name, run_dir=role.run_dir
+        )
+        self._leases = Leases(
+            [role.ledgers.train, role.ledgers.evaluation],
+            "prompts",
+            role.name,
+            config.lease,
+            width=lease_width(config),
+            handle=self.answer,
+        )
+
+    async def run(self) -> None:
+        """Follow the weights; from the first version on, take work until the role stops."""
+        ended = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(self._follower.run(ended))
+            if await self._first_version():
+                meter = Meter(self._role, self._engine.load, lambda: self._follower.refused)
+                metering = group.create_task(meter.run())
+                self._role.ready()
+                await self._leases.run(self._role.stop)
+                metering.cancel()
+            ended.set()
+            following.cancel()
+
+    async def answer(self, lease: Lease) -> None:
+        """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
+
+        Cancelling gives up what is in flight; a repeat, by whoever, generates only what is missing then.
+
+        Raises:
+            Unreachable: the engine died.
+        """
+        work = await lease.ledger.open_work(lease)
+        if work is None:
+            return
+        try:
+            prompt = decode(work.prompt, Prompt)
+        except WireError as error:
+            await lease.ledger.fail_prompt(lease, "not a prompt", str(error))
+            return
+        async with asyncio.TaskGroup() as group:
+            for sample in work.missing:
+                group.create_task(self._answer_one(lease, prompt, sample))
+
+    async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
+        why, detail = "", ""
+        for attempt in range(_ATTEMPTS):
+            try:
+                payload = self._encode(await self._generate(prompt))
+            except Unreachable:
+                raise
+            except (DataError, WireError, DeadlineExceeded) as error:
+                why, detail = error.message, ""
+                break
+            except Exception as error:  # noqa: BLE001  (whatever an engine raises is the request's, if it is well itself)
+                await self._engine.health()
+                why, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
+            else:
+                await lease.ledger.emit(lease, sample, payload)
+                return
+            logger.warning(
+                "generation failed", extra={"gid": lease.gid, "sample": sample, "attempt": attempt + 1, "why": why}
+            )
+        await lease.ledger.fail_sample(lease, sample, why, detail)
+
+    async def _generate(self, prompt: Prompt) -> Completion:
+        tokens = prompt.token_ids
+        room = self._config.model.context - tokens.size
+        if room < 1:
+            raise DataError(f"a prompt of {tokens.size} tokens leaves no room in model.context")
+        request = Request(
+            id=f"{self._role.name}-{next(self._numbers)}",
+            tokens=tokens,
+            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
+            temperature=self._config.sampling.temperature,
+        )
+        limit = self._config.lease.max_hold
+        try:
+            async with asyncio.timeout(limit):
+                completion = await self._engine.generate(request)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no response within lease.max_hold ({limit:g} s)") from error
+        if completion.finish == "abort":
+            raise RuntimeError("the engine aborted the request")
+        return completion
+
+    def _encode(self, completion: Completion) -> bytes:
+        return encode(
+            Sample(
+                tokens=pack_int32(completion.tokens),
+                logprobs=pack_float32(completion.logprobs),
+                runs=completion.runs,
+                finish=completion.finish,
+                text=self._tokenizer.decode(completion.tokens),
+                engine=self._role.name,
+                seconds=completion.seconds,
+            )
+        )
+
+    async def _apply(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        await self._engine.apply(manifest.version, tensors)
+
+    async def _first_version(self) -> bool:
+        """Wait for the first version; False when the role stops before."""
+        waits = [
+            asyncio.ensure_future(self._follower.first.wait()),
+            asyncio.ensure_future(self._role.stop.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._follower.first.is_set()

@@ -1,0 +1,94 @@
+"""Text to token ids at the two ends of a trajectory, and nowhere between.
+
+Contract: a prompt is turned into token ids once, by the feeder; from there on engines get ids and return ids, and the
+learner trains on exactly these. Sampled ids are decoded for people and rewards only: text is never encoded again, as
+`encode(decode(ids))` need not be `ids`, and the log-probabilities would then belong to other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config import ModelConfig
+from streamrl.errors import ConfigError, DataError
+from streamrl.wire import Int32Array
+
+
+class Tokenizer:
+    """The tokenizer of a model: prompts to ids, sampled ids to text.
+
+    Args:
+        backend: a Hugging Face tokenizer.
+        name: directory or hub name, for messages.
+    """
+
+    def __init__(self, backend: Any, name: str) -> None:
+        self._backend = backend
+        self.name = name
+
+    @classmethod
+    def load(cls, config: ModelConfig) -> Tokenizer:
+        """Load the tokenizer that the configuration names (by default the model's own). Slow: call in a thread.
+
+        Raises:
+            ConfigError: nothing is there, or it holds no tokenizer.
+        """
+        from transformers import AutoTokenizer
+
+        name = config.tokenizer or config.path
+        if Path(name).is_absolute() and not Path(name).exists():
+            raise ConfigError(f"{name} does not exist", "set model.path or model.tokenizer")
+        try:
+            return cls(AutoTokenizer.from_pretrained(name), name)
+        except (OSError, ValueError, ImportError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"no tokenizer in {name}: {reason}", "set model.path or model.tokenizer to a directory or a hub name"
+            ) from error
+
+    def encode_texts(self, texts: Sequence[str]) -> list[Int32Array]:
+        """Return the ids of plain prompts, with the special tokens that the model expects at their start."""
+        return self._encode(texts, special=True)
+
+    def encode_chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Int32Array]]:
+        """Return, for each chat, its text after the model's chat template, and its ids; the answer's turn is open.
+
+        Raises:
+            DataError: the model has no chat template, or the template refuses the messages.
+        """
+        texts = [self._render(messages) for messages in chats]
+        return list(zip(texts, self._encode(texts, special=False), strict=True))
+
+    def decode(self, tokens: npt.ArrayLike) -> str:
+        """Return the text of sampled ids, without special tokens and without any tidying of spaces."""
+        ids = np.asarray(tokens).tolist()
+        text: str = self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        if not self._backend.chat_template:
+            raise DataError(
+                f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`",
+                "give prompts as text (`prompt`), or take a chat model",
+            )
+        try:
+            text: str = self._backend.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
+        return text
+
+    def _encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
+        if not texts:
+            return []
+        # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
+        encoded = self._backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]

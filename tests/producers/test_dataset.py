@@ -1,0 +1,193 @@
+"""Which prompt a group has is a pure function; a line that cannot be used is named with its file and number."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from streamrl.config import ModelConfig
+from streamrl.errors import ConfigError, DataError
+from streamrl.producers.dataset import Limits, fingerprint_of, load_prompts, permutation
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.wire import Prompt, decode
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LIMITS = Limits(max_prompt_tokens=20, context=24)
+
+
+def make_backend(template=None):
+    """One token per character of ASCII, `<s>` at the start of plain text."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{chr(code): code for code in range(32, 127)}, "\n": 10}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(make_backend(), "tiny")
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    return Tokenizer(make_backend(TEMPLATE), "tiny-chat")
+
+
+def write(path, *records):
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else orjson.dumps(line)) + b"\n" for line in records))
+    return path
+
+
+def characters(text):
+    return [ord(character) for character in text]
+
+
+def test_text_prompts_carry_answer_metadata_line_and_ids(tmp_path, tokenizer):
+    path = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "12=", "answer": "3", "level": 2, "tags": ["a"]},
+        b"",
+        {"prompt": "4", "answer": {"any": [1]}},
+    )
+    data = load_prompts(path, tokenizer, LIMITS)
+    first, second = (decode(prompt, Prompt) for prompt in data.prompts)
+    assert first.token_ids.tolist() == [0, *characters("12=")]
+    assert (first.text, first.answer, first.metadata, first.line) == ("12=", "3", {"level": 2, "tags": ["a"]}, 0)
+    assert (second.answer, second.line, second.evaluation) == ({"any": [1]}, 2, False)
+    [held_out] = load_prompts(write(tmp_path / "h.jsonl", {"prompt": "5"}), tokenizer, LIMITS, evaluation=True).prompts
+    assert decode(held_out, Prompt).evaluation
+
+
+def test_chat_prompts_go_through_the_template_once(tmp_path, chat_tokenizer):
+    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path / "p.jsonl", {"messages": messages, "answer": 1}, {"prompt": "x"})
+    chat, text = (decode(prompt, Prompt) for prompt in load_prompts(path, chat_tokenizer, Limits(99, 100)).prompts)
+    assert chat.text == "[system]A[user]b[assistant]"
+    assert chat.token_ids.tolist() == characters(chat.text)  # the template alone says what is special
+    assert chat.messages == messages
+    assert text.token_ids.tolist() == [0, ord("x")]
+
+
+def test_decoding_leaves_out_special_tokens_only(tokenizer):
+    assert Tokenizer.decode(tokenizer, [0, *characters("ab"), 1]).replace(" ", "") == "ab"
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (b"{not json", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[1]", "not a JSON object"),
+        ({"answer": "3"}, "`prompt` (text) or `messages`"),
+        ({"prompt": "a", "messages": []}, "`prompt` (text) or `messages`"),
+        ({"prompt": 7}, "must be text"),
+        ({"prompt": ""}, "must be text"),
+        ({"messages": []}, "list of objects"),
+        ({"messages": [{"content": "a"}]}, "list of objects"),
+        ({"messages": ["a"]}, "list of objects"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
+        ({"prompt": "a" * 20}, "21 tokens, data.max_prompt_tokens is 20"),
+        ({"prompt": "a", "big": 2**64 - 1, "text": "x" * (17 << 20)}, None),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, tokenizer, bad, words):
+    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, bad)
+    if words is None:
+        assert len(load_prompts(path, tokenizer, LIMITS)) == 2
+        return
+    with pytest.raises(DataError) as caught:
+        load_prompts(path, tokenizer, LIMITS)
+    assert words in str(caught.value)
+    assert caught.value.message.startswith(f"{path}:2: ")
+    assert caught.value.exit_code == 78
+
+
+def test_a_bad_line_is_named_in_a_later_chunk_too(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 1500, {"prompt": "a" * 30})
+    with pytest.raises(DataError, match=r":1501: "):
+        load_prompts(path, tokenizer, LIMITS)
+
+
+def test_a_prompt_as_long_as_the_context_and_a_chat_the_template_refuses(tmp_path, chat_tokenizer):
+    path = write(tmp_path / "p.jsonl", {"prompt": "a" * 23})
+    with pytest.raises(DataError, match=r":1: .*no room in model.context 24"):
+        load_prompts(path, chat_tokenizer, Limits(30, 24))
+    path = write(tmp_path / "q.jsonl", {"messages": [{"role": "robot", "content": "a"}]})
+    with pytest.raises(DataError, match=r":1: .*no robots"):
+        load_prompts(path, chat_tokenizer, LIMITS)
+
+
+def test_no_file_and_no_prompts(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="No such file"):
+        load_prompts(tmp_path / "none.jsonl", tokenizer, LIMITS)
+    with pytest.raises(DataError, match="Is a directory"):
+        load_prompts(tmp_path, tokenizer, LIMITS)
+    with pytest.raises(DataError, match="has no prompts"):
+        load_prompts(write(tmp_path / "empty.jsonl", b"", b"  "), tokenizer, LIMITS)
+
+
+def test_no_tokenizer_is_a_configuration_error(tmp_path):
+    for name in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            Tokenizer.load(ModelConfig(path=str(name)))
+        assert str(name) in caught.value.message
+        assert caught.value.exit_code == 78
+
+
+def test_a_saved_tokenizer_loads_and_encodes_alike(tmp_path, chat_tokenizer):
+    make_backend(TEMPLATE).save_pretrained(tmp_path)
+    loaded = Tokenizer.load(ModelConfig(path="elsewhere", tokenizer=str(tmp_path)))
+    for texts in ([], ["a"], ["12=", "b c"]):
+        assert [ids.tolist() for ids in loaded.encode_texts(texts)] == [
+            ids.tolist() for ids in chat_tokenizer.encode_texts(texts)
+        ]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 1000))
+def test_a_permutation_has_every_number_once_and_is_a_function_of_its_key(count, seed, epoch):
+    order = permutation(count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+    assert permutation(count, seed, epoch).tolist() == order.tolist()
+
+
+def test_permutations_are_frozen_and_differ():
+    """The first is pinned: a run that is resumed with a newer program or NumPy must find the same order."""
+    assert permutation(10, 0, 0).tolist() == [9, 2, 5, 3, 7, 1, 8, 4, 6, 0]
+    assert len({tuple(permutation(50, seed, epoch)) for seed in range(10) for epoch in range(10)}) == 100
+    # No place prefers a number: over 2,000 epochs each of 8 numbers comes first 250 times, standard deviation 15.
+    first = [int(permutation(8, 1, epoch)[0]) for epoch in range(2000)]
+    assert all(175 < first.count(number) < 325 for number in range(8))
+
+
+def test_every_epoch_has_every_prompt_once_in_any_order_of_asking(tmp_path, tokenizer):
+    data = load_prompts(write(tmp_path / "p.jsonl", *[{"prompt": str(n)} for n in range(7)]), tokenizer, LIMITS)
+    forward = [data.index(gid, 3, shuffle=True) for gid in range(21)]
+    for start in (0, 7, 14):
+        assert sorted(forward[start : start + 7]) == list(range(7))
+    assert [data.index(gid, 3, shuffle=True) for gid in reversed(range(21))] == forward[::-1]
+    assert forward[:7] != forward[7:14]
+    assert [data.index(gid, 3, shuffle=False) for gid in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+def test_the_fingerprint_changes_with_everything_a_prompt_depends_on(tmp_path, tokenizer, chat_tokenizer):
+    path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    base = load_prompts(path, tokenizer, LIMITS)
+    assert base.fingerprint == load_prompts(path, chat_tokenizer, LIMITS).fingerprint  # the same ids come of it
+    prints = [fingerprint_of(base, seed=seed, shuffle=shuffle) for seed in (0, 1) for shuffle in (True, False)]
+    write(path, {"prompt": "b"}, {"prompt": "a"})
+    prints.append(fingerprint_of(load_prompts(path, tokenizer, LIMITS), seed=0, shuffle=True))
+    write(path, {"prompt": "a"}, {"prompt": "b"})
+    bare = make_backend()
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    prints.append(fingerprint_of(load_prompts(path, Tokenizer(bare, "bare"), LIMITS), seed=0, shuffle=True))
+    assert len(set(prints)) == 6
+    assert fingerprint_of(load_prompts(path, tokenizer, LIMITS), seed=0, shuffle=True) == prints[0]
