@@ -1,0 +1,88 @@
+"""Whole tensors out of shards: for the engines, and for a Hugging Face directory at the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from streamrl.errors import CannotCreate
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def full_tensors(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and whole tensor of each parameter, one at a time, as a copy on the CPU.
+
+    Collective: every rank must go through all of it, in the same order, because each item is a gather; a rank that has
+    no use for a tensor drops it. The cast comes before the gather, so bfloat16 halves what travels. Peak extra memory
+    is one tensor.
+    """
+    for name, parameter in parameters.items():
+        shard = parameter.to_local().detach()
+        if parameter.device_mesh.size() == 1:
+            yield name, shard.to(device="cpu", dtype=dtype, copy=True)
+            continue
+        cast = DTensor.from_local(
+            shard.to(dtype),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        whole = cast.full_tensor()
+        yield name, whole.to("cpu", copy=whole.device.type == "cpu")
+
+
+def write_model(
+    folder: Path, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], tokenizer: str, dtype: torch.dtype
+) -> None:
+    """Write a Hugging Face directory (safetensors, configuration, tokenizer) that plain transformers loads.
+
+    The directory appears whole under its name; one that is there is replaced.
+
+    Args:
+        folder: where to write.
+        model: gives class, configuration and buffers; its parameters may be sharded and are not read.
+        tensors: whole parameters by Hugging Face name, tied ones once.
+        tokenizer: directory or hub name; when there is none, the model is written without and a warning is logged.
+        dtype: type of the weights in the files.
+
+    Raises:
+        CannotCreate: the disk is full or the folder cannot be written; what was there before is still there.
+    """
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    copy.generation_config = model.generation_config
+    buffers = {name: buffer.to("cpu") for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, parameter in copy.named_parameters():
+            parameter.copy_(tensors[name])
+        for name, buffer in copy.named_buffers():
+            buffer.copy_(buffers[name])
+    draft = folder.with_name(folder.name + ".draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        copy.save_pretrained(draft)
+        _write_tokenizer(draft, tokenizer)
+        if folder.exists():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+    except OSError as error:
+        raise CannotCreate(f"the model cannot be written to {folder}: {error}", "make room and export again") from error
+
+
+def _write_tokenizer(folder: Path, source: str) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("model exported without tokenizer", extra={"source": source, "error": str(error)})
+        return
+    tokenizer.save_pretrained(folder)

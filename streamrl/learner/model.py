@@ -1,0 +1,245 @@
+"""Any Hugging Face causal language model, unmodified, as a module that gives log-probabilities and is sharded by FSDP.
+
+`LogProbModel` wraps the model. Everything from token ids to log-probabilities happens inside its `forward`, so that
+the output layer is used while FSDP holds the whole parameters. Parameters keep their Hugging Face names below `model.`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from streamrl.config import ModelConfig, RunConfig
+from streamrl.errors import ConfigError
+from streamrl.learner.batch import PADDING, PROMPT, Limits
+from streamrl.learner.logprobs import token_logprobs
+
+logger = logging.getLogger(__name__)
+
+SMALL = 1 << 26
+"""Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
+while each unit costs a gather and a scatter."""
+
+
+LONGEST_SHARED_ROW = 2048
+"""A shared row needs a mask of width^2; beyond this the mask costs more than the prompts it saves."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+class _PassThrough(nn.Module):
+    """Stands where the layers of a causal model stand, and returns the hidden states it is given."""
+
+    @property
+    def decoder(self) -> _PassThrough:
+        """Some models (OPT) call `model.decoder` and not `model`."""
+        return self
+
+    def forward(self, *, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class LogProbModel(nn.Module):
+    """Log-probabilities of sampled tokens under a causal language model.
+
+    The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through: output layer,
+    soft caps and scales are then the model's, whatever they are.
+
+    Args:
+        model: the causal language model; it is put into evaluation mode and stays there, because dropout would make
+            the importance ratios random.
+        temperature: softmax temperature that the engines sample with.
+        chunk: most tokens whose logits exist at the same time.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self.temperature = temperature
+        self.chunk = chunk
+        head = copy.copy(model)
+        head._modules = dict(model._modules)  # noqa: SLF001  (the copy must not change the original)
+        head._modules[model.base_model_prefix] = _PassThrough()  # noqa: SLF001
+        self._head = (head,)  # in a tuple, so that its modules are not registered a second time
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden states of shape (n, hidden); shape (n, vocabulary)."""
+        logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        segments: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities, and entropies when asked for, of `targets`.
+
+        Args:
+            input_ids: shape (rows, width), padded on the right.
+            segments: shape (rows, width), as in `Microbatch`; None where no row is padded or shared.
+            position_ids: shape (rows, width) where rows are shared, else None.
+            positions: flat index into (rows x width) of the place that predicts each target, shape (n,).
+            targets: shape (n,).
+            entropy: also return the entropy of the predicted distribution.
+
+        Returns:
+            float32 of shape (n,), and the same or None.
+        """
+        hidden = self._hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
+        return token_logprobs(
+            self.logits, hidden, targets, temperature=self.temperature, chunk=self.chunk, entropy=entropy
+        )
+
+    def _hidden(
+        self, input_ids: torch.Tensor, segments: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        extra: dict[str, torch.Tensor] = {}
+        if segments is not None and position_ids is None:
+            extra["attention_mask"] = (segments != PADDING).long()
+        elif segments is not None and position_ids is not None:
+            dtype = self.model.get_input_embeddings().weight.dtype
+            extra = {"attention_mask": shared_mask(segments, dtype), "position_ids": position_ids}
+        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
+        hidden: torch.Tensor = outputs.last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare our path to the logits with the model's own.
+
+        Raises:
+            ConfigError: they differ, so the model computes its logits in a way we do not know. It is refused here,
+                before a step is trained on wrong ratios.
+        """
+        ids = self._probe()
+        try:
+            ours = self.logits(self._hidden(ids, None, None)[0])
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise self._unknown(f"{type(error).__name__}: {error}") from error
+        if not _close(ours, self.model(input_ids=ids, use_cache=False).logits[0]):
+            raise self._unknown("its logits are not those of its output layer on its last hidden states")
+
+    @torch.no_grad()
+    def can_share(self) -> bool:
+        """Whether responses to one prompt can share a row: a trial, since some models ignore positions and masks."""
+        ids = self._probe()
+        alone = [ids[:, :6], torch.cat([ids[:, :3], ids[:, 6:]], dim=1)]
+        expected = torch.cat([self._hidden(row, None, None)[0, 3:] for row in alone])
+        segments = torch.tensor([[PROMPT] * 3 + [0] * 3 + [1] * 2], device=ids.device)
+        places = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]], device=ids.device)
+        try:
+            together = self._hidden(ids, segments, places)[0, 3:]
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            logger.info("prompts not shared", extra={"reason": f"{type(error).__name__}: {error}"})
+            return False
+        return _close(together, expected)
+
+    def _probe(self) -> torch.Tensor:
+        """Eight token ids of the vocabulary, shape (1, 8)."""
+        return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
+
+    def _unknown(self, why: str) -> ConfigError:
+        kind = type(self.model).__name__
+        return ConfigError(f"{kind} cannot be trained: {why}", "name another model in model.path, or report the model")
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embedding; token ids are below."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+
+def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Additive attention mask of rows with several responses, shape (rows, 1, width, width).
+
+    A token sees what is before it in its own response and in the prompt.
+    """
+    width = segments.shape[1]
+    keys, queries = segments[:, None, None, :], segments[:, None, :, None]
+    causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()
+    visible = causal & ((keys == queries) | (keys == PROMPT))
+    return torch.zeros(visible.shape, dtype=dtype, device=segments.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
+def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal up to the rounding of another order of float32 operations, relative to the largest value."""
+    scale = float(expected.abs().max())
+    return ours.shape == expected.shape and torch.allclose(ours, expected, rtol=1e-4, atol=1e-4 * scale)
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Load the causal language model of a run in float32 on the CPU: the master weights.
+
+    Raises:
+        ConfigError: the directory is missing or holds no causal language model. Code that comes with a model is never
+            executed.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=torch.float32, attn_implementation=config.attention
+        )
+    except (OSError, ValueError, KeyError) as error:
+        hint = "set model.path to a directory of a Hugging Face causal language model"
+        where = "exists" if Path(config.path).exists() else "does not exist"
+        raise ConfigError(f"model.path {config.path} ({where}) cannot be loaded: {error}", hint) from error
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def shard(model: LogProbModel, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL) -> bool:
+    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
+
+    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
+
+    Args:
+        model: on the CPU or on the device of the mesh; its parameters move there.
+        mesh: one dimension, all ranks.
+        dtype: type of forward and backward.
+        small: models with fewer parameters than this become one unit.
+
+    Returns:
+        True when the model became one unit that stays whole between forward and backward.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    whole = sum(parameter.numel() for parameter in model.parameters()) < small
+    if not whole:
+        for layer in reversed(decoder_layers(model.model)):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    return whole
+
+
+def row_limits(config: RunConfig, model: LogProbModel) -> Limits:
+    """Limits of rows: what the configuration allows and what the model takes (by a trial of `can_share`)."""
+    text = model.model.config.get_text_config()
+    learner = config.learner
+    # Our mask of a shared row replaces the model's own, so a row must fit into whatever window that has.
+    windows = [getattr(text, name, None) or learner.tokens_per_microbatch for name in _WINDOWS]
+    shared = min(learner.tokens_per_microbatch, 4 * text.hidden_size, LONGEST_SHARED_ROW, *windows)
+    can_share = learner.share_prompts and model.can_share()
+    return Limits(
+        tokens=learner.tokens_per_microbatch,
+        longest=min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context),
+        shared=shared if can_share else 0,
+        hidden=text.hidden_size,
+    )

@@ -1,0 +1,133 @@
+"""AdamW on this rank's shards, with gradient clipping over all ranks and linear warm-up.
+
+The optimizer works on the local tensors of the DTensors. Shards are disjoint and AdamW is element-wise, so this is
+exact, and it spares the dispatch of DTensor, which costs more than the arithmetic when the model is small. The only
+thing that ranks must agree on is the gradient norm, whose squares simply add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from streamrl.config import LearnerConfig
+from streamrl.errors import Refused
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with its state made at once, so that it can always be saved.
+
+    Args:
+        parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
+        config: learning rate, betas, weight decay, warm-up.
+
+    Attributes:
+        updates: updates applied so far; the learning rate is a function of it.
+    """
+
+    def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig) -> None:
+        self.updates = 0
+        self._parameters = dict(parameters)
+        # A rank has no rows of a parameter with fewer rows than ranks.
+        locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
+        self._shards = {name: shard for name, shard in locals_.items() if shard.numel()}
+        self._lr, self._warmup = config.lr, config.warmup_steps
+        self._adamw = torch.optim.AdamW(
+            list(self._shards.values()),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=next(iter(self._shards.values())).device.type in ("cpu", "cuda"),
+        )
+        for shard in self._shards.values():
+            moments = {moment: torch.zeros_like(shard) for moment in _MOMENTS}
+            self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update: linear warm-up over `warmup_steps` updates, then constant."""
+        return self._lr * min(1.0, (self.updates + 1) / self._warmup) if self._warmup else self._lr
+
+    @torch.no_grad()
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.
+
+        It hands the gradients over from the sharded parameters to the shards; a parameter without one counts as zero.
+        """
+        for name, shard in self._shards.items():
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                shard.grad = torch.zeros_like(shard)
+            else:
+                assert isinstance(gradient, DTensor)
+                shard.grad = gradient.to_local()
+        norms = torch._foreach_norm(self._gradients())  # noqa: SLF001  as torch.nn.utils.clip_grad_norm_ does
+        return torch.stack(norms).double().square().sum()
+
+    @torch.no_grad()
+    def step(self, scale: float) -> float:
+        """Multiply the gradients by `scale`, update, forget the gradients; return the learning rate that was used.
+
+        `squared_norm` comes first.
+        """
+        rate = self.lr
+        torch._foreach_mul_(self._gradients(), scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self.updates += 1
+        self.zero()
+        return rate
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for shard in self._shards.values():
+            shard.grad = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of weights, moments and the update counter of this rank, by flat name."""
+        tensors = {"updates": torch.tensor(self.updates, dtype=torch.int64)}
+        for name, tensor in self._live().items():
+            tensors[name] = tensor.detach().to("cpu", copy=True)
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `state` returned, bit for bit; gradients are forgotten.
+
+        Raises:
+            Refused: names, shapes or types are not those of this model on this number of ranks. Nothing is changed.
+        """
+        live = self._live()
+        expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if name != "updates"}
+        if expected != found or "updates" not in tensors:
+            odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            raise Refused(
+                f"the checkpoint is of another model or number of ranks: {', '.join(odd[:3]) or 'updates'} differ",
+                "resume with the model and learner.ranks that wrote it",
+            )
+        for name, tensor in live.items():
+            tensor.copy_(tensors[name])
+        self.updates = int(tensors["updates"])
+        for shard in self._shards.values():
+            self._adamw.state[shard]["step"].fill_(self.updates)
+        self.zero()
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        weights = {f"weight/{name}": shard for name, shard in self._shards.items()}
+        moments = {
+            f"{moment}/{name}": self._adamw.state[shard][moment]
+            for moment in _MOMENTS
+            for name, shard in self._shards.items()
+        }
+        return weights | moments
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [shard.grad for shard in self._shards.values() if shard.grad is not None]

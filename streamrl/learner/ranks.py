@@ -1,0 +1,168 @@
+"""The processes of one learner: who they are, and the few small collectives that keep them in step.
+
+All ranks must call the same collectives in the same order. Each collective ends within the deadline: when a rank is
+gone or stuck, the others get an error and leave, and the supervisor starts the whole learner again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from streamrl.config import LearnerConfig
+from streamrl.errors import ConfigError, DeadlineExceeded, Unreachable
+
+RENDEZVOUS = "STREAMRL_RENDEZVOUS"
+"""Environment variable with the rendezvous of the ranks: `file:///new/file` or `tcp://host:port`."""
+
+
+class Ranks:
+    """This process among the ranks of the learner, with its device and process group.
+
+    A single rank is a process group too, so that one rank and many run the same code. CPU tensors travel by gloo, CUDA
+    tensors by NCCL.
+
+    Attributes:
+        rank: from 0; rank 0 talks to Redis for all.
+        world: number of ranks.
+        device: where this rank computes.
+        mesh: device mesh of all ranks, one dimension, as FSDP wants it.
+    """
+
+    def __init__(self, *, rank: int, world: int, device: torch.device, deadline: float, rendezvous: str = "") -> None:
+        """Join the process group; returns when all ranks have.
+
+        Args:
+            rank: from 0.
+            world: number of ranks.
+            device: `cpu` or `cuda:N`.
+            deadline: longest wait in seconds for the others, here and in each collective.
+            rendezvous: `file:///path` of a file that no earlier group has used, or `tcp://host:port`; empty only
+                for a single rank.
+
+        Raises:
+            ConfigError: many ranks without a rendezvous.
+            DeadlineExceeded: the others did not come in time.
+        """
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self._deadline = deadline
+        if world > 1 and not rendezvous:
+            raise ConfigError("a learner of several ranks needs a rendezvous", f"set {RENDEZVOUS}=file:///new/file")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        arguments = {"store": HashStore()} if world == 1 and not rendezvous else {"init_method": rendezvous}
+        with self._collective("joining the process group"):
+            dist.init_process_group(
+                backend, rank=rank, world_size=world, timeout=timedelta(seconds=deadline), **arguments
+            )
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
+
+    @classmethod
+    def from_environment(cls, config: LearnerConfig, environ: Mapping[str, str] | None = None) -> Ranks:
+        """Join as the environment says: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`.
+
+        These are the variables of torchrun, so any launcher that knows them can start the ranks. Without them there is
+        one rank.
+
+        Raises:
+            ConfigError: `WORLD_SIZE` is not `learner.ranks`, or a device is asked for that is not there.
+        """
+        environ = os.environ if environ is None else environ
+        rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+        if world != config.ranks:
+            raise ConfigError(f"{world} ranks were started, learner.ranks is {config.ranks}", "make them the same")
+        rendezvous = environ.get(RENDEZVOUS, "")
+        if not rendezvous and "MASTER_ADDR" in environ:
+            rendezvous = f"tcp://{environ['MASTER_ADDR']}:{environ.get('MASTER_PORT', '29500')}"
+        device = choose_device(config.device, int(environ.get("LOCAL_RANK", str(rank))))
+        return cls(rank=rank, world=world, device=device, deadline=config.collective_deadline, rendezvous=rendezvous)
+
+    def broadcast_ints(self, values: Sequence[int] = ()) -> list[int]:
+        """Return rank 0's `values` on all ranks; the argument of the other ranks is ignored.
+
+        Two collectives of int64, never pickle. The other ranks wait for rank 0 until the deadline, so rank 0 must
+        broadcast now and then also when it has nothing to say.
+        """
+        if self.world == 1:
+            return list(values)
+        with self._collective("broadcast"):
+            length = torch.tensor([len(values)], dtype=torch.int64)
+            dist.broadcast(length, 0)
+            data = torch.zeros(int(length), dtype=torch.int64)
+            if self.rank == 0:
+                data.copy_(torch.tensor(list(values), dtype=torch.int64))
+            if data.numel():
+                dist.broadcast(data, 0)
+        return [int(value) for value in data.tolist()]
+
+    def all_max(self, *values: int) -> list[int]:
+        """Element-wise maximum over the ranks, one all-reduce."""
+        return self._reduce_ints(values, dist.ReduceOp.MAX)
+
+    def all_min(self, *values: int) -> list[int]:
+        """Element-wise minimum over the ranks, one all-reduce."""
+        return self._reduce_ints(values, dist.ReduceOp.MIN)
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks in place and return it, one all-reduce on the tensor's device."""
+        if self.world > 1:
+            with self._collective("sum"):
+                dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+        self.all_max(0)
+
+    def close(self) -> None:
+        """Leave the process group; no collective may follow. Calling it again does nothing."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce_ints(self, values: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        if self.world == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        with self._collective("all-reduce"):
+            dist.all_reduce(tensor, operation)
+        return [int(value) for value in tensor.tolist()]
+
+    @contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """Name what went wrong: torch raises one and the same error for a slow rank and for a dead one."""
+        try:
+            yield
+        except RuntimeError as error:
+            where = f"{what} of rank {self.rank} of {self.world}"
+            if isinstance(error, dist.DistStoreError) or "imed out" in str(error) or "imeout" in str(error):
+                hint = "a rank is stuck or gone; its log says why"
+                raise DeadlineExceeded(f"{where}: not all ranks came within {self._deadline:g} s", hint) from error
+            raise Unreachable(f"{where}: another rank is gone ({error})", "the log of that rank says why") from error
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of a rank: `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: CUDA is asked for and absent, or the name is no device.
+    """
+    try:
+        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"learner.device {name!r} is no device", "use auto, cpu or cuda") from error
+    if kind.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"learner.device is {name} and there is no CUDA device here", "use auto or cpu")
+        if ":" not in str(kind):
+            return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return kind

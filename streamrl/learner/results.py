@@ -1,0 +1,61 @@
+"""What the verbs of the policy return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamrl.learner.losses import TokenSums
+from streamrl.wire import Float32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStats:
+    """What one `accumulate` did on this rank.
+
+    Attributes:
+        samples: samples that went through the model.
+        skipped: samples with a zero advantage, whose gradient is zero; they are not computed.
+        tokens: sampled tokens with a gradient.
+        computed: tokens that went through the model, prompts and padding included.
+        passes: forward and backward passes, dummy ones included; the same on all ranks.
+    """
+
+    samples: int
+    skipped: int
+    tokens: int
+    computed: int
+    passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateStats:
+    """What one `apply_update` did; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        loss: sum of the loss over the tokens of the step, divided by their global number.
+        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        trained: sums over the tokens that had a gradient, of all ranks.
+    """
+
+    update: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    trained: TokenSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
+
+    Attributes:
+        logprobs: float32, shape (completion tokens,) each.
+        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
+    """
+
+    logprobs: list[Float32Array]
+    entropy: list[Float32Array] | None
