@@ -196,6 +196,9 @@ class LearnerConfig(Section):
         description="a group with a token older than this many steps is dropped; empty: 4 x (max_staleness + 1)",
     )
     tokens_per_microbatch: Positive = Field(4096, description="tokens, padding included, of one forward pass per rank")
+    share_prompts: bool = Field(
+        True, description="compute a prompt once for the responses of its group, where model and lengths allow it"
+    )
     logprob_chunk: Positive = Field(2048, description="tokens whose logits exist at the same time")
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="torch float32 matmul precision; medium uses oneDNN on CPUs"
