@@ -53,6 +53,10 @@ class Keys:
         """Bitmap of the groups that were dropped."""
         return self._key("dropped")
 
+    def dropped_for(self, why: str) -> str:
+        """Bitmap of the groups that were dropped for one reason."""
+        return self._key(f"dropped:{why}")
+
     @property
     def state(self) -> str:
         """Hash with cursor, fingerprint, learner epoch and nonce, checkpoint, held, version and statistics."""

@@ -214,7 +214,7 @@ def _ledger(reply: list[Any], at: float) -> LedgerView:
         dropped=dropped,
         cursor=int(state.get("cursor", 0)),
         done=int(state["done"]) if "done" in state else None,
-        version=int(state.get("version", fields.get("version", -1))),
+        version=int(state.get("version", fields.get("v", -1))),
         epoch=int(state.get("epoch", 0)),
         state=state,
     )

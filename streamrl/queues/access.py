@@ -1,0 +1,124 @@
+"""How to get at a Redis server: options of the connection, its version and policy, and the meaning of its errors."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit, urlunsplit
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from streamrl.config import RedisConfig
+from streamrl.errors import ConfigError, StreamrlError
+
+logger = logging.getLogger(__name__)
+
+Argument: TypeAlias = bytes | str | int | float
+MINIMUM: Final = (6, 2)
+
+
+class ReplyError(StreamrlError):
+    """Redis refused a command, and no repetition changes that; `code` is the first word (NOGROUP, WRONGTYPE)."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.code = error_code(message)
+
+
+def error_code(message: str) -> str:
+    """Code of an error reply (OOM, NOGROUP); 6.2 hides it in `ERR Error running script ...: -OOM command ...`."""
+    inner = re.search(r"Error running script.*?[ :]-?([A-Z]{3,})\b", message.removeprefix("ERR "))
+    first = re.match(r"-?([A-Z]{3,})\b", message)
+    if inner is not None:
+        return inner.group(1)
+    return first.group(1) if first is not None else ""
+
+
+def redact(url: str) -> str:
+    """The URL without its password, for logs and messages."""
+    parts = urlsplit(url)
+    if not parts.password:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], type[AbstractConnection]]:
+    """Arguments and class of a redis-py connection; `ConfigError` when URL or password file cannot be used."""
+    try:
+        options: dict[str, Any] = dict(parse_url(url))
+    except ValueError as error:
+        raise ConfigError(f"redis.url {redact(url)}: {error}") from error
+    kind = options.pop("connection_class")
+    if config.password_file is not None:
+        try:
+            options["password"] = config.password_file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"redis.password_file {config.password_file}: {error}") from error
+    options |= {
+        "protocol": 3,
+        "legacy_responses": False,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": None,
+        "socket_connect_timeout": 5.0,
+        "driver_info": None,
+    }
+    return options, kind
+
+
+def pack(command: Sequence[Argument]) -> bytes:
+    """Bytes of a command on the wire; `TypeError` for an argument that is no bytes, text or number."""
+    parts: Any = tuple(command)
+    data: bytes = hiredis.pack_command(parts)
+    return data
+
+
+async def open_socket(connection: AbstractConnection) -> None:
+    """Connect, HELLO, AUTH."""
+    connect: Any = connection.connect
+    await connect()
+
+
+async def read_reply(connection: AbstractConnection) -> Any:
+    """Next reply; an error reply is returned, not raised."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+async def ask(connection: AbstractConnection, *command: Argument) -> Any:
+    """Send one command and return its reply; an error reply is returned, not raised."""
+    await connection.send_packed_command(pack(command), check_health=False)
+    return await read_reply(connection)
+
+
+def error_text(error: BaseException) -> str:
+    """Message of an error with its code, which redis-py cuts off for the codes that it knows."""
+    code = getattr(error, "status_code", None)
+    message = str(error) or type(error).__name__
+    return f"{code} {message}" if code and not message.startswith(code) and isinstance(error, RedisError) else message
+
+
+async def check_server(connection: AbstractConnection, url: str) -> None:
+    """Refuse a server that is too old, or that throws data away when it is full."""
+    info = await ask(connection, "INFO", "server")
+    version = re.search(rb"redis_version:(\d+)\.(\d+)", info if isinstance(info, bytes) else b"")
+    if version is not None and (int(version[1]), int(version[2])) < MINIMUM:
+        raise ConfigError(f"Redis at {url} is version {version[0].decode()}, 6.2 or later is needed")
+    answer = await ask(connection, "CONFIG", "GET", "maxmemory-policy")
+    if not isinstance(answer, dict):
+        logger.info("cannot see maxmemory-policy", extra={"url": url})  # managed servers hide CONFIG
+        return
+    policy = answer.get(b"maxmemory-policy", b"noeviction")
+    if policy != b"noeviction":
+        raise ConfigError(
+            f"Redis at {url} has maxmemory-policy {policy.decode()}: it would throw work away when it is full",
+            "CONFIG SET maxmemory-policy noeviction",
+        )

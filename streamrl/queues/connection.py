@@ -1,0 +1,367 @@
+"""The connection of a process to Redis: concurrent calls travel together, lost replies are asked for again.
+
+Any number of coroutines call at the same time. One owned task takes all calls that wait, sends them as one pipeline and
+hands out the replies, so sixty-four calls cost about one round trip. Everything sent here may be sent twice (scripts of
+the ledger and reads), so after a broken connection the calls without a reply are simply sent again, with full jitter,
+until `patience` is over. Commands that must not be repeated do not exist in this package, with one exception:
+XREADGROUP, which goes through `block` and whose lost entries `renew` finds.
+
+redis-py brings the socket, TLS, HELLO and AUTH. Its own retries are off (they repeat commands that must not be repeated
+and strand entries), its socket time-outs too (they cut blocking reads): deadlines are set here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoScriptError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from streamrl.config import RedisConfig
+from streamrl.errors import ConfigError, StreamrlError, Unreachable
+from streamrl.queues.access import (
+    Argument,
+    ReplyError,
+    ask,
+    check_server,
+    connection_options,
+    error_code,
+    error_text,
+    open_socket,
+    pack,
+    read_reply,
+    redact,
+)
+from streamrl.queues.outage import Outage, pause
+from streamrl.queues.scripts import load_scripts
+
+logger = logging.getLogger(__name__)
+
+ROUND_TRIP: Final = 10.0
+"""Seconds after which a server that holds the connection and says nothing counts as gone."""
+_BATCH_CALLS: Final = 512
+_BATCH_BYTES: Final = 4 << 20
+_TRANSIENT: Final = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError)
+# Replies that say "not now": the same command may succeed later. OOM and MISCONF are back-pressure.
+_LATER: Final = frozenset({"OOM", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY"})
+_RECONNECT: Final = frozenset({"READONLY", "MASTERDOWN"})
+_FATAL: Final = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+_HINTS: Final = {
+    "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
+    "MISCONF": "Redis cannot write its append-only file: look for a full disk",
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One command on its way. `failed_at` is when its first attempt failed: its patience runs from there."""
+
+    packed: bytes
+    future: asyncio.Future[Any]
+    failed_at: float | None = None
+    failures: int = 0
+
+
+class Connection:
+    """One per process; see the module. Make it with `open_connection`."""
+
+    def __init__(self, config: RedisConfig, url: str) -> None:
+        self._url = redact(url)
+        self._patience = config.patience
+        self._options, self._kind = connection_options(config, url)
+        self._scripts = {name: script.digest for name, script in load_scripts().items()}
+        self._queue: collections.deque[_Call] = collections.deque()
+        self._paused: set[_Call] = set()
+        self._wake = asyncio.Event()
+        self._connection: AbstractConnection | None = None
+        self._idle: list[AbstractConnection] = []
+        self._outage = Outage(config.patience)
+        self._block_outage = Outage(config.patience)
+        self._last_error = -math.inf
+        self._checked = False
+        self._stale = False
+        self._ended: BaseException | None = None
+
+    async def call(self, script: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Run a script of the ledger and return its reply (bytes, int, list or None).
+
+        Sent again after a lost reply, a restart of Redis, or "not now" (out of memory, loading, read-only). On
+        cancellation the script may or may not have run; a repeat makes it certain.
+
+        Raises:
+            Unreachable: no reply for `redis.patience` seconds after the first failure.
+            ConfigError: password or permissions are wrong.
+            ReplyError: Redis refused; a bug, or keys of a foreign type.
+        """
+        return await self._send(("EVALSHA", self._scripts[script], len(keys), *keys, *args))
+
+    async def read(self, *command: Argument) -> Any:
+        """Send a command that may be repeated (a read, or one that sets something absolute). Errors as in `call`."""
+        return await self._send(command)
+
+    async def block(self, *command: Argument, milliseconds: int) -> Any:
+        """Send a blocking read on a connection of its own and return its reply.
+
+        None means "nothing now": time is over, or the connection broke (after a pause, so that a loop does not spin). A
+        reply that was lost is not asked for again. Cancelling closes the connection: entries that Redis was handing
+        out at that moment stay pending.
+
+        Args:
+            command: the whole command, its BLOCK included.
+            milliseconds: how long the server may block; the deadline is this and one round trip.
+
+        Raises:
+            Unreachable: nothing but failures for `redis.patience` seconds.
+            ConfigError, ReplyError: as in `call`; ReplyError also for a stream that was deleted (NOGROUP, UNBLOCKED).
+        """
+        packed = pack(command)
+        connection = self._idle.pop() if self._idle else self._kind(**self._options)
+        try:
+            async with asyncio.timeout(milliseconds / 1000 + ROUND_TRIP):
+                if not connection.is_connected:
+                    await open_socket(connection)
+                await connection.send_packed_command(packed, check_health=False)
+                reply = await read_reply(connection)
+        except (AuthenticationError, AuthorizationError) as error:
+            await connection.disconnect(nowait=True)
+            raise self._no_access(error) from error
+        except _TRANSIENT as error:
+            await connection.disconnect(nowait=True)
+            await self._block_failed(error)
+            return None
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        self._idle.append(connection)
+        self._block_outage.recovered()
+        return await self._block_reply(reply)
+
+    def since_error(self) -> float:
+        """Seconds since the last connection error of this process; infinite when there was none."""
+        return asyncio.get_running_loop().time() - self._last_error
+
+    # The rest is the owned task.
+
+    async def _send(self, command: Sequence[Argument]) -> Any:
+        if self._ended is not None:
+            raise self._ended
+        call = _Call(pack(command), asyncio.get_running_loop().create_future())
+        self._queue.append(call)
+        self._wake.set()
+        return await call.future
+
+    async def serve(self) -> None:
+        """Send what waits, for ever. Owned by `open_connection`; when it ends, every call gets its error."""
+        try:
+            while True:
+                await self._wake.wait()
+                batch = self._take()
+                if batch:
+                    await self._round_trip(batch)
+        except asyncio.CancelledError:
+            self._end(Unreachable("the connection to Redis was closed"))
+            raise
+        except Exception as error:
+            if not isinstance(error, StreamrlError):
+                logger.exception("connection task failed")
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self._ended = error
+        for call in (*self._queue, *self._paused):
+            if not call.future.done():
+                call.future.set_exception(error)
+        self._queue.clear()
+        self._paused.clear()
+
+    def _take(self) -> list[_Call]:
+        batch: list[_Call] = []
+        size = 0
+        while self._queue and len(batch) < _BATCH_CALLS and size < _BATCH_BYTES:
+            call = self._queue.popleft()
+            if not call.future.done():
+                batch.append(call)
+                size += len(call.packed)
+        if not self._queue:
+            self._wake.clear()
+        return batch
+
+    async def _round_trip(self, batch: list[_Call]) -> None:
+        try:
+            async with asyncio.timeout(ROUND_TRIP):
+                connection = await self._connected()
+                await connection.send_packed_command([call.packed for call in batch], check_health=False)
+                for call in batch:
+                    self._settle(call, await read_reply(connection))
+        except (AuthenticationError, AuthorizationError) as error:
+            self._queue.extendleft(reversed(batch))
+            raise self._no_access(error) from error
+        except _TRANSIENT as error:
+            await self._failed(error, batch)
+        except BaseException:
+            self._queue.extendleft(reversed(batch))  # whoever ends this task tells them
+            raise
+        else:
+            self._outage.recovered()
+
+    async def _connected(self) -> AbstractConnection:
+        if self._connection is not None and (self._stale or not self._connection.is_connected):
+            await self._drop()
+        if self._connection is not None:
+            return self._connection
+        self._connection = connection = self._kind(**self._options)
+        await open_socket(connection)
+        if not self._checked:
+            await check_server(connection, self._url)
+            self._checked = True
+        for script in load_scripts().values():
+            reply = await ask(connection, "SCRIPT", "LOAD", script.text)
+            if isinstance(reply, ResponseError):
+                if error_code(error_text(reply)) in _LATER:
+                    raise RedisConnectionError(error_text(reply))
+                raise self._refused(reply)
+        return connection
+
+    def _settle(self, call: _Call, reply: Any) -> None:
+        if not isinstance(reply, ResponseError):
+            if not call.future.done():
+                call.future.set_result(reply)
+            return
+        if isinstance(reply, NoScriptError):
+            self._stale = True  # scripts are loaded with each connection
+            self._pause(call, "NOSCRIPT", reply)
+            return
+        code = error_code(error_text(reply))
+        if code in _LATER:
+            if code in _RECONNECT:
+                self._stale = True
+            self._pause(call, code, reply)
+        elif not call.future.done():
+            call.future.set_exception(self._refused(reply))
+
+    def _pause(self, call: _Call, code: str, reply: ResponseError) -> None:
+        """Send a call again later, unless its patience is over."""
+        loop = asyncio.get_running_loop()
+        if not self._still_patient(call, loop.time(), error_text(reply), _HINTS.get(code, "")):
+            return
+        if call.failures == 1 and code in _HINTS:
+            logger.warning("redis refuses writes for now", extra={"code": code, "hint": _HINTS[code]})
+        self._paused.add(call)
+        loop.call_later(pause(call.failures, random.random()), self._resume, call)  # noqa: S311
+
+    def _resume(self, call: _Call) -> None:
+        if call in self._paused:
+            self._paused.discard(call)
+            self._queue.append(call)
+            self._wake.set()
+
+    def _still_patient(self, call: _Call, now: float, reason: str, hint: str) -> bool:
+        if call.failed_at is None:
+            call.failed_at = now
+        call.failures += 1
+        if now - call.failed_at < self._patience:
+            return True
+        if not call.future.done():
+            call.future.set_exception(self._unreachable(reason, hint))
+        return False
+
+    async def _failed(self, error: BaseException, batch: Sequence[_Call]) -> None:
+        """The connection broke: calls without a reply go back to the front of the queue."""
+        now = asyncio.get_running_loop().time()
+        self._note(error)
+        await self._drop()
+        paused = self._paused
+        waiting = [call for call in (*batch, *self._queue) if not call.future.done() and call not in paused]
+        self._queue.clear()
+        self._queue.extend(call for call in waiting if self._still_patient(call, now, error_text(error), ""))
+        if self._queue:
+            self._wake.set()
+        wait = self._outage.failed(now, random.random())  # noqa: S311
+        await asyncio.sleep(pause(self._outage.failures, random.random()) if wait is None else wait)  # noqa: S311
+
+    async def _block_failed(self, error: BaseException) -> None:
+        self._note(error)
+        wait = self._block_outage.failed(asyncio.get_running_loop().time(), random.random())  # noqa: S311
+        if wait is None:
+            raise self._unreachable(error_text(error), "") from error
+        await asyncio.sleep(wait)
+
+    async def _block_reply(self, reply: Any) -> Any:
+        if not isinstance(reply, ResponseError):
+            return reply
+        if error_code(error_text(reply)) not in _LATER:
+            raise self._refused(reply)
+        await self._block_failed(reply)
+        return None
+
+    def _note(self, error: BaseException) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._outage.since is None and self._block_outage.since is None:
+            logger.warning("redis does not answer", extra={"url": self._url, "error": error_text(error)})
+        self._last_error = now
+
+    async def _drop(self) -> None:
+        """Close the connection; the next round trip makes a new one."""
+        connection, self._connection, self._stale = self._connection, None, False
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+    def _refused(self, reply: ResponseError) -> StreamrlError:
+        if error_code(error_text(reply)) in _FATAL:
+            return self._no_access(reply)
+        return ReplyError(error_text(reply))
+
+    def _no_access(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"Redis at {self._url} refuses access: {error_text(error)}",
+            "set redis.password_file (or the user and password in redis.url) to those of the server",
+        )
+
+    def _unreachable(self, reason: str, hint: str) -> Unreachable:
+        return Unreachable(
+            f"Redis at {self._url} did not serve a call for {self._patience:.0f} s: {reason}",
+            hint or "is the server running? `redis.patience` is how long a role waits for it",
+        )
+
+    async def close(self) -> None:
+        """Close all sockets."""
+        for connection in (*self._idle, *([self._connection] if self._connection is not None else [])):
+            await connection.disconnect(nowait=True)
+        self._idle.clear()
+        self._connection = None
+
+
+@contextlib.asynccontextmanager
+async def open_connection(config: RedisConfig, url: str) -> AsyncIterator[Connection]:
+    """Connect, own the task that serves the calls, and close.
+
+    Returns once the server has answered; calls still waiting at the end of the block get `Unreachable`.
+
+    Raises:
+        Unreachable: the server did not answer for `redis.patience` seconds.
+        ConfigError: URL, password, version or eviction policy of the server are wrong.
+    """
+    connection = Connection(config, url)
+    task = asyncio.create_task(connection.serve(), name="redis connection")
+    try:
+        await connection.read("PING")
+        yield connection
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await connection.close()

@@ -1,0 +1,399 @@
+"""The ledger: one hash per prompt group, streams of ids (docs/architecture.md).
+
+A group is `open` until every sample has a score or a cause of death; then, in the same script, it is `closed` (visible
+to the learner, immutable) or a dead letter. Its id is the cursor of the data set at its admission. Every method may be
+repeated: what was written stays, nothing is written twice, and whoever works on a group that is gone, closed or on
+another attempt writes nothing. Every method retries for `redis.patience` and raises what `Connection.call` raises; on
+cancellation its effect may or may not have happened, and a repeat is always right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+from streamrl.errors import Fenced, Refused
+from streamrl.queues import replies
+from streamrl.queues.connection import Connection
+from streamrl.queues.keys import Keys
+from streamrl.queues.records import (
+    Admission,
+    AdmitOutcome,
+    ClosedGroup,
+    DeadLetter,
+    Fence,
+    Lease,
+    LeasedSample,
+    LedgerState,
+    OpenWork,
+    ReplayOutcome,
+    ScoreOutcome,
+)
+
+MAX_DETAIL: Final = 4096
+"""Bytes of a traceback that a dead letter keeps: its end, where the exception is."""
+MAX_WHY: Final = 256
+"""Characters of a reason."""
+RETIRE_CHUNK: Final = 500
+"""Groups in one script: the Lua stack bounds the number of arguments."""
+DROPPED_BY_HAND: Final = "dead letter dropped"
+
+_ADMISSIONS: Final = {
+    1: AdmitOutcome.ADMITTED,
+    0: AdmitOutcome.MOVED,
+    -1: AdmitOutcome.FULL,
+    -3: AdmitOutcome.TOO_MANY_DEAD,
+}
+_REPLAYS: Final = {
+    1: ReplayOutcome.REPLAYED,
+    0: ReplayOutcome.GONE,
+    2: ReplayOutcome.LIVE,
+    3: ReplayOutcome.NO_PROMPT,
+    -1: ReplayOutcome.FULL,
+}
+
+
+class Ledger:
+    """One key space of a run.
+
+    Args:
+        connection: the connection of this process.
+        keys: names of the keys; `keys.evaluation` tells held-out groups from training groups.
+        fsync_period: seconds after which a write of Redis is on its disk; `retire` waits for it once after `fence`.
+    """
+
+    def __init__(self, connection: Connection, keys: Keys, fsync_period: float = 0.0) -> None:
+        self.connection = connection
+        self.keys = keys
+        self.evaluation = keys.evaluation
+        self._fsync_period = fsync_period
+        self._settled_at = 0.0
+        self._last_closed = "0-0"
+
+    async def ensure(self) -> None:
+        """Make the streams and their consumer groups, from the first entry on. A repeat changes nothing."""
+        for stream in (self.keys.prompts, self.keys.rollouts):
+            await self.connection.call("ensure", [stream], [])
+
+    # The feeder.
+
+    async def admit(
+        self,
+        *,
+        cursor: int,
+        fingerprint: str,
+        prompt: bytes,
+        samples: int,
+        min_group: int,
+        budget: int,
+        hard_cap: int,
+        max_dead: int,
+        version: int,
+    ) -> Admission:
+        """Admit the group of the prompt at `cursor`, if there is room.
+
+        Args:
+            cursor: position in the data set; becomes the id of the group. The prompt must be a pure function of the
+                data that `fingerprint` stands for and of this number.
+            fingerprint: names data set, seed and group size.
+            prompt: encoded prompt.
+            samples: responses wanted.
+            min_group: scored samples below which the group is dead when it closes.
+            budget: groups that may be live and not yet trained.
+            hard_cap: groups that may be live in all.
+            max_dead: dead letters from which on nothing is admitted.
+            version: newest version of the weights.
+
+        Returns:
+            The outcome and the cursor to go on with. A repeat after a lost reply answers MOVED with `cursor + 1`.
+
+        Raises:
+            Refused: the ledger was filled from other data.
+        """
+        outcome, now = await self.connection.call(
+            "admit",
+            [self.keys.group(cursor), self.keys.prompts, self.keys.live, self.keys.state, self.keys.dead],
+            [cursor, fingerprint, prompt, samples, min_group, budget, hard_cap, max_dead, version],
+        )
+        if outcome == -2:
+            raise Refused(
+                f"the ledger of this run was filled from other data than {fingerprint}",
+                "data set, seed or group size changed: start another run, or put them back",
+            )
+        return Admission(_ADMISSIONS[outcome], now)
+
+    async def finish(self, end: int) -> bool:
+        """Say that the data ends at `end`; False (nothing written) when the cursor does not stand there."""
+        return bool(await self.connection.call("finish", [self.keys.state, self.keys.scored], [end]))
+
+    async def state(self) -> LedgerState:
+        """Counters of this key space, read in one instant."""
+        reply = await self.connection.call("state", [self.keys.state, self.keys.live, self.keys.dead], [])
+        return replies.ledger_state(reply)
+
+    # Rollout replicas: the lease of a prompt.
+
+    async def open_work(self, lease: Lease) -> OpenWork | None:
+        """Prompt and missing samples of a leased group; None (and the entry is removed) when there is nothing to do."""
+        reply = await self.connection.call(
+            "open_work", [self.keys.group(lease.gid), self.keys.prompts], [lease.entry, lease.attempt]
+        )
+        if reply is None:
+            return None
+        prompt, samples, missing = reply
+        return OpenWork(prompt, samples, lease.attempt, tuple(missing))
+
+    async def emit(self, lease: Lease, sample: int, payload: bytes) -> bool:
+        """Write one response and put it up for scoring.
+
+        Returns:
+            True when it was written now; False when there was one already (also from a repeat), the sample is dead,
+            or the group is gone. A full Redis refuses before anything changes; the call then waits for room.
+        """
+        reply = await self.connection.call(
+            "emit",
+            [self.keys.group(lease.gid), self.keys.prompts, self.keys.rollouts],
+            [lease.gid, sample, lease.attempt, payload, lease.entry],
+        )
+        return bool(reply == 1)
+
+    async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
+        """One response cannot be generated: the sample dies, the prompt goes on. False: it has a fate already."""
+        return await self._bury("generate", lease, sample, why, detail)
+
+    async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:
+        """Nothing can be generated for this prompt: every sample without a payload dies. False: lease lost, or gone."""
+        return await self._bury("prompt", lease, -1, why, detail)
+
+    # Reward workers: the lease of a sample.
+
+    async def leased_sample(self, lease: Lease) -> LeasedSample | None:
+        """Prompt and payload of a leased sample; None (and the entry is removed) when there is nothing to score."""
+        sample = _sample(lease)
+        group = self.keys.group(lease.gid)
+        fields = ("st", "a", "prompt", f"s:{sample}", f"r:{sample}", f"x:{sample}")
+        state, attempt, prompt, payload, *over = await self.connection.read("HMGET", group, *fields)
+        if state == b"open" and int(attempt) == lease.attempt and payload is not None and over == [None, None]:
+            return LeasedSample(prompt, payload, sample)
+        # Read and removal are two steps: the script looks again, and removes nothing that waits for its score.
+        await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, sample, lease.attempt])
+        return None
+
+    async def score(self, lease: Lease, score: bytes) -> ScoreOutcome:
+        """Write the score of a leased sample. The first to commit the entry wins; a repeat answers LOST."""
+        reply = await self.connection.call(
+            "score",
+            self._closing(self.keys.rollouts, lease.gid),
+            [lease.entry, lease.gid, _sample(lease), lease.attempt, score],
+        )
+        return ScoreOutcome(reply)
+
+    async def fail_score(self, lease: Lease, why: str, detail: str = "") -> bool:
+        """A leased sample cannot be scored: it dies. False: somebody else committed the entry, or the group is gone."""
+        return await self._bury("reward", lease, _sample(lease), why, detail)
+
+    async def _bury(self, stage: str, lease: Lease, sample: int, why: str, detail: str) -> bool:
+        stream = self.keys.rollouts if stage == "reward" else self.keys.prompts
+        tail = detail.encode(errors="replace")[-MAX_DETAIL:]
+        reply: int = await self.connection.call(
+            "bury",
+            self._closing(stream, lease.gid),
+            [stage, lease.entry, lease.gid, sample, lease.attempt, why[:MAX_WHY], lease.deliveries, tail],
+        )
+        return reply > 0
+
+    def _closing(self, stream: str, gid: int) -> list[str]:
+        keys = self.keys
+        return [stream, keys.group(gid), keys.scored, keys.dead, keys.live, keys.state]
+
+    # The learner (for held-out groups: the feeder). All but reads are fenced by a nonce.
+
+    async def fence(self, nonce: str, floor: int, watermark: int = 0) -> Fence:
+        """Take over: every call with another nonce is refused from now on.
+
+        Args:
+            nonce: random, new for each process. A repeat with the same nonce answers the same.
+            floor: greatest epoch that is on disk; the new epoch is above it and above the one in Redis.
+            watermark: all groups below this are in the chain of checkpoints; the cursor of a Redis that lost its data
+                is lifted to it.
+        """
+        reply = await self.connection.call("fence", [self.keys.state, self.keys.scored], [nonce, floor, watermark])
+        epoch, checkpoint, version, base, base_epoch = reply
+        self._settled_at = asyncio.get_running_loop().time() + self._fsync_period
+        return Fence(epoch, checkpoint.decode() or None, version, base.decode() or None, base_epoch)
+
+    async def resume(self, nonce: str, checkpoint: str, epoch: int) -> None:
+        """Declare the checkpoint this learner goes on from; files of older epochs other than it are void."""
+        await self._fenced("resume", [self.keys.state, self.keys.scored], [nonce, checkpoint, epoch])
+
+    async def closed(self) -> list[int]:
+        """Ids of all closed groups, ascending. All are read each time: positions in a stream go back with Redis."""
+        rows = replies.entries(await self.connection.read("XRANGE", self.keys.scored, "-", "+"))
+        self._last_closed = rows[-1][0] if rows else "0-0"
+        return sorted({int(fields[b"g"]) for _, fields in rows})
+
+    async def oldest_live(self, count: int) -> list[int]:
+        """Ids of the oldest live groups, ascending, at most `count`."""
+        reply = await self.connection.read("ZRANGE", self.keys.live, 0, count - 1)
+        return [int(gid) for gid in reply]
+
+    async def read_group(self, gid: int) -> ClosedGroup | None:
+        """A whole closed group; None when it is not closed (any more)."""
+        return replies.closed_group(gid, await self.connection.read("HGETALL", self.keys.group(gid)))
+
+    async def begin(self, nonce: str, gids: Sequence[int]) -> None:
+        """Note that a step with these groups begins; `ClosedGroup.crashes` counts it until `consume` clears it.
+
+        A group counts once per nonce, so a repeat changes nothing, and a learner that skips a step counts once.
+        """
+        await self._fenced("begin", [self.keys.state, self.keys.scored, *map(self.keys.group, gids)], [nonce])
+
+    async def consume(
+        self, nonce: str, held: int, version: int, manifest: bytes | None, trained: Sequence[int] = ()
+    ) -> None:
+        """A step is done: free its places in the budget and publish its version.
+
+        Args:
+            nonce: of `fence`.
+            held: closed groups in Redis that this learner has trained and not retired; absolute, so that a repeat
+                changes nothing.
+            version: number of the new version.
+            manifest: of the new version; None publishes nothing. A version is published once.
+            trained: groups of the step, whose crash counters are cleared.
+        """
+        keys = [self.keys.state, self.keys.scored, self.keys.weights, *map(self.keys.group, trained)]
+        await self._fenced("consume", keys, [nonce, held, version, manifest or b""])
+
+    async def drop(self, nonce: str, gid: int, why: str) -> bool:
+        """Drop a closed group untrained (too stale); False when it is not closed (any more)."""
+        keys = self.keys
+        why = why[:MAX_WHY]
+        names = [keys.state, keys.scored, keys.live, keys.dropped, keys.dropped_for(why), keys.group(gid)]
+        return bool(await self._fenced("drop", names, [nonce, gid, why]))
+
+    async def bury_group(self, nonce: str, gid: int, why: str, detail: str = "") -> bool:
+        """Make a whole group a dead letter: a closed one, or one that is no longer in Redis (lost with a checkpoint).
+
+        Returns:
+            True when it died now; False when it is open, dropped or dead already, or was never admitted.
+        """
+        keys = self.keys
+        names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(gid)]
+        tail = detail.encode(errors="replace")[-MAX_DETAIL:]
+        return bool(await self._fenced("bury_group", names, [nonce, gid, why[:MAX_WHY], tail]))
+
+    async def retire(self, nonce: str, checkpoint: str, held: int, gids: Sequence[int]) -> int:
+        """Delete groups whose update is in a durable checkpoint; only closed ones go.
+
+        The first call after `fence` waits until the fence itself is on the disk of Redis: else a crash of Redis could
+        bring back an older learner's fence together with groups that are retired here.
+
+        Args:
+            nonce: of `fence`.
+            checkpoint: `EPOCH-STEP`; Redis remembers it before the first group goes.
+            held: trained groups that stay in Redis after this.
+            gids: groups to delete, any number.
+
+        Returns:
+            Number of groups deleted now; a repeat deletes none.
+        """
+        await asyncio.sleep(max(0.0, self._settled_at - asyncio.get_running_loop().time()))
+        keys = self.keys
+        retired = 0
+        for start in range(0, max(1, len(gids)), RETIRE_CHUNK):
+            chunk = gids[start : start + RETIRE_CHUNK]
+            names = [keys.state, keys.scored, keys.live, *map(keys.group, chunk)]
+            retired += await self._fenced("retire", names, [nonce, checkpoint, held, *chunk])
+        return retired
+
+    async def wait_closed(self, seconds: float) -> None:
+        """Return when a group closed after the last `closed`, or after `seconds`. A doorbell: read `closed` again."""
+        milliseconds = max(1, int(seconds * 1000))
+        command = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", self.keys.scored, self._last_closed)
+        await self.connection.block(*command, milliseconds=milliseconds)
+
+    async def _fenced(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> int:
+        reply: int = await self.connection.call(script, keys, arguments)
+        if reply == -1 or (reply == 0 and script in _ZERO_IS_FENCED):
+            raise Fenced(f"{script}: a newer learner has taken over")
+        return reply
+
+    # People.
+
+    async def trace(self, gid: int) -> dict[str, Any] | None:
+        """What is known of one group: its hash when it is live, else `state` dead, dropped or retired.
+
+        None when it was never admitted.
+        A group that is `retired` was trained (the learner's log says by which step) or evaluated.
+        """
+        reply = await self.connection.read("HGETALL", self.keys.group(gid))
+        if reply:
+            return replies.group_trace(gid, reply)
+        letters = [letter for letter in await self.dead_letters() if letter.gid == gid]
+        if any(letter.sample is None for letter in letters):
+            return {"gid": gid, "state": "dead", "letters": letters}
+        known = replies.pairs(await self.connection.read("HGETALL", self.keys.state))
+        for name in sorted(known):
+            why = name.removeprefix(b"dropped:").decode()
+            if name.startswith(b"dropped:") and await self._bit(self.keys.dropped_for(why), gid):
+                return {"gid": gid, "state": "dropped", "why": why, "letters": letters}
+        if gid >= int(known.get(b"cursor", b"0")):
+            return None
+        return {"gid": gid, "state": "retired", "letters": letters}
+
+    async def _bit(self, key: str, gid: int) -> bool:
+        return bool(await self.connection.read("GETBIT", key, gid))
+
+    async def live(self) -> list[int]:
+        """Ids of all live groups, ascending."""
+        return [int(gid) for gid in await self.connection.read("ZRANGE", self.keys.live, 0, -1)]
+
+    async def dropped(self) -> list[int]:
+        """Ids of all dropped groups, ascending."""
+        bitmap: bytes = await self.connection.read("GET", self.keys.dropped) or b""
+        return [8 * i + bit for i, byte in enumerate(bitmap) if byte for bit in range(8) if byte & (128 >> bit)]
+
+    async def dead_letters(self, after: str = "-", count: int | None = None) -> list[DeadLetter]:
+        """Dead letters, oldest first: of samples and of whole groups.
+
+        Args:
+            after: id of an entry; only later ones are read.
+            count: at most so many; None reads all (bounded by `max_dead` and the live groups).
+        """
+        limit = ("COUNT", count) if count is not None else ()
+        start = after if after == "-" else f"({after}"
+        rows = await self.connection.read("XRANGE", self.keys.dead, start, "+", *limit)
+        return [replies.dead_letter(entry, fields) for entry, fields in replies.entries(rows)]
+
+    async def replay(self, gid: int, *, budget: int, hard_cap: int) -> ReplayOutcome:
+        """Admit a dead group again under a new attempt, and remove its letters. A repeat answers GONE.
+
+        `budget` and `hard_cap` are those of `admit`: FULL when there is no room.
+        """
+        letters = [letter for letter in await self.dead_letters() if letter.gid == gid]
+        whole = [letter.entry for letter in letters if letter.sample is None]
+        if not whole:
+            return ReplayOutcome.GONE
+        others = [letter.entry for letter in letters if letter.entry != whole[-1]]
+        keys = self.keys
+        names = [keys.dead, keys.group(gid), keys.prompts, keys.live, keys.state]
+        return _REPLAYS[await self.connection.call("replay", names, [whole[-1], gid, budget, hard_cap, *others])]
+
+    async def drop_dead(self, entries: Sequence[str]) -> int:
+        """Throw dead letters away; whole groups count as dropped from then on. Returns how many were removed now."""
+        keys, why = self.keys, DROPPED_BY_HAND
+        removed = 0
+        for start in range(0, len(entries), RETIRE_CHUNK):
+            names = [keys.dead, keys.dropped, keys.dropped_for(why), keys.state]
+            removed += await self.connection.call("drop_dead", names, [why, *entries[start : start + RETIRE_CHUNK]])
+        return removed
+
+
+_ZERO_IS_FENCED: Final = frozenset({"resume", "begin", "consume"})
+
+
+def _sample(lease: Lease) -> int:
+    if lease.sample is None:
+        raise TypeError(f"the lease of group {lease.gid} is one of a prompt, not of a sample")
+    return lease.sample

@@ -1,0 +1,44 @@
+-- Samples die: they get a cause of death and a dead letter each; the last open sample closes its group.
+-- include _letter _close
+-- KEYS    stream group scored dead live state       stream: prompts, or rollouts for the stage reward
+-- ARGV    stage entry gid k attempt why deliveries detail
+--         stage prompt: every sample without payload and cause; generate: sample k; reward: sample k that has a payload
+-- returns 0 nothing to do (a repeat, or somebody else was first); -1 the group is gone, closed or on another attempt;
+--         1 written; 2 written, and the group is in `scored`; 3 written, and the group is a dead letter
+-- repeat  0 or -1. Gates: the acknowledgement of the entry (prompt, reward), no payload and no cause (generate)
+-- full    runs: it starts by freeing
+local stage, G = ARGV[1], KEYS[2]
+if stage == 'generate' then
+  redis.call('XDEL', KEYS[1], '0-1')
+else
+  if redis.call('XACK', KEYS[1], 'g', ARGV[2]) == 0 then return 0 end
+  redis.call('XDEL', KEYS[1], ARGV[2])
+end
+local h = redis.call('HMGET', G, 'st', 'a', 'n', 'p')
+if h[1] ~= 'open' or h[2] ~= ARGV[5] then return -1 end
+local first, last = tonumber(ARGV[4]), tonumber(ARGV[4])
+if stage == 'prompt' then first, last = 0, tonumber(h[3]) - 1 end
+local died, detail = 0, ARGV[8]
+for k = first, last do
+  local over = false
+  if stage ~= 'reward' then
+    local f = redis.call('HMGET', G, 's:' .. k, 'x:' .. k)
+    over = f[1] or f[2]
+  end
+  if not over then
+    redis.call('HSET', G, 'x:' .. k, ARGV[6])
+    redis.call('XADD', KEYS[4], '*', 'g', ARGV[3], 'k', k, 'a', ARGV[5], 'why', ARGV[6], 'stage', stage,
+      'deliveries', ARGV[7], 'detail', detail)
+    died, detail = died + 1, '' -- one traceback for all samples of a prompt
+  end
+end
+if died == 0 then return 0 end
+redis.call('HINCRBY', G, 'nx', died)
+if stage ~= 'reward' and redis.call('HINCRBY', G, 'todo', -died) == 0 and stage == 'generate' then
+  redis.call('XACK', KEYS[1], 'g', h[4])
+  redis.call('XDEL', KEYS[1], h[4])
+end
+if redis.call('HINCRBY', G, 'left', -died) == 0 then
+  return close(G, ARGV[3], KEYS[3], KEYS[4], KEYS[5], KEYS[6])
+end
+return 1

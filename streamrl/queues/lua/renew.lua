@@ -1,0 +1,18 @@
+-- Renew the leases a process holds, without counting a delivery. Only entries that are still its own are touched.
+-- KEYS    stream
+-- ARGV    consumer id...
+-- returns {taken, gone, strays}: ids that another consumer holds; ids that are done with; {id, deliveries} of entries
+--         that are pending as mine but not in the list (the reply with them was lost, or is on its way)
+-- repeat  the same
+local taken, gone, strays, have = {}, {}, {}, {}
+for i = 2, #ARGV do
+  have[ARGV[i]] = true
+  local p = redis.call('XPENDING', KEYS[1], 'g', ARGV[i], ARGV[i], 1)
+  if not p[1] then gone[#gone + 1] = ARGV[i]
+  elseif p[1][2] ~= ARGV[1] then taken[#taken + 1] = ARGV[i]
+  else redis.call('XCLAIM', KEYS[1], 'g', ARGV[1], 0, ARGV[i], 'JUSTID') end
+end
+for _, p in ipairs(redis.call('XPENDING', KEYS[1], 'g', '-', '+', 1000, ARGV[1])) do
+  if not have[p[1]] then strays[#strays + 1] = {p[1], p[4]} end
+end
+return {taken, gone, strays}

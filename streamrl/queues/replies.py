@@ -1,0 +1,115 @@
+"""From replies of Redis (RESP3, bytes) to records; the one place that knows their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from streamrl.queues.records import ClosedGroup, DeadLetter, LedgerState
+
+
+def pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """Fields of a hash or of an entry: flat in scripts and streams, a map in the reply of HGETALL."""
+    if isinstance(flat, Mapping):
+        return dict(flat)
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def entries(reply: Iterable[Sequence[Any]] | None) -> list[tuple[str, dict[bytes, bytes]]]:
+    """Entries of XRANGE or of one stream of XREADGROUP: (id, fields); deleted ones are left out."""
+    return [(entry.decode(), pairs(fields)) for entry, fields in reply or () if fields is not None]
+
+
+def streams(reply: Mapping[bytes, Any] | None) -> dict[str, list[tuple[str, dict[bytes, bytes]]]]:
+    """Reply of XREAD or XREADGROUP: entries by stream; empty when time was over."""
+    return {name.decode(): entries(rows) for name, rows in (reply or {}).items()}
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if not value else value.decode()
+
+
+def ledger_state(reply: Sequence[Any]) -> LedgerState:
+    """Reply of the script `state`."""
+    fields, live, dead = reply
+    known = pairs(fields)
+
+    def number(name: bytes) -> int:
+        return int(known.get(name, b"0"))
+
+    return LedgerState(
+        cursor=number(b"cursor"),
+        fingerprint=_text(known.get(b"fp")),
+        done=number(b"done") if b"done" in known else None,
+        epoch=number(b"epoch"),
+        checkpoint=_text(known.get(b"ckpt")),
+        base=_text(known.get(b"base")),
+        base_epoch=number(b"base_epoch"),
+        held=number(b"held"),
+        version=number(b"version"),
+        live=live,
+        dead=dead,
+        retired=number(b"retired"),
+        dropped=number(b"dropped"),
+    )
+
+
+def _numbered(known: Mapping[bytes, bytes], letter: bytes) -> dict[int, bytes]:
+    """Fields `s:K`, `r:K` or `x:K` by K, ascending."""
+    found = {int(name[2:]): value for name, value in known.items() if name[:2] == letter + b":"}
+    return dict(sorted(found.items()))
+
+
+def closed_group(gid: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
+    """Reply of HGETALL on a group; None unless it is closed."""
+    known = pairs(reply)
+    if known.get(b"st") != b"closed":
+        return None
+    payloads, scores = _numbered(known, b"s"), _numbered(known, b"r")
+    return ClosedGroup(
+        gid=gid,
+        size=int(known[b"n"]),
+        attempt=int(known[b"a"]),
+        version=int(known[b"v"]),
+        prompt=known[b"prompt"],
+        samples={k: (payloads[k], score) for k, score in scores.items()},
+        causes={k: why.decode(errors="replace") for k, why in _numbered(known, b"x").items()},
+        crashes=int(known.get(b"t", b"0")),
+    )
+
+
+def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Everything a live group's hash says, for people."""
+    known = pairs(reply)
+    return {
+        "gid": gid,
+        "state": known[b"st"].decode(),
+        "attempt": int(known[b"a"]),
+        "version": int(known[b"v"]),
+        "samples": int(known[b"n"]),
+        "min_group": int(known[b"m"]),
+        "without_payload": int(known[b"todo"]),
+        "without_score": int(known[b"left"]),
+        "crashes": int(known.get(b"t", b"0")),
+        "prompt": known[b"prompt"],
+        "payloads": _numbered(known, b"s"),
+        "scores": _numbered(known, b"r"),
+        "causes": {k: why.decode(errors="replace") for k, why in _numbered(known, b"x").items()},
+    }
+
+
+def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
+    """One entry of the stream of dead letters."""
+    sample = int(fields[b"k"])
+    return DeadLetter(
+        entry=entry,
+        gid=int(fields[b"g"]),
+        sample=None if sample < 0 else sample,
+        attempt=int(fields.get(b"a", b"0")),
+        why=fields[b"why"].decode(errors="replace"),
+        stage=fields[b"stage"].decode(),
+        deliveries=int(fields.get(b"deliveries", b"0")),
+        detail=fields.get(b"detail", b"").decode(errors="replace"),
+        at=int(entry.partition("-")[0]) / 1000,
+        prompt=fields.get(b"prompt"),
+    )
