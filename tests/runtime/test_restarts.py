@@ -1,0 +1,174 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from streamrl.config import SupervisorConfig
+from streamrl.runtime.instance import ALIVE, FINAL, Instance, State
+from streamrl.runtime.restarts import ExitClass, RestartPolicy, classify
+
+POLICY = RestartPolicy(max_restarts=3, window=100.0, backoff=0.5, max_backoff=30.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (0, ExitClass.FINISHED),
+        (1, ExitClass.CRASHED),
+        (2, ExitClass.CRASHED),
+        (3, ExitClass.HOPELESS),
+        (63, ExitClass.CRASHED),
+        (64, ExitClass.HOPELESS),
+        (69, ExitClass.CRASHED),
+        (70, ExitClass.HOPELESS),
+        (73, ExitClass.HOPELESS),
+        (75, ExitClass.CRASHED),
+        (78, ExitClass.HOPELESS),
+        (79, ExitClass.CRASHED),
+        (137, ExitClass.CRASHED),
+        (-9, ExitClass.CRASHED),
+        (-11, ExitClass.CRASHED),
+    ],
+)
+def test_what_an_exit_code_asks_for(code, kind):
+    assert classify(code) is kind
+
+
+def test_pauses_double_to_a_limit_and_jitter_is_full():
+    assert [POLICY.pause(failures, 0.5) for failures in (1, 2, 3)] == [0.25, 0.5, 1.0]
+    assert POLICY.pause(1, 0.0) == 0.0
+    assert POLICY.pause(20, 0.999) < 30.0
+    assert POLICY.pause(10**6, 0.5) == 15.0
+
+
+@given(st.integers(1, 10**9), st.floats(0, 1, exclude_max=True))
+def test_no_pause_leaves_its_bounds(failures, jitter):
+    assert 0.0 <= POLICY.pause(failures, jitter) <= POLICY.max_backoff
+
+
+def test_the_policy_is_that_of_the_configuration():
+    config = SupervisorConfig(max_restarts=2, window=5, backoff=0.25, max_backoff=1)
+    assert RestartPolicy.of(config) == RestartPolicy(2, 5.0, 0.25, 1.0)
+
+
+def started(finishes=False, policy=POLICY):
+    instance = Instance(policy, finishes)
+    instance.start()
+    return instance
+
+
+def test_a_crash_waits_and_starts_again():
+    instance = started()
+    instance.ready(1.0)
+    instance.died(2.0, -9, "killed by SIGKILL", 0.5)
+    assert (instance.state, instance.until, instance.restarts) == (State.BACKOFF, 2.25, 0)
+    instance.start()
+    assert (instance.state, instance.restarts) == (State.STARTING, 1)
+    instance.ready(3.0)
+    assert (instance.state, instance.reason) == (State.READY, "")
+
+
+def test_pauses_start_over_after_a_minute_of_health_and_not_before():
+    instance = started()
+    instance.died(0.0, 1, "", 0.5)
+    for ready_for, pause in ((59.9, 0.5), (60.0, 0.25)):
+        instance.start()
+        instance.ready(1000.0)
+        instance.died(1000.0 + ready_for, 1, "", 0.5)
+        assert instance.until - (1000.0 + ready_for) == pytest.approx(pause)
+
+
+def test_the_window_of_restarts_slides():
+    instance = started()
+    for at in (0.0, 40.0, 80.0):
+        instance.died(at, 1, "crash", 0.0)
+        instance.start()
+    instance.died(120.0, 1, "crash", 0.0)  # the death at 0 is over 100 s old
+    assert instance.state is State.BACKOFF
+    instance.start()
+    instance.died(121.0, 1, "crash", 0.0)
+    assert instance.state is State.FAILED
+    assert "4 deaths within 100 s" in instance.reason
+
+
+@pytest.mark.parametrize("code", [3, 64, 70, 73, 78])
+def test_what_a_restart_cannot_mend_fails_at_once(code):
+    instance = started()
+    instance.died(0.0, code, "why", 0.5)
+    assert (instance.state, instance.reason, instance.exit_code) == (State.FAILED, "why", code)
+
+
+def test_exit_zero_is_the_end_of_those_who_finish_and_a_death_of_those_who_serve():
+    learner, worker = started(finishes=True), started()
+    learner.died(0.0, 0, "exit 0", 0.5)
+    worker.died(0.0, 0, "exit 0", 0.5)
+    assert (learner.state, worker.state) == (State.STOPPED, State.BACKOFF)
+
+
+@pytest.mark.parametrize("code", [0, 1, 78, -9])
+def test_what_ends_while_draining_stays_stopped(code):
+    instance = started()
+    instance.drain("run ends")
+    instance.ready(1.0)
+    assert instance.state is State.DRAINING
+    instance.died(2.0, code, "why", 0.5)
+    assert instance.state is State.STOPPED
+    assert instance.reason == ("" if code == 0 else "why")
+
+
+def test_a_drain_without_a_process_ends_at_once():
+    waiting, pausing = Instance(POLICY, False), started()
+    pausing.died(0.0, 1, "", 0.5)
+    for instance in (waiting, pausing):
+        instance.drain("run ends")
+        assert instance.state is State.STOPPED
+
+
+class Life(RuleBasedStateMachine):
+    """Whatever happens in whatever order: restarts stay within the limit, final states are final."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.instance = Instance(POLICY, finishes=False)
+        self.deaths: list[float] = []
+        self.final: State | None = None
+
+    @rule(seconds=st.floats(0, 200))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: self.instance.state in {State.PENDING, State.BACKOFF})
+    @rule()
+    def start(self):
+        self.instance.start()
+
+    @rule()
+    def ready(self):
+        self.instance.ready(self.now)
+
+    @rule()
+    def drain(self):
+        self.instance.drain("asked")
+
+    @precondition(lambda self: self.instance.state in ALIVE)
+    @rule(code=st.integers(-64, 255), jitter=st.floats(0, 1, exclude_max=True))
+    def die(self, code, jitter):
+        self.instance.died(self.now, code, "why", jitter)
+        if self.instance.state is State.BACKOFF:
+            self.deaths.append(self.now)
+
+    @invariant()
+    def restarts_stay_within_the_window(self):
+        recent = [at for at in self.deaths if self.now - at < POLICY.window]
+        assert len(recent) <= POLICY.max_restarts
+
+    @invariant()
+    def final_is_final(self):
+        if self.final is not None:
+            assert self.instance.state is self.final
+        elif self.instance.state in FINAL:
+            self.final = self.instance.state
+
+
+TestLife = Life.TestCase
