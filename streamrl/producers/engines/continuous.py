@@ -1,0 +1,321 @@
+"""Transformers' continuous batching as a decode loop: paged keys and values, for models of any size.
+
+The manager has a public interface for requests and pauses, and none for what a weight swap needs: where each request
+stands, and that no new request reads blocks that older weights wrote. Those few private members are named in
+`PRIVATE_MEMBERS`; `tests/producers/test_engine_private_api.py` says which one has changed when transformers is updated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from streamrl.config import EngineConfig
+from streamrl.errors import DeadlineExceeded, Refused, Unreachable
+from streamrl.producers.engines.contract import Finish
+from streamrl.producers.engines.decoder import Deliver, Job, Outcome
+from streamrl.producers.engines.model import cache_bytes_per_token
+from streamrl.producers.engines.spans import Spans
+
+PAGE_TOKENS: Final = 32
+STOP_SECONDS: Final = 30.0
+LOOP_SECONDS: Final = 30.0
+PRIVATE_MEMBERS: Final = (
+    "batch_processor.scheduler.active_requests",
+    "batch_processor.scheduler.waiting_requests",
+    "batch_processor.cache.evict_cached_blocks",
+    "batch_processor.cache.mark_complete_blocks",
+    "batch_processor.cache.cache_allocators",
+    "background_thread_status.fatal_error",
+    "output_router.result_handlers",
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A job in the manager's hands."""
+
+    job: Job
+    spans: Spans
+
+
+class ContinuousDecoder:
+    """`decoder.Decoder` on a `ContinuousBatchingManager`.
+
+    Args:
+        model: causal language model.
+        engine: `slots` requests at the same time, `kv_cache` bytes of paged cache.
+        context: longest prompt plus response.
+        stop: ids that end a response.
+        seed: of torch's global generator, which the manager samples with.
+        deliver: gets the jobs that ended.
+        loop: event loop in which `submit` is called.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        engine: EngineConfig,
+        context: int,
+        stop: frozenset[int],
+        seed: int,
+        deliver: Deliver,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._context = context
+        self._stop_tokens = stop
+        self._seeds = itertools.count(seed)
+        self._deliver = deliver
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._manager: Any = None
+        self._stopped = False
+        self._held: list[Job] = []
+        self._flights: dict[str, _Flight] = {}
+        self._stale: set[str] = set()
+        self._depth = 0
+        self._pause: AbstractContextManager[None] | None = None
+        self._version = 0
+        self._tokens = 0
+        self._busy = 0.0
+        self._busy_since: float | None = None
+
+    def start(self) -> None:
+        """Begin to decode."""
+        self._manager = self._make_manager()
+
+    def stop(self) -> None:
+        """End the loop; repeatable."""
+        self._stopped = True
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+            self._manager = None
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Hand jobs to the manager, or keep them until `restore`."""
+        with self._lock:
+            if self._manager is None:
+                self._held.extend(jobs)
+                return
+            for job in jobs:
+                self._submit(job)
+
+    def discard(self, ticket: int) -> None:
+        """Drop a job at the next step."""
+        with self._lock:
+            self._held = [job for job in self._held if job.ticket != ticket]
+            if self._land(str(ticket)) is not None:
+                self._manager.cancel_request(str(ticket))
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the loop between two steps."""
+        if self._depth == 0:
+            self._park()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._unpark()
+
+    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+        """End jobs as they are: the manager says nothing about what it cancels."""
+        with self._lock:
+            ended = [Outcome(job.ticket, [], [], [], "abort") for job in self._held if _named(job, tickets)]
+            self._held = [job for job in self._held if not _named(job, tickets)]
+            for name, flight in list(self._flights.items()):
+                if not _named(flight.job, tickets):
+                    continue
+                state = self._state(name)
+                self._manager.cancel_request(name)
+                self._land(name)
+                tokens, logprobs = _partial(state)
+                self._tokens += len(tokens)
+                runs = flight.spans.runs(len(tokens))
+                ended.append(Outcome(flight.job.ticket, tokens, logprobs, runs, "abort"))
+        return ended
+
+    def swapped(self, version: int) -> None:
+        """The weights have changed: note where every request stands, forget the blocks that old weights wrote."""
+        with self._lock:
+            self._version = version
+            for name, flight in self._flights.items():
+                flight.spans.swap(len(_partial(self._state(name))[0]), version)
+            if self._manager is None:
+                return
+            processor = self._manager.batch_processor
+            self._stale = set(processor.scheduler.active_requests)
+            processor.cache.evict_cached_blocks()
+            for allocator in processor.cache.cache_allocators.values():
+                allocator.ledger.hash_to_block.clear()
+                allocator.ledger.block_to_hash.clear()
+
+    def release(self) -> None:
+        """Free the cache: only a stopped manager does."""
+        with self._lock:
+            if self._flights:
+                raise Refused(
+                    f"{len(self._flights)} requests are being decoded: their keys and values would be lost",
+                    "abort them or wait for their end, then sleep",
+                )
+            manager, self._manager = self._manager, None
+        self._unpark()
+        manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+
+    def restore(self) -> None:
+        """Start a new manager and give it what has come meanwhile."""
+        manager = self._make_manager()
+        with self._lock:
+            self._manager = manager
+            held, self._held = self._held, []
+        self._loop.call_soon_threadsafe(self.submit, held)
+        self._park()
+
+    def counts(self) -> tuple[int, int, int, float]:
+        """(running, waiting, tokens of ended requests, seconds with a request in flight)."""
+        since = self._busy_since
+        busy = self._busy + (time.perf_counter() - since if since is not None else 0.0)
+        running = min(len(self._flights), self._engine.slots)
+        return running, len(self._flights) - running + len(self._held), self._tokens, busy
+
+    def failure(self) -> BaseException | None:
+        """What killed the loop."""
+        manager = self._manager
+        if manager is None or self._stopped:
+            return None
+        error: BaseException | None = manager.background_thread_status.fatal_error
+        if error is None and not manager.is_running():
+            error = RuntimeError("the thread of continuous batching ended")
+        return error
+
+    def _make_manager(self) -> Any:
+        pages = -(-self._context // PAGE_TOKENS) + 1
+        affordable = self._engine.kv_cache // (cache_bytes_per_token(self._model) * PAGE_TOKENS)
+        manager = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                # any value but 1 makes transformers keep the warper; each request brings its own temperature
+                temperature=0.5,
+                eos_token_id=sorted(self._stop_tokens) or -1,
+                pad_token_id=0,
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                # without these two it takes most of the machine's memory
+                num_blocks=max(pages, min(pages * self._engine.slots, affordable)),
+                max_batch_tokens=max(256, self._engine.slots),
+                max_requests_per_batch=self._engine.slots,
+                # a step in flight while the weights change would be sampled by the old ones and counted to the new
+                use_async_batching=False,
+                return_logprobs=True,
+                per_request_processors=True,
+                seed=next(self._seeds),
+            ),
+        )
+        manager.warmup()
+        self._refuse_stale_blocks(manager.batch_processor.cache)
+        manager.start()
+        return manager
+
+    def _refuse_stale_blocks(self, cache: Any) -> None:
+        """Keep requests that began under older weights from offering their blocks to newer ones."""
+        mark = cache.mark_complete_blocks
+
+        def mark_complete_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
+            if state.request_id not in self._stale:
+                mark(state, complete_blocks)
+
+        cache.mark_complete_blocks = mark_complete_blocks
+
+    def _submit(self, job: Job) -> None:
+        name = str(job.ticket)
+        self._flights[name] = _Flight(job, Spans(self._version))
+        if self._busy_since is None:
+            self._busy_since = time.perf_counter()
+        self._manager.register_result_handler(name, self._finished)
+        accepted = self._manager.add_request(
+            list(job.prompt), name, max_new_tokens=job.limit, temperature=float(job.temperature)
+        )
+        if accepted is None:
+            self._land(name)
+            error = Unreachable("the decode loop takes no more requests")
+            self._deliver([Outcome(job.ticket, [], [], [], "abort", error)])
+
+    def _finished(self, output: Any) -> None:
+        """Called in the event loop with the output of a request that ended."""
+        with self._lock:
+            flight = self._land(output.request_id)
+        if flight is None:
+            return
+        tokens, logprobs = output.generated_tokens, output.logprobs
+        self._tokens += len(tokens)
+        error = Unreachable(f"the engine could not decode: {output.error}") if output.error is not None else None
+        finish: Finish = "stop" if tokens and tokens[-1] in self._stop_tokens else "length"
+        runs = flight.spans.runs(len(tokens))
+        self._deliver([Outcome(flight.job.ticket, tokens, logprobs, runs, finish, error)])
+
+    def _land(self, name: str) -> _Flight | None:
+        """Forget a request; None when it ended before."""
+        flight = self._flights.pop(name, None)
+        self._stale.discard(name)
+        if flight is not None:
+            self._manager.output_router.result_handlers.pop(name, None)
+        if not self._flights and self._busy_since is not None:
+            self._busy += time.perf_counter() - self._busy_since
+            self._busy_since = None
+        return flight
+
+    def _state(self, name: str) -> Any:
+        """The manager's state of a request, None before it was scheduled."""
+        if self._manager is None:
+            return None
+        scheduler = self._manager.batch_processor.scheduler
+        return scheduler.active_requests.get(name) or scheduler.waiting_requests.get(name)
+
+    def _park(self) -> None:
+        if self._manager is None:
+            return
+        self._pause = self._manager.pause()
+        try:
+            self._pause.__enter__()
+        except RuntimeError as error:
+            self._pause = None
+            raise Unreachable(f"the decode loop died: {self.failure()!r}") from error
+        # results sent before the pause may still be on their way; without them an ended request looks unscheduled
+        arrived = threading.Event()
+        self._loop.call_soon_threadsafe(arrived.set)
+        if not arrived.wait(LOOP_SECONDS):
+            self._unpark()
+            raise DeadlineExceeded(f"the event loop is blocked for more than {LOOP_SECONDS:g} s")
+
+    def _unpark(self) -> None:
+        if self._pause is not None:
+            pause, self._pause = self._pause, None
+            pause.__exit__(None, None, None)
+
+
+def _named(job: Job, tickets: Collection[int] | None) -> bool:
+    return tickets is None or job.ticket in tickets
+
+
+def _partial(state: Any) -> tuple[list[int], list[float]]:
+    """What a request has so far."""
+    if state is None:
+        return [], []
+    output = state.to_generation_output()
+    return output.generated_tokens, output.logprobs

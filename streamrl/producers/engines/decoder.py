@@ -1,0 +1,88 @@
+"""What `HfEngine` asks of a decode loop: the static slots of our own and transformers' continuous batching.
+
+A decoder runs its loop in a thread of its own. `submit` and `discard` are called by the event loop's thread,
+everything else by one control thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from streamrl.producers.engines.contract import Finish, Runs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A checked request: `ticket` is never used again, `limit` fits the context."""
+
+    ticket: int
+    prompt: tuple[int, ...]
+    limit: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """How a job ended; with `error` the other fields mean nothing."""
+
+    ticket: int
+    tokens: list[int]
+    logprobs: list[float]
+    runs: Runs
+    finish: Finish
+    error: Exception | None = None
+
+
+Deliver: TypeAlias = Callable[[list[Outcome]], None]
+
+
+class Decoder(Protocol):
+    """A decode loop over one model.
+
+    `deliver`, given to its constructor, gets the jobs that ended, in any thread, at once and each job once.
+    """
+
+    def start(self) -> None:
+        """Begin to decode."""
+
+    def stop(self) -> None:
+        """End the loop and free its memory; jobs in flight get no outcome. Works on a loop that died; repeatable."""
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take jobs on; never blocks. Jobs with the same prompt should come in one call: they share its prefill."""
+
+    def discard(self, ticket: int) -> None:
+        """Drop a job without an outcome at the next step; unknown tickets (ended meanwhile) are ignored."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Hold the loop between two steps: inside, model and cache belong to the caller. May be nested.
+
+        Raises:
+            Unreachable: the loop is dead.
+            DeadlineExceeded: the running step does not end.
+        """
+        ...
+
+    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+        """Inside `exclusive`: end these jobs (all when None) and return what they have, `finish="abort"`."""
+        ...
+
+    def swapped(self, version: int) -> None:
+        """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
+
+    def release(self) -> None:
+        """Inside `exclusive`: free the cache; `Refused` when a job is being decoded, and then nothing has changed."""
+
+    def restore(self) -> None:
+        """Inside `exclusive`: undo `release`."""
+
+    def counts(self) -> tuple[int, int, int, float]:
+        """(running, waiting, tokens sampled, busy seconds), from any thread."""
+        ...
+
+    def failure(self) -> BaseException | None:
+        """What killed the loop, None while it lives or after `stop`."""
+        ...

@@ -1,0 +1,148 @@
+"""Tiny real models, a gate that lets a decode loop pass one forward at a time, and the oracles."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from streamrl.config import RunConfig
+from streamrl.producers.engines import Completion, Request
+from streamrl.producers.engines.hf import HfEngine
+
+EOS = 2
+VOCABULARY = 24
+COMMON = {"vocab_size": VOCABULARY, "eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": 0}
+CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        **COMMON,
+    ),
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        **COMMON,
+    ),
+    # learned positions, fused projections, biases everywhere
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, **COMMON
+    ),
+}
+
+
+def random_model(kind: str, seed: int, attention: str = "sdpa") -> Any:
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=attention).eval()
+
+
+def engine_config(path: Path, decode: str, **engine: Any) -> RunConfig:
+    context = engine.pop("context", 200)
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(path), "context": context},
+            "sampling": {"max_new_tokens": 8},
+            "engine": {"decode": decode, "slots": 8, "device": "cpu", "threads": 1, "kv_cache": "64MiB", **engine},
+            "weights": {"deadline": 20},
+        }
+    )
+
+
+class Gate:
+    """Blocks the decode thread before every forward pass until the test lets it through."""
+
+    def __init__(self, engine: HfEngine) -> None:
+        self._permits = threading.Semaphore(0)
+        self.entered = 0
+        self._hook = engine._model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *_args: Any) -> None:
+        self.entered += 1
+        assert self._permits.acquire(timeout=60)
+
+    async def passed(self, forwards: int) -> None:
+        """Let this many forwards through; return when the thread stands before the next one."""
+        goal = self.entered + forwards if self.entered else forwards + 1
+        for _ in range(forwards):
+            self._permits.release()
+        await until(lambda: self.entered >= goal)
+
+    async def during(self, awaitable: Any) -> Any:
+        """Await something that needs the loop to reach the end of a step; forwards pass one by one meanwhile."""
+        task = asyncio.ensure_future(awaitable)
+        while not task.done():
+            self._permits.release()
+            await asyncio.wait([task], timeout=0.002)
+        return await task
+
+    def open(self) -> None:
+        """Let everything through from now on."""
+        self._hook.remove()
+        self._permits.release(1 << 20)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def gated(engine: HfEngine) -> AsyncIterator[Gate]:
+    gate = Gate(engine)
+    try:
+        yield gate
+    finally:
+        gate.open()
+
+
+def request(name: str, prompt: Sequence[int], limit: int = 12, temperature: float = 1.0) -> Request:
+    return Request(name, np.asarray(prompt, dtype=np.int32), limit, temperature)
+
+
+def versions(completion: Completion) -> list[int]:
+    starts = [first for first, _ in completion.runs] + [len(completion.tokens)]
+    return [v for (first, v), end in zip(completion.runs, starts[1:], strict=True) for _ in range(first, end)]
+
+
+@torch.no_grad()
+def replay(models: dict[int, Any], prompt: Sequence[int], done: Completion, temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities by transformers alone: each token by the model of its version, on keys and values as they grew."""
+    cache = transformers.DynamicCache()
+    inputs, found = list(prompt), []
+    for token, version in zip(done.tokens.tolist(), versions(done), strict=True):
+        logits = models[version](input_ids=torch.tensor([inputs]), past_key_values=cache, use_cache=True).logits[0, -1]
+        found.append(torch.log_softmax(logits.float() / temperature, -1)[token].item())
+        inputs = [token]
+    return np.asarray(found, dtype=np.float64)
+
+
+@torch.no_grad()
+def plain(model: Any, prompt: Sequence[int], done: Completion, temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities of one forward pass over prompt and response, without any cache."""
+    logits = model(input_ids=torch.tensor([[*prompt, *done.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float() / temperature, -1)
+    return logprobs.gather(1, torch.from_numpy(done.tokens.astype(np.int64))[:, None])[:, 0].double().numpy()
+
+
+def named(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
