@@ -13,7 +13,7 @@ from streamrl.errors import StreamrlError, WireError
 from streamrl.learner.advantages import group_advantages
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.chain import Branch
-from streamrl.queues.ledger import ClosedGroup
+from streamrl.queues.records import ClosedGroup
 
 
 class Unusable(StreamrlError):

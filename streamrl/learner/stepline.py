@@ -11,7 +11,7 @@ import numpy as np
 
 from streamrl.learner.chain import Branch
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.policy import UpdateStats
+from streamrl.learner.results import UpdateStats
 
 
 class StepMeter:

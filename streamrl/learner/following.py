@@ -1,0 +1,88 @@
+"""The learner's ranks other than 0: do what rank 0 broadcasts, with their own groups read from Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamrl.config import RunConfig
+from streamrl.learner.batch import TrainSample
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.groups import Unusable, open_group
+from streamrl.learner.steps import Command, TorchThread, Trainer
+from streamrl.queues.ledger import Ledger
+
+
+class FollowingRank:
+    """A rank other than 0.
+
+    Args:
+        config: of the run.
+        run_dir: of the run.
+        ledger: the training ledger, only read.
+        trainer: this rank's share of the policy.
+        torch: this rank's torch thread.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, ledger: Ledger, trainer: Trainer, torch: TorchThread) -> None:
+        self._scale_by_std = config.learner.loss.scale_by_std
+        self._run_dir, self._ledger = run_dir, ledger
+        self._trainer, self._torch = trainer, torch
+        self._checkpoints = Checkpoints(run_dir / "checkpoints")
+
+    async def run(self) -> None:
+        """Follow commands until `STOP`; rank 0 alone decides when, also on SIGTERM.
+
+        Raises:
+            DeadlineExceeded: rank 0 said nothing for `learner.collective_deadline`.
+            Unreachable: another rank is gone.
+        """
+        while True:
+            command, *arguments = await self._torch.run(self._trainer.ranks.broadcast_ints)
+            if command == Command.STOP:
+                return
+            await self._do(Command(command), arguments)
+
+    async def _do(self, command: Command, arguments: Sequence[int]) -> None:
+        trainer = self._trainer
+        match command:
+            case Command.TRAIN:
+                await self._train(arguments[::2], arguments[1::2])
+            case Command.APPLY:
+                await self._torch.compute(trainer.apply, arguments[0])
+            case Command.GATHER:
+                await self._torch.run(trainer.weights)
+            case Command.DISCARD:
+                await self._torch.run(trainer.discard)
+            case Command.SAVE:
+                place = arguments[0], arguments[1]
+                await self._torch.run(trainer.save, self._checkpoints.draft(place), place)
+            case Command.EXPORT:
+                await self._torch.run(trainer.export, self._run_dir / "model")
+            case Command.LOAD:
+                folder = self._checkpoints.path((arguments[0], arguments[1]))
+                await self._torch.run(trainer.load, folder, self._checkpoints.read_meta(folder))
+            case _:
+                pass
+
+    async def _train(self, gids: Sequence[int], owners: Sequence[int]) -> None:
+        mine = [gid for gid, owner in zip(gids, owners, strict=True) if owner == self._trainer.ranks.rank]
+        samples = await self._read(mine)
+        await self._torch.compute(self._trainer.train, gids, samples, idle=max(owners) < 0)
+
+    async def _read(self, gids: Sequence[int]) -> list[TrainSample] | None:
+        """The samples of my groups; None when one of them is not there (any more)."""
+        async with asyncio.TaskGroup() as tasks:
+            reads = [tasks.create_task(self._ledger.read_group(gid)) for gid in gids]
+        samples: list[TrainSample] = []
+        for read in reads:
+            closed = read.result()
+            if closed is None:
+                return None
+            try:
+                group = open_group(closed, scale_by_std=self._scale_by_std, misfit=self._trainer.misfit)
+            except Unusable:
+                return None
+            samples.extend(group.samples)
+        return samples

@@ -1,0 +1,270 @@
+"""The learner's role: rank 0 leads, the other ranks follow.
+
+```
+take over -> load -> publish -> { micro-batches as groups complete -> update -> log -> consume -> publish }
+                                  every k steps: checkpoint -> retire
+```
+The event loop (ledger, files) and torch (one thread of its own) run side by side: while a micro-batch is computed, the
+next groups are read; while a version is written, the next step is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from streamrl.errors import CannotCreate, Fenced, unwrap
+from streamrl.learner.chain import VersionsLog
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.ending import Ending, Finished, Reason, read_finished, write_finished
+from streamrl.learner.following import FollowingRank
+from streamrl.learner.groups import TrainGroup
+from streamrl.learner.intake import Intake
+from streamrl.learner.policy import Policy
+from streamrl.learner.publishing import Publishing
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.saving import Saver
+from streamrl.learner.stepline import StepMeter, group_frame
+from streamrl.learner.steps import Command, Crew, TorchThread, Trainer, share
+from streamrl.learner.takeover import Start, take_over
+from streamrl.queues.role import Role
+from streamrl.weight_sync.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+_STARVED_SECONDS: Final = 0.25
+
+
+async def run_learner(role: Role) -> None:
+    """Train until the run is over or `role.stop` is set; then everything trained is in a checkpoint and retired.
+
+    After the end of the run it returns at once when it is started again. Cancelled or killed at any point it leaves
+    behind what the next learner goes on from.
+
+    Raises:
+        Refused: going on would lose groups or break another promise.
+        Fenced: a newer learner took over.
+        CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
+        Unreachable: Redis or another rank is gone.
+        ConfigError: the model cannot be trained.
+    """
+    finished = read_finished(role.run_dir)
+    if finished is not None and finished.holds(role.config):
+        logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
+        role.ready()
+        return
+    torch = TorchThread()
+    try:
+        ranks = await torch.run(Ranks.from_environment, role.config.learner)
+        trainer = Trainer(role.config, ranks, await torch.run(Policy, role.config, ranks))
+        if ranks.rank == 0:
+            await _lead(role, trainer, torch)
+        else:
+            role.ready()
+            await FollowingRank(role.config, role.run_dir, role.ledgers.train, trainer, torch).run()
+        await torch.run(ranks.close)
+    finally:
+        torch.close()
+
+
+async def _lead(role: Role, trainer: Trainer, torch: TorchThread) -> None:
+    crew = Crew(trainer, torch)
+    try:
+        await Leader(role, crew).run()
+    except BaseExceptionGroup as group:
+        # The first error is the cause; who awaits the role wants that one, with its exit code.
+        first = unwrap(group)
+        if isinstance(first, Fenced):
+            await crew.tell(Command.STOP)
+        raise first from group
+    except Fenced:
+        await crew.tell(Command.STOP)
+        raise
+
+
+class Leader:
+    """Rank 0: decides what is trained, writes the ledger, publishes and saves."""
+
+    def __init__(self, role: Role, crew: Crew) -> None:
+        self._role, self._config = role, role.config
+        self._crew, self._trainer, self._torch = crew, crew.trainer, crew.torch
+        self._ending = Ending(role.config, role.ledgers.roles)
+        self._meter = StepMeter()
+        self._acquittable: list[TrainGroup] = []
+        self._version = 0
+        self._start: Start
+        self._intake: Intake
+        self._publishing: Publishing
+        self._saver: Saver
+
+    async def run(self) -> None:
+        """Take over, train, and leave everything durable."""
+        checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
+        start = self._start = await take_over(self._role.ledgers.train, checkpoints)
+        self._version = start.version
+        if start.meta is not None:
+            await self._crew.tell(Command.LOAD, *start.meta.position)
+            await self._torch.run(self._trainer.load, checkpoints.path(start.meta.position), start.meta)
+        self._intake = Intake(self._role.ledgers.train, self._config, start, self._trainer.misfit)
+        self._saver = Saver(self._config, self._role.run_dir, start, self._intake, self._crew)
+        versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
+        publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._publishing = Publishing(publisher, versions, self._intake, start.epoch, tasks)
+                await self._train_and_leave(tasks)
+        finally:
+            self._publishing.close()
+            self._saver.close()
+            versions.close()
+
+    async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
+        await self._publish()
+        await self._publishing.settle()
+        self._role.ready()
+        following = tasks.create_task(self._intake.follow(), name="intake")
+        reason = await self._train()
+        if self._intake.in_step:
+            await self._abandon()
+        if not await self._saver.save(self._version):
+            raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
+        await self._publishing.settle()
+        following.cancel()
+        if reason is not None:
+            await self._finish(reason)
+        await self._crew.tell(Command.STOP)
+
+    async def _train(self) -> Reason | None:
+        """Train until the run is over (returns why) or the role is to stop (returns None)."""
+        room = self._config.learner.groups_per_step
+        while not self._role.stop.is_set():
+            in_step = self._intake.in_step
+            if not in_step and (reason := await self._ending.reason(self._trainer.step)):
+                return reason
+            if len(in_step) >= room:
+                await self._update()
+                continue
+            groups = await self._choose(room - len(in_step), last=False)
+            if not groups and await self._intake.ended():
+                groups = await self._choose(room - len(in_step), last=True)
+                if not groups and in_step:
+                    await self._update()
+                    continue
+                if not groups and not self._intake.untrained:
+                    return "data"
+            if groups:
+                await self._micro_batch(groups)
+            else:
+                await self._starve()
+        return None
+
+    async def _choose(self, room: int, *, last: bool) -> list[TrainGroup]:
+        self._intake.changed.clear()
+        await self._intake.drop_stale(self._trainer.step)
+        cost = self._config.learner.tokens_per_microbatch * self._trainer.ranks.world
+        return self._intake.choose(room, cost, last=last)
+
+    async def _starve(self) -> None:
+        """Nothing to train: wait for groups, and use the time for a checkpoint that is due."""
+        if not self._intake.in_step and self._saver.due:
+            await self._saver.save(self._version)
+        if self._crew.silent_seconds > self._config.learner.collective_deadline / 4:
+            await self._crew.tell(Command.IDLE)
+        stopped = asyncio.create_task(self._role.stop.wait())
+        changed = asyncio.create_task(self._intake.changed.wait())
+        await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        changed.cancel()
+
+    async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
+        """Train one micro-batch; meanwhile the groups of the one before are acquitted."""
+        world = self._trainer.ranks.world
+        owners = share(groups, world)
+        gids = [group.gid for group in groups]
+        mine = [sample for group, owner in zip(groups, owners, strict=True) if owner == 0 for sample in group.samples]
+        await self._intake.begin(groups)
+        await self._crew.tell(Command.TRAIN, *[number for pair in zip(gids, owners, strict=True) for number in pair])
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(self._torch.compute(self._trainer.train, gids, mine, idle=max(owners) < 0))
+            if self._acquittable:
+                tasks.create_task(self._intake.acquit(self._acquittable, self._publishing.version))
+        if work.result():
+            self._acquittable = list(groups)
+        else:
+            logger.warning("micro-batch skipped: a rank could not read its groups", extra={"groups": len(gids)})
+            self._acquittable = []
+            await self._intake.release(groups, self._publishing.version)
+
+    async def _update(self) -> None:
+        """Apply the step, write it down, free its places, publish, and save when due."""
+        tokens = sum(group.tokens for group in self._intake.in_step)
+        await self._crew.tell(Command.APPLY, max(1, tokens))
+        stats = await self._torch.compute(self._trainer.apply, max(1, tokens))
+        self._acquittable = []
+        step = self._trainer.step
+        if stats.skipped:
+            await self._intake.discard(self._intake.in_step, "the gradient was not finite")
+            return
+        groups = self._intake.applied()
+        gids = [group.gid for group in groups]
+        branch, epoch = self._start.branch, self._start.epoch
+        number = self._version + 1
+        self._saver.trained(
+            gids, (group_frame(group, branch, epoch=epoch, step=step, version=number) for group in groups)
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
+            tasks.create_task(self._publish())
+        ages: Counter[int] = sum((group.staleness(branch, step - 1) for group in groups), Counter())
+        line = self._meter.line(groups, stats, ages, self._torch.take_busy())
+        self._show(step, {**line, "dropped": self._intake.dropped, "publish_seconds": self._publishing.seconds})
+        if self._saver.due:
+            await self._saver.save(self._version)
+
+    async def _publish(self) -> None:
+        """Give the present weights a number and publish them in the background; waits for the version before."""
+        await self._publishing.settle()
+        self._version += 1
+        self._start.branch.note(self._version, self._trainer.step)
+        await self._crew.tell(Command.GATHER)
+        tensors = await self._torch.run(self._trainer.weights)
+        await self._publishing.start(self._version, self._trainer.step, tensors)
+
+    async def _abandon(self) -> None:
+        """Forget a partial step: its groups stay closed in Redis for the next learner."""
+        await self._crew.tell(Command.DISCARD)
+        await self._torch.run(self._trainer.discard)
+        await self._intake.release(self._intake.in_step, self._publishing.version)
+
+    async def _finish(self, reason: Reason) -> None:
+        folder = self._role.run_dir / "model"
+        await self._crew.tell(Command.EXPORT)
+        await self._torch.run(self._trainer.export, folder)
+        write_finished(
+            self._role.run_dir,
+            Finished(
+                reason=reason,
+                step=self._trainer.step,
+                version=self._version,
+                epoch=self._start.epoch,
+                accuracy=self._ending.accuracy,
+            ),
+        )
+        logger.info("the run is over", extra={"reason": reason, "step": self._trainer.step})
+
+    def _show(self, step: int, line: dict[str, object]) -> None:
+        head = {"step": step, "epoch": self._start.epoch, "version": self._version}
+        self._role.status.update(
+            {
+                **head,
+                "loss": float(line["loss"]),  # type: ignore[arg-type]
+                "reward": float(line["reward_mean"]),  # type: ignore[arg-type]
+                "idle_fraction": round(self._meter.idle_fraction, 4),
+            }
+        )
+        try:
+            self._role.record({**head, **line})
+        except OSError as error:
+            logger.warning("metrics not written", extra={"error": str(error)})

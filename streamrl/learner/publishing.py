@@ -1,0 +1,91 @@
+"""Publishing versions of the weights while the next step is already trained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+
+from streamrl.errors import CannotCreate, DeadlineExceeded
+from streamrl.learner.chain import VersionsLog
+from streamrl.learner.intake import Intake
+from streamrl.weight_sync.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+_MAX_FAILURES: Final = 3
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+class Publishing:
+    """Publishes one version after the other, each in order, never two at once.
+
+    Writing and checksums run in a thread of their own, neither in the torch thread nor in the event loop. A version
+    that cannot be written is logged and left out, the next one is tried; after three failures in a row the learner
+    gives up, because engines that never get new weights make training worse with every step.
+
+    Attributes:
+        version: newest version that engines can see, 0 when none.
+        seconds: how long the newest one took from the gathered tensors to the ledger.
+
+    Args:
+        publisher: used by the thread of this object only.
+        log: every version is noted there before it is published.
+        intake: writes the manifest into the ledger.
+        epoch: of this learner.
+        tasks: owns the background task; an error there ends the learner.
+    """
+
+    def __init__(
+        self, publisher: Publisher, log: VersionsLog, intake: Intake, epoch: int, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.version = 0
+        self.seconds = 0.0
+        self._publisher, self._log, self._intake, self._epoch = publisher, log, intake, epoch
+        self._tasks = tasks
+        self._running: asyncio.Task[None] | None = None
+        self._failures = 0
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
+
+    async def settle(self) -> None:
+        """Return when no version is being written; bounded by `weights.deadline` and the patience with Redis."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def start(self, version: int, step: int, tensors: Tensors) -> None:
+        """Begin to publish a version; waits first for the one before it."""
+        await self.settle()
+        self._running = self._tasks.create_task(self._publish(version, step, tensors), name=f"publish {version}")
+
+    def close(self) -> None:
+        """End the thread. The published versions stay: engines and the evaluation at the end still need them."""
+        self._executor.shutdown()
+        self._publisher.close(unlink=False)
+
+    async def _publish(self, version: int, step: int, tensors: Tensors) -> None:
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            manifest = await loop.run_in_executor(self._executor, self._write, version, step, tensors)
+        except (CannotCreate, DeadlineExceeded) as error:
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                raise
+            logger.warning("version not published", extra={"version": version, "error": str(error)})
+            return
+        self._failures = 0
+        self.version = version
+        await self._intake.consume(version, manifest)
+        self.seconds = time.monotonic() - started
+
+    def _write(self, version: int, step: int, tensors: Tensors) -> bytes:
+        try:
+            self._log.note(version, step)
+        except OSError as error:
+            # The pair (epoch, number) stays unique without the note, so a full disk need not stop the engines.
+            logger.warning("version not noted", extra={"version": version, "error": str(error)})
+        return self._publisher.publish(epoch=self._epoch, version=version, step=step, tensors=tensors)

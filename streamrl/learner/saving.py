@@ -1,0 +1,128 @@
+"""When and how rank 0 makes a checkpoint: logs, shards, meta data, rename, then retire, then remove old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from streamrl.config import RunConfig
+from streamrl.learner.chain import TrainedLog
+from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, describe, shard_name
+from streamrl.learner.intake import Intake
+from streamrl.learner.record import GroupRecord
+from streamrl.learner.steps import Command, Crew
+from streamrl.learner.takeover import Start
+
+logger = logging.getLogger(__name__)
+_FIRST_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 30.0
+
+
+class Saver:
+    """The checkpoints of one learner.
+
+    A checkpoint that fails (full disk) leaves the run as it was: nothing is retired, training goes on until the hard
+    cap of live groups stops admission, and it is tried again after a pause that doubles.
+
+    Args:
+        config: of the run.
+        run_dir: of the run.
+        start: where this learner went on.
+        intake: retires.
+        crew: this rank's share of the policy, and the other ranks.
+
+    Raises:
+        CannotCreate: the log of this epoch cannot be made.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, start: Start, intake: Intake, crew: Crew) -> None:
+        self._config, self._start, self._intake = config, start, intake
+        self._crew, self._trainer = crew, crew.trainer
+        self._checkpoints = Checkpoints(run_dir / "checkpoints")
+        self._log = TrainedLog(self._checkpoints.folder, start.epoch)
+        self._record = GroupRecord(run_dir, start.meta.record if start.meta else 0)
+        self._saved = start.step
+        self._pause, self._retry_at = 0.0, 0.0
+
+    def trained(self, gids: Iterable[int], frames: Iterable[dict[str, Any]]) -> None:
+        """Write down the groups of an applied update; they count with the next checkpoint."""
+        self._log.append(gids)
+        for frame in frames:
+            self._record.append(frame)
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint should be tried now."""
+        every = self._config.checkpoint.every
+        share = every * self._config.learner.groups_per_step
+        late = self._trainer.step - self._saved >= every or self._intake.held >= share
+        return late and bool(self._intake.fresh) and time.monotonic() >= self._retry_at
+
+    async def save(self, version: int) -> bool:
+        """Make a checkpoint of the present weights and retire what they were trained on; False when it failed.
+
+        Call between two steps only. Cancelled or killed half way it leaves a draft that the next learner removes, or a
+        finished checkpoint whose groups the next learner retires.
+
+        Args:
+            version: greatest version number used so far.
+        """
+        if not self._intake.fresh:
+            return True
+        started = time.monotonic()
+        meta = Meta(
+            epoch=self._start.epoch,
+            step=self._trainer.step,
+            version=version,
+            count=self._trainer.digest.count,
+            digest=self._trainer.digest.hexdigest,
+            world=self._trainer.ranks.world,
+            model=self._config.model.path,
+        )
+        try:
+            saved = await self._write(meta)
+        except (OSError, InvalidCheckpoint) as error:
+            await asyncio.to_thread(self._withdraw, meta)
+            self._pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * self._pause))
+            self._retry_at = time.monotonic() + self._pause
+            logger.error(  # noqa: TRY400
+                "checkpoint failed, nothing was retired",
+                extra={"checkpoint": meta.name, "error": str(error), "retry_seconds": self._pause},
+            )
+            return False
+        self._pause, self._saved = 0.0, meta.step
+        await self._intake.saved(meta.name)
+        await asyncio.to_thread(self._checkpoints.remove_older, saved, self._config.checkpoint.keep)
+        seconds = round(time.monotonic() - started, 3)
+        logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
+        return True
+
+    def close(self) -> None:
+        """Close the files; what is not in a checkpoint does not count."""
+        self._log.close()
+        self._record.close()
+
+    async def _write(self, meta: Meta) -> Meta:
+        link = await asyncio.to_thread(self._log.sync)
+        record = await asyncio.to_thread(self._record.sync)
+        draft = await asyncio.to_thread(self._checkpoints.begin, meta.position)
+        await self._crew.tell(Command.SAVE, *meta.position)
+        if not await self._crew.torch.run(self._trainer.save, draft, meta.position):
+            raise OSError("a rank could not write its shard")
+        files: Sequence[Path] = [draft / shard_name(rank, meta.world) for rank in range(meta.world)]
+        shards = await asyncio.to_thread(lambda: [describe(file) for file in files])
+        whole = msgspec.structs.replace(meta, chain=[*self._start.chain, link], record=record, shards=shards)
+        await asyncio.to_thread(self._checkpoints.finish, whole)
+        return whole
+
+    def _withdraw(self, meta: Meta) -> None:
+        """Remove what a failed checkpoint left, so that it takes no room and its name is free again."""
+        shutil.rmtree(self._checkpoints.draft(meta.position), ignore_errors=True)
+        shutil.rmtree(self._checkpoints.path(meta.position), ignore_errors=True)

@@ -1,0 +1,225 @@
+"""What every rank does of a step: its share of the groups, the update, its shard of a checkpoint.
+
+Rank 0 decides and broadcasts a command, a few integers; ids travel, never data. Each rank reads its own groups from
+Redis, and one all-reduce tells whether all have read theirs, because a rank that leaves would let the others hang in a
+collective.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from streamrl.config import RunConfig
+from streamrl.errors import Refused
+from streamrl.learner.batch import TrainSample
+from streamrl.learner.chain import TrainedDigest
+from streamrl.learner.checkpoint import InvalidCheckpoint, Meta, Position, read_shard, shard_name, write_shard
+from streamrl.learner.groups import TrainGroup
+from streamrl.learner.policy import Policy
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.results import UpdateStats
+
+logger = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+NOBODY = -1
+"""Owner of a group whose gradient is exactly zero: no rank reads it."""
+
+
+class Command(IntEnum):
+    """What rank 0 tells the others; the integers that follow are the command's arguments."""
+
+    IDLE = 0
+    """Nothing to do; keeps the others from giving up."""
+    LOAD = 1
+    """epoch, step: load this checkpoint."""
+    TRAIN = 2
+    """gid, owner, gid, owner, ...: a micro-batch."""
+    APPLY = 3
+    """tokens: the update of the step."""
+    GATHER = 4
+    """Gather the weights for publishing."""
+    DISCARD = 5
+    """Forget the gradients of a step that will not be finished."""
+    SAVE = 6
+    """epoch, step: write this rank's shard of the checkpoint."""
+    EXPORT = 7
+    """Gather the model for the final export."""
+    STOP = 8
+    """Leave."""
+
+
+class TorchThread:
+    """The one thread that runs torch; the event loop stays free for Redis meanwhile.
+
+    `busy` collects the intervals of computing, as pairs of `time.monotonic()`.
+    """
+
+    def __init__(self) -> None:
+        self.busy: list[tuple[float, float]] = []
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
+
+    async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run in the thread and return its result. A cancelled caller leaves the thread to finish what it does."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+    async def compute(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """As `run`, and count the time as busy."""
+
+        def timed() -> _T:
+            started = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.busy.append((started, time.monotonic()))
+
+        return await self.run(timed)
+
+    def take_busy(self) -> list[tuple[float, float]]:
+        """Return the intervals collected since the last call."""
+        busy, self.busy = self.busy, []
+        return busy
+
+    def close(self) -> None:
+        """Wait for what runs and end the thread."""
+        self._executor.shutdown()
+
+
+class Trainer:
+    """One rank's policy with what was trained into it.
+
+    All methods are collective: every rank calls the same one in the same order, in its torch thread.
+
+    Attributes:
+        step: updates applied so far.
+        digest: groups whose gradients are in the weights.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, policy: Policy) -> None:
+        self.step = 0
+        self.digest = TrainedDigest()
+        self.ranks = ranks
+        self._config, self._policy = config, policy
+        self._accumulated: list[int] = []
+
+    def train(self, gids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool) -> bool:
+        """Accumulate the gradients of one micro-batch; False when some rank has not got its samples: nothing happened.
+
+        Args:
+            gids: all groups of the micro-batch, on all ranks.
+            samples: this rank's share; None when it could not be read.
+            idle: no group of the micro-batch has a gradient, so no rank runs the model.
+        """
+        if self.ranks.all_min(int(samples is not None)) != [1] or samples is None:
+            return False
+        if not idle:
+            self._policy.accumulate(samples)
+        self._accumulated.extend(gids)
+        return True
+
+    def misfit(self, samples: Sequence[TrainSample]) -> ValueError | None:
+        """Why samples do not fit the model, None when they do; not collective."""
+        return self._policy.misfit(samples)
+
+    def apply(self, tokens: int) -> UpdateStats:
+        """Apply the update of the step, normalised by `tokens` sampled tokens of all ranks."""
+        stats = self._policy.apply_update(tokens)
+        if not stats.skipped:
+            self.digest.add(self._accumulated)
+            self.step += 1
+        self._accumulated.clear()
+        return stats
+
+    def discard(self) -> None:
+        """Forget the gradients of a partial step."""
+        self._policy.discard()
+        self._accumulated.clear()
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Copies of the full weights under their Hugging Face names; empty on other ranks than 0."""
+        dtype = torch.bfloat16 if self._config.weights.dtype == "bfloat16" else torch.float32
+        tensors = self._policy.full_tensors(dtype)
+        if self.ranks.rank == 0:
+            return list(tensors)
+        for _ in tensors:
+            pass
+        return []
+
+    def save(self, draft: Path, position: Position) -> bool:
+        """Write this rank's shard into the draft of a checkpoint; False when some rank could not."""
+        path = draft / shard_name(self.ranks.rank, self.ranks.world)
+        about = {"epoch": position[0], "step": position[1], "count": self.digest.count, "digest": self.digest.hexdigest}
+        try:
+            write_shard(path, self._policy.shard_state(), about)
+            written = 1
+        except (OSError, InvalidCheckpoint) as error:
+            logger.error("checkpoint shard failed", extra={"path": str(path), "error": str(error)})  # noqa: TRY400
+            written = 0
+        return self.ranks.all_min(written) == [1]
+
+    def load(self, folder: Path, meta: Meta) -> None:
+        """Load this rank's shard of a checkpoint.
+
+        Raises:
+            Refused: the checkpoint was written by another number of ranks.
+        """
+        if meta.world != self.ranks.world:
+            raise Refused(
+                f"{folder} was written by {meta.world} ranks, this learner has {self.ranks.world}",
+                f"set learner.ranks to {meta.world}, or start afresh",
+            )
+        self._policy.load_shard_state(read_shard(folder / shard_name(self.ranks.rank, self.ranks.world)))
+        self.step = meta.step
+        self.digest = TrainedDigest(meta.count, meta.digest)
+
+    def export(self, folder: Path) -> None:
+        """Write the Hugging Face directory of the trained model (rank 0)."""
+        self._policy.export(folder)
+
+
+class Crew:
+    """Rank 0 with the other ranks behind it.
+
+    Args:
+        trainer: rank 0's share of the policy.
+        torch: rank 0's torch thread.
+    """
+
+    def __init__(self, trainer: Trainer, torch: TorchThread) -> None:
+        self.trainer, self.torch = trainer, torch
+        self._told_at = time.monotonic()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last command."""
+        return time.monotonic() - self._told_at
+
+    async def tell(self, command: Command, *arguments: int) -> None:
+        """Broadcast a command to the other ranks."""
+        self._told_at = time.monotonic()
+        await self.torch.run(self.trainer.ranks.broadcast_ints, [command, *arguments])
+
+
+def share(groups: Sequence[TrainGroup], world: int) -> list[int]:
+    """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
+
+    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
+    """
+    loads = [(0, rank) for rank in range(world)]
+    owners = [NOBODY] * len(groups)
+    for index in sorted(range(len(groups)), key=lambda place: -groups[place].cost):
+        if not groups[index].zero_advantage:
+            load, rank = heapq.heappop(loads)
+            owners[index] = rank
+            heapq.heappush(loads, (load + groups[index].cost, rank))
+    return owners

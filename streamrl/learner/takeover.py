@@ -1,0 +1,112 @@
+"""How a learner begins: fence, the greatest valid checkpoint, refuse or resume."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.errors import Fenced, Refused
+from streamrl.learner.chain import Branch, Link, TrainedDigest, greatest_logged_epoch, read_chain, read_versions
+from streamrl.learner.checkpoint import Checkpoints, Meta, parse_name
+from streamrl.queues.ledger import Ledger
+from streamrl.queues.records import Fence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a learner goes on.
+
+    Attributes:
+        nonce: what fences this learner's writes.
+        epoch: its epoch.
+        meta: the loaded checkpoint, None when training starts from the model of the run.
+        trained: ids in the chain of that checkpoint.
+        version: greatest version number known anywhere; the next one is above it.
+        branch: versions and steps of the surviving branch.
+    """
+
+    nonce: str
+    epoch: int
+    meta: Meta | None
+    trained: list[int]
+    version: int
+    branch: Branch
+
+    @property
+    def step(self) -> int:
+        """Updates in the loaded weights."""
+        return self.meta.step if self.meta else 0
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the loaded checkpoint as Redis knows it; `0-0` for none."""
+        return self.meta.name if self.meta else "0-0"
+
+    @property
+    def chain(self) -> list[Link]:
+        """Chain of the loaded checkpoint."""
+        return self.meta.chain if self.meta else []
+
+
+async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
+    """Fence older learners out and declare the checkpoint this one goes on from.
+
+    Until `resume` nothing but the fence is written. A repeat is another learner: it gets a new epoch.
+
+    Raises:
+        Refused: the greatest valid checkpoint is older than the one Redis retired for, so groups would be lost; or the
+            weights do not fit the log of trained groups.
+        Fenced: another learner came in between.
+    """
+    nonce = uuid.uuid4().hex
+    epochs = [epoch for epoch, _ in checkpoints.positions()]
+    fence = await ledger.fence(nonce, max([*epochs, greatest_logged_epoch(checkpoints.folder)], default=0))
+    meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch)
+    check_age(fence, meta, checkpoints.folder)
+    trained = read_chain(checkpoints.folder, meta.chain) if meta else []
+    if meta:
+        check_digest(meta, trained)
+    await _lift_cursor(ledger, nonce, fence, trained)
+    await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
+    checkpoints.remove_drafts(fence.epoch)
+    notes = read_versions(checkpoints.folder)
+    surviving = [int(file.removeprefix("trained-").removesuffix(".log")) for file, _ in (meta.chain if meta else [])]
+    branch = Branch(notes, surviving, fence.epoch, meta.step if meta else 0)
+    version = max(fence.version, meta.version if meta else 0, branch.greatest)
+    logger.info("learner took over", extra={"epoch": fence.epoch, "checkpoint": meta.name if meta else "none"})
+    return Start(nonce, fence.epoch, meta, trained, version, branch)
+
+
+async def _lift_cursor(ledger: Ledger, nonce: str, fence: Fence, trained: list[int]) -> None:
+    """A Redis that lost its data would have all trained groups made again: lift its cursor to the first gap."""
+    known = set(trained)
+    watermark = next(gid for gid in itertools.count() if gid not in known)
+    if (await ledger.state()).cursor >= watermark:
+        return
+    again = await ledger.fence(nonce, fence.epoch - 1, watermark)
+    if again.epoch != fence.epoch:
+        raise Fenced("another learner took over while this one was starting")
+
+
+def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
+    """Raise `Refused` when Redis retired groups for a newer checkpoint than the one that can be loaded."""
+    if parse_name(fence.checkpoint) > (meta.position if meta else (0, 0)):
+        found = f"the greatest valid one is ckpt-{meta.name}" if meta else "there is no valid one"
+        raise Refused(
+            f"Redis retired groups for ckpt-{fence.checkpoint}, in {folder} {found}: going on would lose groups",
+            f"bring {folder / f'ckpt-{fence.checkpoint}'} back, or start afresh with --fresh",
+        )
+
+
+def check_digest(meta: Meta, trained: list[int]) -> None:
+    """Raise `Refused` when the ids of the chain are not those whose gradients the weights hold."""
+    digest = TrainedDigest()
+    digest.add(trained)
+    if (digest.count, digest.hexdigest) != (meta.count, meta.digest):
+        raise Refused(f"the log of trained groups does not fit the weights of ckpt-{meta.name}", "run `streamrl audit`")
