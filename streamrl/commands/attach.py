@@ -7,11 +7,13 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from streamrl.commands.rundir import RunDirectory
 from streamrl.errors import Unreachable
 from streamrl.queues.probe import Probe
+
+_PATIENCE: Final = 5.0
 
 if TYPE_CHECKING:
     from streamrl.queues import Ledgers
@@ -97,5 +99,8 @@ async def ledgers(run: RunDirectory) -> AsyncIterator[Ledgers]:
     from streamrl.queues.embedded import running
 
     config = read_saved(run.path / "run.json").config
+    # A person waits: not as patient as a role.
+    redis = config.redis.model_copy(update={"patience": min(_PATIENCE, config.redis.patience)})
+    config = config.model_copy(update={"redis": redis})
     async with running(config.redis, run.path), open_ledgers(config, run.path) as opened:
         yield opened

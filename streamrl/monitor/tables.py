@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from rich.text import Text
 from streamrl.monitor.lines import duration, number, size
 from streamrl.queues.snapshot import LedgerView, Snapshot, StreamView
 
-_GOOD = {"ready": "green", "running": "green", "finished": "green", "stopped": "dim", "starting": "yellow"}
+_GOOD = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "yellow"}
 
 
 def lag_table(snapshot: Snapshot) -> RenderableType:
@@ -101,7 +100,6 @@ class RoleView:
     uptime_seconds: float | None = None
     restarts: int = 0
     version: int | None = None
-    silent_seconds: float | None = None
     progress: Mapping[str, str] | None = None
     last_error: str = ""
 
@@ -109,7 +107,7 @@ class RoleView:
 def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
     """One row per role and the verdict below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION", "SILENT", "PROGRESS"):
+    for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION", "PROGRESS"):
         table.add_column(heading, justify="left" if heading in ("ROLE", "STATE", "PROGRESS") else "right", no_wrap=True)
     for role in roles:
         progress = " ".join(f"{key}={value}" for key, value in (role.progress or {}).items())
@@ -120,12 +118,6 @@ def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
             duration(role.uptime_seconds),
             str(role.restarts),
             "-" if role.version is None else str(role.version),
-            duration(role.silent_seconds),
             Text(role.last_error or progress, style="red" if role.last_error else ""),
         )
     return Group(table, Text(verdict))
-
-
-def stamp(at: float | None = None) -> str:
-    """Local date and time for the head of a page."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

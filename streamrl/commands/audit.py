@@ -1,0 +1,49 @@
+"""`streamrl audit`: the proof that nothing was lost and nothing was trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from streamrl.commands import output
+from streamrl.commands.attach import ledgers
+from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.errors import ExitCode
+from streamrl.runtime.audit import Audit
+from streamrl.runtime.audit import audit as run_audit
+
+SCHEMA = "streamrl.audit/1"
+COUNTS = ("admitted", "trained", "dropped", "dead", "evaluated", "live", "lost", "twice")
+
+
+def audit(chosen: Path | None, *, json: bool) -> int:
+    """Show where every group of a run is; 1 when one was lost or trained twice."""
+    found = asyncio.run(audit_run(find_run(chosen)))
+    if json:
+        output.write_json(SCHEMA, msgspec.to_builtins(found))
+    else:
+        _print(found)
+    return int(ExitCode.OK if found.proved else ExitCode.FAILURE)
+
+
+async def audit_run(run: RunDirectory) -> Audit:
+    """Audit a run, live or stopped."""
+    from streamrl.config import read_saved
+
+    config = read_saved(run.path / "run.json").config
+    async with ledgers(run) as opened:
+        return await run_audit(config, run.path, opened)
+
+
+def _print(found: Audit) -> None:
+    for name in COUNTS:
+        output.write(f"{name:10} {getattr(found, name)}")
+    output.write(f"checkpoint {found.checkpoint or 'none yet'}")
+    for kind, ids in (("lost", found.lost_ids), ("twice", found.twice_ids)):
+        if ids:
+            output.write(f"{kind} ids: {' '.join(ids)}")
+    for fault in found.faults:
+        output.write(f"fault: {fault}")
+    output.write("nothing lost, nothing trained twice" if found.proved else "NOT PROVED: see the ids above")

@@ -1,0 +1,64 @@
+"""What people see of the ledger's bytes: prompts, samples, scores and dead letters as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamrl import wire
+from streamrl.errors import WireError
+from streamrl.queues.records import DeadLetter
+
+
+def prompt_data(data: bytes | None) -> dict[str, Any] | None:
+    """A prompt as plain data; `{"unreadable": why}` for bytes that are no prompt."""
+    if data is None:
+        return None
+    try:
+        prompt = wire.decode(data, wire.Prompt)
+    except WireError as error:
+        return {"unreadable": error.message}
+    return {
+        "text": prompt.text,
+        "answer": prompt.answer,
+        "metadata": prompt.metadata,
+        "line": prompt.line,
+        "tokens": len(prompt.token_ids),
+    }
+
+
+def sample_data(number: int, payload: bytes | None, score: bytes | None, cause: str | None) -> dict[str, Any]:
+    """One response of a group: what was sampled by which versions, what the rewards said, or why it is dead."""
+    found: dict[str, Any] = {"sample": number}
+    try:
+        if payload is not None:
+            sample = wire.decode(payload, wire.Sample)
+            found |= {
+                "text": sample.text,
+                "tokens": len(sample.token_ids),
+                "finish": sample.finish,
+                "versions": [[first, version] for first, version in sample.runs],
+            }
+        if score is not None:
+            value = wire.decode(score, wire.Score)
+            found |= {"score": value.value, "parts": value.parts}
+    except WireError as error:
+        found["unreadable"] = error.message
+    if cause is not None:
+        found["cause"] = cause
+    return found
+
+
+def letter_data(letter: DeadLetter) -> dict[str, Any]:
+    """A dead letter as plain data; `sample` is null for a whole group."""
+    return {
+        "id": letter.entry,
+        "group": letter.gid,
+        "sample": letter.sample,
+        "attempt": letter.attempt,
+        "stage": letter.stage,
+        "why": letter.why,
+        "deliveries": letter.deliveries,
+        "at": letter.at,
+        "detail": letter.detail,
+        "prompt": prompt_data(letter.prompt),
+    }

@@ -1,0 +1,152 @@
+"""`streamrl status`: is every role of the run there and at work?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from streamrl.commands import output
+from streamrl.commands.attach import live_probe
+from streamrl.commands.rolestates import KnownRole, Supervised, read_states
+from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.errors import ExitCode, Unreachable
+from streamrl.queues.snapshot import take
+
+SCHEMA = "streamrl.status/1"
+_NOT_PROGRESS = frozenset({"pid", "host", "version", "at", "started"})
+
+
+def status(chosen: Path | None, *, json: bool, every: float | None) -> int:
+    """Show all roles; with `every` again each so many seconds.
+
+    Returns:
+        0 all roles are ready, 1 some are not, 69 the run is not up.
+    """
+    run = find_run(chosen)
+
+    def once() -> int:
+        data = look(run)
+        if json:
+            output.write_json(SCHEMA, data)
+        else:
+            _print(data)
+        return int(_CODES[data["verdict"]])
+
+    return once() if every is None else output.repeat(every, once)
+
+
+_CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.UNREACHABLE}
+
+
+def look(run: RunDirectory) -> dict[str, Any]:
+    """The content of the envelope: `verdict` (ready, degraded, down), `roles`, and `summary` of a finished run.
+
+    Roles are those of the plan, those the supervisor knows and those on the board of Redis: on other machines roles
+    are started by somebody else, and their heartbeat is all there is.
+    """
+    supervised = read_states(run.path)
+    board, reachable = _board(run)
+    names = list(dict.fromkeys([*_planned(run), *supervised.roles, *sorted(board)]))
+    roles = [_role(name, supervised, board.get(name), reachable=reachable) for name in names]
+    if not reachable and not supervised.alive:
+        verdict = "down"
+    elif all(role["state"] == "ready" for role in roles):
+        verdict = "ready"
+    else:
+        verdict = "degraded"
+    return {
+        "run": run.name,
+        "directory": str(run.path.resolve()),
+        "verdict": verdict,
+        "supervised": supervised.alive,
+        "redis": reachable,
+        "roles": roles,
+        "summary": _summary(run.path),
+    }
+
+
+def _planned(run: RunDirectory) -> list[str]:
+    config = run.config
+    counts = {
+        "learner": config["learner"]["ranks"],
+        "rollout": config["rollout"]["replicas"],
+        "reward": config["reward_worker"]["replicas"],
+        "feeder": 1,
+    }
+    redis = [] if run.redis_url is not None else ["redis"]
+    return redis + [f"{kind}.{index}" for kind, count in counts.items() for index in range(count)]
+
+
+def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], bool]:
+    """What the roles show of themselves, and whether Redis answers; a stopped server is not started for this."""
+    try:
+        probe = live_probe(run)
+        if probe is None:
+            return {}, False
+        with probe:
+            return take(probe, run.name).roles, True
+    except Unreachable:
+        return {}, False
+
+
+def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, reachable: bool) -> dict[str, Any]:
+    known = supervised.roles.get(name) if supervised.alive else None
+    fields = shown or {}
+    version = fields.get("version", "")
+    return {
+        "name": name,
+        "state": _state(name, known, shown, reachable=reachable),
+        "pid": known.pid if known is not None and known.pid is not None else _number(fields.get("pid")),
+        "host": fields.get("host"),
+        "up_seconds": round(time.time() - known.since, 1) if known is not None and known.state == "ready" else None,
+        "restarts": known.restarts if known is not None else 0,
+        "version": _number(version),
+        "reason": known.reason if known is not None else "",
+        "progress": {key: value for key, value in fields.items() if key not in _NOT_PROGRESS},
+    }
+
+
+def _state(name: str, known: KnownRole | None, shown: dict[str, str] | None, *, reachable: bool) -> str:
+    if known is not None:
+        return known.state
+    # Nobody supervises it here: a heartbeat that has not run out is the proof of life.
+    alive = shown is not None or (name == "redis" and reachable)
+    return "ready" if alive else "down"
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+def _summary(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        summary = orjson.loads((run_dir / "summary.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _print(data: dict[str, Any]) -> None:
+    from streamrl.monitor.tables import RoleView, status_table
+
+    views = [
+        RoleView(
+            name=role["name"],
+            state=role["state"],
+            pid=role["pid"],
+            uptime_seconds=role["up_seconds"],
+            restarts=role["restarts"],
+            version=role["version"],
+            progress=role["progress"],
+            last_error=role["reason"],
+        )
+        for role in data["roles"]
+    ]
+    verdict = f"run {data['run']}: {data['verdict']}"
+    if data["verdict"] == "down":
+        finished = data["summary"] is not None
+        verdict += " (finished, see summary.json)" if finished else " (`streamrl up --resume` goes on)"
+    output.console().print(status_table(views, verdict))

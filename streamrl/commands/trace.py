@@ -1,0 +1,117 @@
+"""`streamrl trace GROUP`: one prompt group from its admission to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from streamrl import wire
+from streamrl.commands import output
+from streamrl.commands.attach import ledgers
+from streamrl.commands.letters import letter_data, prompt_data, sample_data
+from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.errors import ExitCode, WireError
+
+SCHEMA = "streamrl.trace/1"
+
+
+def trace(chosen: Path | None, gid: int, *, evaluation: bool, json: bool) -> int:
+    """Show all that Redis and the run's files know of a group; 1 when they know nothing."""
+    run = find_run(chosen)
+    found = asyncio.run(_trace(run, gid, evaluation=evaluation))
+    if json:
+        output.write_json(SCHEMA, found)
+    else:
+        output.write("\n".join(_lines(found)))
+    return int(ExitCode.FAILURE if found["state"] == "unknown" else ExitCode.OK)
+
+
+async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
+    async with ledgers(run) as opened:
+        ledger = opened.evaluation if evaluation else opened.train
+        known = await ledger.trace(gid)
+    found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "state": "unknown", "letters": [], "record": None}
+    if known is not None:
+        found |= {key: value for key, value in known.items() if key not in _BYTES}
+        found["letters"] = [letter_data(letter) for letter in known.get("letters", ())]
+    found.pop("gid", None)
+    if known is not None and "samples" in known:
+        found["prompt"] = prompt_data(known["prompt"])
+        found["responses"] = [
+            sample_data(k, known["payloads"].get(k), known["scores"].get(k), known["causes"].get(k))
+            for k in range(known["samples"])
+        ]
+    record = _evaluated(run.path, gid) if evaluation else _trained(run.path, gid)
+    if record is not None:
+        # The disk is the truth for what was trained; Redis may have been set back since.
+        found["record"] = record
+        if found["state"] in ("unknown", "retired"):
+            found["state"] = "evaluated" if evaluation else "trained"
+    return found
+
+
+_BYTES = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
+
+
+def _trained(run_dir: Path, gid: int) -> dict[str, Any] | None:
+    """The last durable record of a trained group."""
+    path = run_dir / "groups.msgpack"
+    if not path.exists():
+        return None
+    record = None
+    try:
+        for frame in wire.read_frames(path):
+            if frame.get("gid") == gid:
+                record = frame
+    except WireError as error:
+        output.note(f"warning: {error.message}")
+    return record
+
+
+def _evaluated(run_dir: Path, gid: int) -> dict[str, Any] | None:
+    from streamrl.monitor.tail import Tail
+
+    return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == gid), None)
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    kind = "held-out group" if found["evaluation"] else "group"
+    lines = [f"{kind} {found['group']}: {found['state']}{_why(found)}"]
+    facts = ("attempt", "version", "samples", "min_group", "without_payload", "without_score", "crashes")
+    if "attempt" in found:
+        lines.append("  " + "  ".join(f"{key} {found[key]}" for key in facts))
+    if found.get("prompt"):
+        lines.append(f"  prompt  {_short(found['prompt'].get('text', found['prompt']))}")
+    lines.extend("  " + _response(response) for response in found.get("responses", ()))
+    for letter in found["letters"]:
+        who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
+        lines.append(f"  dead {who} in {letter['stage']}: {letter['why']}  ({letter['id']})")
+    if found["record"] is not None:
+        lines.append("  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid"))
+    return lines
+
+
+def _why(found: dict[str, Any]) -> str:
+    return f" ({found['why']})" if "why" in found else ""
+
+
+def _response(response: dict[str, Any]) -> str:
+    parts = [f"response {response['sample']}:"]
+    if "cause" in response:
+        parts.append(f"dead, {response['cause']}")
+    if "tokens" in response:
+        versions = ",".join(f"v{version}" for _, version in response["versions"])
+        parts.append(f"{response['tokens']} tokens ({response['finish']}) by {versions}")
+    elif "cause" not in response:
+        parts.append("not generated yet")
+    if "score" in response:
+        parts.append(f"score {response['score']:g}")
+    if "text" in response:
+        parts.append(_short(response["text"]))
+    return "  ".join(parts)
+
+
+def _short(text: Any, most: int = 100) -> str:
+    shown = repr(text) if isinstance(text, str) else str(text)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."

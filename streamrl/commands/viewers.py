@@ -1,0 +1,201 @@
+"""What `streamrl up` shows meanwhile: a live screen, plain lines, or the logs of all roles with prefixes.
+
+A viewer is a context manager whose `on_event` takes the supervisor's events in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+import orjson
+
+from streamrl.commands import output
+from streamrl.commands.rolestates import KnownRole, RoleStates
+from streamrl.monitor import plain
+from streamrl.monitor.board import Board, RoleState
+from streamrl.monitor.lines import clock, log_line
+from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, StateChanged
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+PLAIN_SECONDS: Final = 5.0
+LIVE_SECONDS: Final = 0.5
+_LOUD: Final = frozenset({"warning", "error", "critical"})
+_BAD_STATES: Final = frozenset({"backoff", "failed"})
+_COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+
+
+class Viewer(ABC):
+    """Base of the viewers: keeps the board and `supervisor.json`, and hands every event on.
+
+    Args:
+        board: what is shown.
+        states: what other shells see.
+    """
+
+    def __init__(self, board: Board, states: RoleStates) -> None:
+        self.board = board
+        self._states = states
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._states.close()
+
+    def on_event(self, event: Event) -> None:
+        """Take one event of the supervisor."""
+        if isinstance(event, StateChanged):
+            known = KnownRole(event.state.value, event.at, event.restarts, event.pid, event.reason, event.exit_code)
+            self._states.note(event.role, known)
+            self.board.role(event.role, RoleState(event.state.value, event.restarts, event.reason))
+        elif isinstance(event, LinesDropped):
+            self.board.event(f"{event.count} log lines not shown; they are in the log files")
+        text, bad = describe(event)
+        if text:
+            self.board.event(text, bad=bad)
+        self.show(event, text, bad=bad)
+
+    @abstractmethod
+    def show(self, event: Event, text: str, *, bad: bool) -> None:
+        """Show an event; `text` is its one-line description, empty for what is only shown in full logs."""
+
+
+def describe(event: Event) -> tuple[str, bool]:
+    """One line for people and whether it is bad news; empty for log lines below a warning and plain state changes."""
+    if isinstance(event, Notice):
+        return f"{event.text}{f' ({event.hint})' if event.hint else ''}", event.error
+    if isinstance(event, DrainStage):
+        return f"draining {', '.join(event.roles)}: up to {event.seconds:.0f} s ({event.advice})", False
+    if isinstance(event, StateChanged) and event.state.value in _BAD_STATES:
+        pause = f", again in {event.pause:.1f} s" if event.pause is not None else ""
+        return f"{event.role} {event.state.value}: {event.reason}{pause}", True
+    if isinstance(event, LogLine) and not event.tail:
+        record = _record(event.line)
+        if record.get("level") in _LOUD:
+            return f"{event.role}: {record.get('event', '')}", record["level"] != "warning"
+    return "", False
+
+
+class LogViewer(Viewer):
+    """Prints every log line with the name of its role, and every change of state."""
+
+    def show(self, event: Event, text: str, *, bad: bool) -> None:
+        """Print one event."""
+        del text, bad
+        if isinstance(event, LogLine):
+            if not event.tail:
+                self._print(event.role, _record(event.line))
+        elif isinstance(event, StateChanged):
+            words = f"{event.state.value}{f': {event.reason}' if event.reason else ''}"
+            self._print(event.role, {"at": event.at, "event": words})
+        else:
+            self._print("supervisor", {"event": describe(event)[0]})
+
+    def _print(self, role: str, record: dict[str, object]) -> None:
+        at = record.get("at")
+        width = max([len("supervisor"), *(len(name) for name, _ in self.board.sorted_roles())])
+        line = log_line(role, float(at) if isinstance(at, (int, float)) else 0.0, record, width)
+        if output.wants_colour(sys.stdout):
+            head, bar, rest = line.partition(" | ")
+            line = f"\x1b[{_COLOURS[sum(role.encode()) % len(_COLOURS)]}m{head}{bar}\x1b[0m{rest}"
+        output.write(line)
+
+
+class _Ticking(Viewer):
+    """A viewer with a thread of its own that looks and shows at a fixed pace."""
+
+    seconds: float
+
+    def __init__(self, board: Board, states: RoleStates) -> None:
+        super().__init__(board, states)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.board.refresh()
+        self.tick()
+        super().__exit__(kind, error, trace)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.seconds):
+            self.board.refresh()
+            self.tick()
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Show the board."""
+
+
+class PlainViewer(_Ticking):
+    """A line every few seconds, and every piece of news, for places without a terminal."""
+
+    seconds = PLAIN_SECONDS
+
+    def show(self, event: Event, text: str, *, bad: bool) -> None:
+        """Print news, and the states of roles as they become ready."""
+        if isinstance(event, StateChanged) and event.state.value == "ready":
+            text = f"{event.role} ready"
+        if text:
+            output.write(f"{'!' if bad else ' '} {clock(time.time())} {text}")
+
+    def tick(self) -> None:
+        """Print the line."""
+        if self.board.progress.steps or self.board.snapshot is not None:
+            output.write(plain.line(self.board))
+
+
+class LiveViewer(_Ticking):
+    """The live screen, redrawn twice a second."""
+
+    seconds = LIVE_SECONDS
+    _live: Live
+
+    def __enter__(self) -> Self:
+        from rich.live import Live
+
+        self._console = output.console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._live.start()
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self._live.stop()
+
+    def show(self, event: Event, text: str, *, bad: bool) -> None:
+        """Nothing: the next redraw shows it."""
+
+    def tick(self) -> None:
+        """Redraw."""
+        from streamrl.monitor.screen import render
+
+        self._live.update(render(self.board, self._console.width), refresh=True)
+
+
+def _record(line: bytes) -> dict[str, object]:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        record = None
+    return record if isinstance(record, dict) else {"event": line.decode(errors="replace")}
