@@ -31,6 +31,21 @@ from streamrl.queues.records import (
     ScoreOutcome,
 )
 
+__all__ = [
+    "Admission",
+    "AdmitOutcome",
+    "ClosedGroup",
+    "DeadLetter",
+    "Fence",
+    "Lease",
+    "LeasedSample",
+    "Ledger",
+    "LedgerState",
+    "OpenWork",
+    "ReplayOutcome",
+    "ScoreOutcome",
+]
+
 MAX_DETAIL: Final = 4096
 """Bytes of a traceback that a dead letter keeps: its end, where the exception is."""
 MAX_WHY: Final = 256

@@ -1,0 +1,137 @@
+"""What every role's coroutine gets: its configuration, the ledgers, the stop signal, and a voice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate
+from streamrl.queues.ledgers import Ledgers, open_ledgers
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS: Final = 1.0
+BEAT_TTL: Final = 10.0
+"""Seconds after which a silent role vanishes from the board."""
+
+
+@dataclass
+class Role:
+    """One role of a run, as its coroutine sees it: `async def run_feeder(role: Role) -> None`.
+
+    Attributes:
+        name: `feeder`, `rollout.0`, ...
+        config: of the run.
+        run_dir: of the run.
+        ledgers: connected.
+        stop: set by the first SIGTERM: drain and return.
+        status: shown on the board of roles next to pid, host and state; version, progress numbers.
+    """
+
+    name: str
+    config: RunConfig
+    run_dir: Path
+    ledgers: Ledgers
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    status: dict[str, int | float | str] = field(default_factory=dict)
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _records: int | None = None
+    _began: float = field(default_factory=time.time)
+
+    def ready(self) -> None:
+        """Say that the role can do work. A repeat changes nothing."""
+        if not self._ready.is_set():
+            logger.info("role ready", extra={"role": self.name, "seconds": round(time.time() - self._began, 3)})
+        self._ready.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `ready` was called."""
+        return self._ready.is_set()
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Append one line to `metrics/<name>.jsonl`, with `at` (wall clock) and `mono` (monotonic clock), in seconds.
+
+        One write per line, so that a line is whole after a kill; numbers that are not finite become null. Safe from any
+        thread.
+
+        Raises:
+            CannotCreate: the file cannot be written (full disk).
+        """
+        data = {"at": time.time(), "mono": time.monotonic(), **line}
+        try:
+            if self._records is None:
+                path = self.run_dir / "metrics" / f"{self.name}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._records = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(self._records, orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+        except OSError as error:
+            raise CannotCreate(f"metrics of {self.name}: {error}", "check space and permissions") from error
+
+    async def beat(self) -> None:
+        """Write one heartbeat to the board of roles."""
+        state = "draining" if self.stop.is_set() else "ready" if self.is_ready else "starting"
+        fields: dict[str, int | float | str] = {
+            **self.status,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "state": state,
+            "started": self._began,
+            "beat": time.time(),
+        }
+        await self.ledgers.roles.beat(self.name, fields, BEAT_TTL)
+
+    async def keep_beating(self) -> None:
+        """Write a heartbeat each second, and at once when the role becomes ready. Runs until it is cancelled.
+
+        Raises:
+            Unreachable: Redis was away for longer than `redis.patience`: the role cannot go on.
+        """
+        while True:
+            await self.beat()
+            if self.is_ready:
+                await asyncio.sleep(BEAT_SECONDS)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await self._ready.wait()
+
+    def close(self) -> None:
+        """Close the file of records. A repeat changes nothing."""
+        if self._records is not None:
+            os.close(self._records)
+            self._records = None
+
+
+@contextlib.asynccontextmanager
+async def open_role(
+    name: str, config: RunConfig, run_dir: Path, stop: asyncio.Event | None = None
+) -> AsyncIterator[Role]:
+    """Connect to the run and give a role its heartbeat for the length of this block.
+
+    When the heartbeat fails (Redis away for too long) the block is cancelled and the error raised from here.
+    """
+    async with open_ledgers(config, run_dir) as ledgers:
+        role = Role(name, config, run_dir, ledgers, stop or asyncio.Event())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(role.keep_beating(), name=f"heartbeat {name}")
+                yield role
+                beating.cancel()
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+        finally:
+            role.close()
