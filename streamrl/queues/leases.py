@@ -75,7 +75,8 @@ class Leases:
         stage: `prompts` or `rollouts`.
         consumer: name of the role; the name in Redis gets a nonce.
         config: lease seconds, longest hold, deliveries.
-        width: handlers at the same time. With several ledgers, one more each may be taken when a single place is free.
+        width: handlers at the same time; a function is asked each time, for work of unequal size. With several
+            ledgers, one more each may be taken when a single place is free.
         handle: does the work of one lease and settles it in the ledger (emit, score, fail). It is cancelled when the
             lease is lost, was held for too long, or the drain is over. An exception other than a cancellation is
             logged and ends `run`: a handler turns failures of the work into dead letters itself. Work that it leaves
@@ -89,7 +90,7 @@ class Leases:
         stage: Literal["prompts", "rollouts"],
         consumer: str,
         config: LeaseConfig,
-        width: int,
+        width: int | Callable[[], int],
         handle: Callable[[Lease], Awaitable[None]],
         *,
         drain: float = 30.0,
@@ -100,7 +101,7 @@ class Leases:
         self._connection = ledgers[0].connection
         self._config = config
         self._idle_ms = int(config.seconds * 1000)
-        self._width = width
+        self._width = (lambda: width) if isinstance(width, int) else width
         self._handle = handle
         self._drain_seconds = drain
         self._held: dict[_Place, _Held] = {}
@@ -151,7 +152,7 @@ class Leases:
             try:
                 if await self._adopt_strays() or await self._take_over():
                     continue
-                room = self._width - len(self._held)
+                room = self._width() - len(self._held)
                 if room > 0:
                     await self._read(room)
                 else:
@@ -256,7 +257,7 @@ class Leases:
 
     async def _adopt_strays(self) -> bool:
         """Begin entries that are pending as ours without our knowing: the reply that gave them to us was lost."""
-        if not self._strays or len(self._held) >= self._width:
+        if not self._strays or len(self._held) >= self._width():
             return False
         place, deliveries = self._strays.pop()
         if place in self._held:
@@ -275,7 +276,7 @@ class Leases:
                 await self._bury(held, f"{before} holders died of it")
             return True
         if count <= _TOGETHER:
-            if len(self._held) >= self._width:
+            if len(self._held) >= self._width():
                 return False
             fields = await self._claim(place, before, count)
             held = await self._hold(place, fields, count) if fields is not None else None
