@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from streamrl.errors import ExitCode, StreamrlError
+from streamrl.errors import ExitCode, StreamrlError, unwrap
 
 app = typer.Typer(
     name="streamrl",
@@ -67,7 +67,7 @@ EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. learner.lr=1e-6.")
 ]
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file; the defaults if left out.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file.")]
 
 
 @app.callback()
@@ -294,14 +294,14 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(_global_first(list(arguments)), prog_name="streamrl", standalone_mode=False)
     except StreamrlError as error:
-        if _debug[0]:
-            _traceback()
-        _complain(error.message, error.hint)
-        return int(error.exit_code)
+        return _report(error)
     except BrokenPipeError:
         # The reader at the other end of the pipe has what it wants (`streamrl logs | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return int(ExitCode.OK)
+    except BaseExceptionGroup as group:
+        cause = unwrap(group)
+        return _report(cause) if isinstance(cause, StreamrlError) else _unexpected(cause)
     except Exception as error:  # noqa: BLE001 - the last reader of every exception
         return _unexpected(error)
     return int(code or 0)
@@ -329,7 +329,14 @@ def _global_first(arguments: list[str]) -> list[str]:
     return front + rest
 
 
-def _unexpected(error: Exception) -> int:
+def _report(error: StreamrlError) -> int:
+    if _debug[0]:
+        _traceback()
+    _complain(error.message, error.hint)
+    return int(error.exit_code)
+
+
+def _unexpected(error: BaseException) -> int:
     """Render what is no error of ours: a wrong command line (2), or a bug (70)."""
     render = getattr(error, "format_message", None)
     if type(error).__name__ == "NoArgsIsHelpError":

@@ -16,7 +16,7 @@ from streamrl.errors import ExitCode, Unreachable
 from streamrl.queues.snapshot import take
 
 SCHEMA = "streamrl.status/1"
-_NOT_PROGRESS = frozenset({"pid", "host", "version", "at", "started"})
+_NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat"})
 
 
 def status(chosen: Path | None, *, json: bool, every: float | None) -> int:
@@ -95,15 +95,14 @@ def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], bool]:
 def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, reachable: bool) -> dict[str, Any]:
     known = supervised.roles.get(name) if supervised.alive else None
     fields = shown or {}
-    version = fields.get("version", "")
     return {
         "name": name,
         "state": _state(name, known, shown, reachable=reachable),
         "pid": known.pid if known is not None and known.pid is not None else _number(fields.get("pid")),
         "host": fields.get("host"),
-        "up_seconds": round(time.time() - known.since, 1) if known is not None and known.state == "ready" else None,
+        "up_seconds": _up_seconds(known, fields),
         "restarts": known.restarts if known is not None else 0,
-        "version": _number(version),
+        "version": _number(fields.get("version")),
         "reason": known.reason if known is not None else "",
         "progress": {key: value for key, value in fields.items() if key not in _NOT_PROGRESS},
     }
@@ -113,8 +112,15 @@ def _state(name: str, known: KnownRole | None, shown: dict[str, str] | None, *, 
     if known is not None:
         return known.state
     # Nobody supervises it here: a heartbeat that has not run out is the proof of life.
-    alive = shown is not None or (name == "redis" and reachable)
-    return "ready" if alive else "down"
+    if shown is not None:
+        return shown.get("state", "ready")
+    return "ready" if name == "redis" and reachable else "down"
+
+
+def _up_seconds(known: KnownRole | None, shown: dict[str, str]) -> float | None:
+    if "started" in shown:
+        return round(time.time() - float(shown["started"]), 1)
+    return round(time.time() - known.since, 1) if known is not None and known.state == "ready" else None
 
 
 def _number(text: str | None) -> int | None:

@@ -1,0 +1,128 @@
+"""The end of a finished run: audit, measurement, table, picture, and what to try next."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final, Self
+
+from streamrl.commands import output
+from streamrl.commands.audit import audit_run
+from streamrl.commands.rundir import find_run
+from streamrl.config import RunConfig
+from streamrl.monitor.lines import duration, number, percent
+from streamrl.runtime.audit import Audit
+from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, write_summary
+
+_NOTE_EVERY: Final = 0.25
+
+
+def finish(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+    """Audit the run, write its summary and its picture, print the table; returns the summary.
+
+    Raises:
+        StreamrlError: as `write_summary`.
+    """
+    found = asyncio.run(audit_run(find_run(run_dir)))
+    counts = {name: getattr(found, name) for name in ("admitted", "trained", "dropped", "dead", "evaluated")}
+    with Measuring() as measuring:
+        summary = asyncio.run(write_summary(config, run_dir, counts, measuring.on_progress))
+    show(config, run_dir, summary, found)
+    return summary
+
+
+class Measuring:
+    """Progress of the measurement: a bar on a terminal, elsewhere a line at each quarter. On stderr."""
+
+    def __init__(self) -> None:
+        import sys
+
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            TextColumn("measuring the {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=output.console(sys.stderr),
+            disable=not sys.stderr.isatty(),
+        )
+        self._plain = not sys.stderr.isatty()
+        self._tasks: dict[str, Any] = {}
+        self._noted: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def on_progress(self, label: str, done: int, total: int) -> None:
+        """Show that `done` of `total` responses of a measurement are there."""
+        if self._plain:
+            if done / total >= self._noted.get(label, 0.0) + _NOTE_EVERY:
+                self._noted[label] = done / total
+                output.note(f"measuring the {label}: {done}/{total}")
+            return
+        if label not in self._tasks:
+            self._tasks[label] = self._bar.add_task(label, total=total)
+        self._bar.update(self._tasks[label], completed=done)
+
+
+def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit) -> None:
+    """Print the table, the places of the files and the next three commands."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="left")
+    for label, value in rows(summary):
+        table.add_row(label, value)
+    console = output.console()
+    console.print()
+    console.print(table)
+    if not found.proved:
+        console.print(f"AUDIT: {found.lost} lost, {found.twice} trained twice", style="bold red")
+    output.write("")
+    output.write(f"learning curve  {run_dir / CURVE_FILE}")
+    output.write(f"figures         {run_dir / SUMMARY_FILE}")
+    if (run_dir / "model").is_dir():
+        output.write(f"trained model   {run_dir / 'model'}")
+    output.write("")
+    output.write("next:")
+    for command in next_commands(config, run_dir):
+        output.write(f"  {command}")
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Label and value of each line of the table."""
+    groups = " / ".join(str(summary[f"groups_{name}"]) for name in ("admitted", "trained", "dropped", "dead"))
+    sampled = percent(summary["share_of_tokens_sampled_during_learner_steps"])
+    return [
+        ("held-out accuracy before", _accuracy(summary["accuracy_before"])),
+        ("held-out accuracy after", _accuracy(summary["accuracy_after"])),
+        ("training", f"{duration(summary['train_seconds'])}, {summary['steps']} steps"),
+        ("completion tokens per second", number(summary["completion_tokens_per_second"])),
+        ("samples per second", number(summary["samples_per_second"])),
+        ("learner waited", percent(summary["learner_idle_fraction"])),
+        ("rollouts waited", percent(summary["rollout_idle_fraction"])),
+        ("tokens sampled during learner steps", sampled),
+        ("staleness, mean / max", f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}"),
+        ("samples that span versions", str(summary["samples_spanning_versions"])),
+        ("groups admitted / trained / dropped / dead", groups),
+        ("held-out groups evaluated", str(summary["groups_evaluated"])),
+    ]
+
+
+def next_commands(config: RunConfig, run_dir: Path) -> list[str]:
+    """Three commands worth a try after this run."""
+    group = max(0, config.learner.groups_per_step - 1)
+    return [
+        f"streamrl audit --run {run_dir}",
+        f"streamrl trace {group} --run {run_dir}",
+        f"streamrl lag --run {run_dir}",
+    ]
+
+
+def _accuracy(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"

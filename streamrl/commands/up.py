@@ -1,0 +1,168 @@
+"""`streamrl up`: prepare a run, supervise it, show it, and say at the end what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from streamrl.commands import output
+from streamrl.commands.attach import live_probe
+from streamrl.commands.rolestates import RoleStates
+from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
+from streamrl.config import LoadedConfig, RunConfig, load, read_saved
+from streamrl.errors import ExitCode, Unreachable, UsageError
+from streamrl.monitor.board import Board, Goal
+from streamrl.queues.probe import Probe
+from streamrl.queues.snapshot import Snapshot, take
+from streamrl.runtime.launch import PreparedRun, describe, prepare_run
+from streamrl.runtime.logs import log_as_json
+from streamrl.runtime.preflight import check_all
+from streamrl.runtime.supervisor import Outcome, supervise
+
+DEFAULT_FILE: Final = Path("run.yaml")
+RUNS: Final = Path("runs")
+VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
+
+
+def up(
+    file: Path | None,
+    run: Path | None,
+    overrides: Sequence[str],
+    *,
+    dry_run: bool,
+    fresh: bool,
+    resume: bool,
+    screen: str,
+) -> int:
+    """Run a whole run on this machine.
+
+    The run file is `file`, else `run.yaml` when there is one; with `resume` and neither, the run goes on as it is.
+
+    Returns:
+        0 finished, or drained after the first Ctrl-C; 1 a role failed for good (78, 73: configuration, disk); 130 or
+        143 cut short by a second signal.
+
+    Raises:
+        StreamrlError: configuration, data, model or directory do not allow the start.
+    """
+    loaded, run_dir = _configuration(file, run, overrides, resume=resume)
+    if dry_run:
+        return _plan(loaded, run_dir)
+    prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume)
+    _announce(prepared)
+    outcome = _supervise(prepared, screen)
+    if not outcome.finished:
+        if outcome.exit_code == ExitCode.OK:
+            output.note(f"stopped; go on with: streamrl up --resume --run {prepared.run_dir}")
+        else:
+            _explain(prepared.run_dir, outcome)
+        return int(outcome.exit_code)
+    from streamrl.commands.finish import finish
+
+    finish(prepared.config, prepared.run_dir)
+    return int(outcome.exit_code)
+
+
+def _configuration(
+    file: Path | None, run: Path | None, overrides: Sequence[str], *, resume: bool
+) -> tuple[LoadedConfig, Path | None]:
+    if file is None and resume:
+        if overrides:
+            raise UsageError("--set changes a run file: name it", "streamrl up RUN.yaml --resume --set ...")
+        found = find_run(run)
+        return read_saved(found.path / "run.json"), found.path
+    if file is None and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    if file is None and not overrides:
+        raise UsageError("no run file", "name one, write one with `streamrl init`, or go on with --resume")
+    return load(file, overrides), run
+
+
+def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
+    """Print what would be started, the checks and the configuration; the first failed check decides the exit code."""
+    from streamrl.commands.config import leaves, origin_of
+
+    folder = run_dir if run_dir is not None else RUNS / loaded.config.name
+    output.write(f"run {loaded.config.name} in {folder}")
+    for line in describe(loaded.config, folder):
+        output.write(f"start  {line}")
+    checks = check_all(loaded.config, folder)
+    for check in checks:
+        output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
+    for key, value in leaves(loaded.config.model_dump(mode="json")):
+        output.write(f"value  {key} = {value!r}  ({origin_of(loaded, key)})")
+    failed = next((check.error for check in checks if check.error is not None), None)
+    if failed is not None:
+        raise failed
+    return 0
+
+
+def _announce(prepared: PreparedRun) -> None:
+    output.note(f"run {prepared.config.name} in {prepared.run_dir}{' (resumed)' if prepared.resumed else ''}")
+    if prepared.put_aside is not None:
+        output.note(f"what was there before is in {prepared.put_aside}")
+    for key in prepared.changed:
+        output.note(f"changed since the last start: {key}")
+
+
+def _supervise(prepared: PreparedRun, screen: str) -> Outcome:
+    _log_to(prepared.run_dir / "logs" / "supervisor.jsonl")
+    if screen == "auto":
+        screen = "live" if sys.stdout.isatty() else "plain"
+    board = Board(
+        name=prepared.config.name,
+        run_dir=prepared.run_dir,
+        goal=_goal(prepared.config),
+        look=Look(find_run(prepared.run_dir)),
+    )
+    with VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
+        return asyncio.run(supervise(prepared.config, prepared.run_dir, viewer.on_event))
+
+
+def _goal(config: RunConfig) -> Goal:
+    return Goal(
+        steps=config.learner.steps,
+        accuracy=config.learner.stop_at_accuracy,
+        round_responses=config.evaluation.prompts * config.evaluation.samples,
+    )
+
+
+class Look:
+    """Takes snapshots of a run over one connection; None while Redis is away."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._probe: Probe | None = None
+
+    def __call__(self) -> Snapshot | None:
+        """One look."""
+        try:
+            if self._probe is None:
+                self._probe = live_probe(self._run)
+            if self._probe is None:
+                return None
+            return take(self._probe, self._run.name, self._run.budget, self._run.hard_cap)
+        except Unreachable:
+            if self._probe is not None:
+                self._probe.close()
+            self._probe = None
+            return None
+
+
+def _log_to(path: Path) -> None:
+    """Send the supervisor's own log to a file of its own: the terminal belongs to the screen."""
+    log_as_json("supervisor")
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(path.open("a"))
+
+
+def _explain(run_dir: Path, outcome: Outcome) -> None:
+    forced = outcome.exit_code in {ExitCode.INTERRUPTED, ExitCode.TERMINATED}
+    output.note(f"{'cut short' if forced else 'error: the run failed'}: {outcome.reason}")
+    output.note(f"hint: streamrl logs --run {run_dir}; go on with: streamrl up --resume --run {run_dir}")
