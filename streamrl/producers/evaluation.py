@@ -19,8 +19,8 @@ from streamrl.producers.admission import Admitter, Terms
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
 from streamrl.producers.versions import VersionBell
+from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
-from streamrl.queues.role import Role
 from streamrl.wire import Prompt, Sample, Score, decode
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_p
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.producers.versions import VersionBell
+from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome
-from streamrl.queues.role import Role
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
@@ -134,7 +134,7 @@ class Training:
     async def _stopped(self) -> None:
         dead = (await self._ledger.state()).dead
         words = f"stopped: {dead} dead letters"
-        if self._role.status.get("state") != words:
+        if self._role.status.get("admission") != words:
             logger.error(
                 "too many dead letters, admission stopped",
                 extra={
@@ -148,7 +148,7 @@ class Training:
 
     def _show(self, state: str) -> None:
         cursor = self._admitter.cursor
-        self._role.status.update(admitted=cursor, epoch=cursor // len(self._data), state=state)
+        self._role.status.update(admitted=cursor, epoch=cursor // len(self._data), admission=state)
 
 
 def train_fingerprint(config: RunConfig, data: PromptSet) -> str:

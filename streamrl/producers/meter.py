@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from streamrl.producers.engines.contract import EngineLoad
-from streamrl.queues.role import Role
+from streamrl.queues import Role
 
 TICK_SECONDS: Final = 0.05
 RECORD_SECONDS: Final = 1.0

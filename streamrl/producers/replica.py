@@ -19,15 +19,12 @@ from collections.abc import Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from streamrl.config import RunConfig
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
 from streamrl.producers.engines import make_engine
 from streamrl.producers.engines.contract import Completion, Engine, Request
-from streamrl.producers.evaluation import evaluation_budget
 from streamrl.producers.meter import Meter
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.queues import Lease, Leases
-from streamrl.queues.role import Role
+from streamrl.queues import Lease, Leases, Role
 from streamrl.weight_sync import Follower, Manifest
 from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
 
@@ -37,7 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
 _LOOKAHEAD: Final = 4
-"""One more leased prompt for each so many in the engine: the next ones are there before a slot is free."""
+"""One more sample is leased for each so many slots: the next ones are there before a slot is free."""
+_DRAIN_SHARE: Final = 0.25
+"""Part of the run's drain in which a replica finishes what is in flight; the rest is for those after it."""
 
 
 async def run_rollout(role: Role) -> None:
@@ -75,13 +74,21 @@ def _earlier_output(role: Role) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def lease_width(config: RunConfig) -> int:
-    """Return how many prompts a replica holds: enough for every slot of its engine, and a few more."""
-    full = math.ceil(config.engine.slots / config.sampling.group_size)
-    ahead = math.ceil(full / _LOOKAHEAD)
-    if not config.evaluation.every:
-        return full + ahead
-    return full + ahead + math.ceil(evaluation_budget(config) / config.rollout.replicas)
+def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:
+    """Return how many prompts a replica may hold: enough for every slot of its engine, and a quarter more.
+
+    Prompts need unequal numbers of samples (a held-out one, or a group of which some exist already, needs fewer), so
+    samples are counted, not prompts.
+
+    Args:
+        held: prompts held now.
+        unopened: those among them of which it is not known yet what is missing; each counts as a whole group.
+        samples: samples that the others still miss.
+        slots: responses that the engine decodes at the same time.
+        group_size: samples of a whole group.
+    """
+    free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
+    return held + max(0, math.ceil(free / group_size))
 
 
 class Replica:
@@ -100,6 +107,8 @@ class Replica:
         self._engine = engine
         self._tokenizer = tokenizer
         self._numbers = count()
+        self._missing = 0
+        self._opened = 0
         self._follower = Follower(
             role.ledgers.weights, config.weights, self._apply, run=config.name, run_dir=role.run_dir
         )
@@ -108,8 +117,9 @@ class Replica:
             "prompts",
             role.name,
             config.lease,
-            width=lease_width(config),
+            width=self._width,
             handle=self.answer,
+            drain=_DRAIN_SHARE * config.supervisor.drain_deadline,
         )
 
     async def run(self) -> None:
@@ -142,9 +152,23 @@ class Replica:
         except WireError as error:
             await lease.ledger.fail_prompt(lease, "not a prompt", str(error))
             return
-        async with asyncio.TaskGroup() as group:
-            for sample in work.missing:
-                group.create_task(self._answer_one(lease, prompt, sample))
+        self._opened += 1
+        self._missing += len(work.missing)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for sample in work.missing:
+                    group.create_task(self._answer_one(lease, prompt, sample)).add_done_callback(self._ended)
+        finally:
+            self._opened -= 1
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._missing -= 1
+        self._leases.recount()
+
+    def _width(self) -> int:
+        held = self._leases.held
+        config = self._config
+        return lease_width(held, held - self._opened, self._missing, config.engine.slots, config.sampling.group_size)
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""

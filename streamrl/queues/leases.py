@@ -25,6 +25,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from streamrl.config import LeaseConfig
@@ -101,7 +102,7 @@ class Leases:
         self._connection = ledgers[0].connection
         self._config = config
         self._idle_ms = int(config.seconds * 1000)
-        self._width = (lambda: width) if isinstance(width, int) else width
+        self._width: Callable[[], int] = partial(int, width) if isinstance(width, int) else width
         self._handle = handle
         self._drain_seconds = drain
         self._held: dict[_Place, _Held] = {}
@@ -118,6 +119,10 @@ class Leases:
     def held(self) -> int:
         """Pieces of work that this process holds now."""
         return len(self._held)
+
+    def recount(self) -> None:
+        """Ask the `width` function again at once, not at the next look: some work within a lease has ended."""
+        self._freed.set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lease and handle work until `stop`; then wait up to `drain` seconds for it and hand the rest back.

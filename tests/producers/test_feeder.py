@@ -1,0 +1,189 @@
+"""The feeder neither skips nor repeats a prompt, whoever is killed, and never goes over the budget."""
+
+import asyncio
+import random
+
+import pytest
+from producer_kit import Hands, kill, until, write_prompts
+
+from streamrl.errors import DataError, Refused
+from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.feeder import run_feeder
+from streamrl.producers.tokenizer import Tokenizer
+
+
+def expected(run, count):
+    """What each group must ask, from the pure function alone."""
+    config = run.config
+    data = load_prompts(config.data.train, Tokenizer.load(config.model), Limits(16, 64))
+    return {gid: [f"p{data.index(gid, config.seed, shuffle=config.data.shuffle)}"] for gid in range(count)}
+
+
+async def test_all_epochs_in_order_within_the_budget_and_the_end_is_announced(run):
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admission") == "full")
+            state = await ledgers.train.state()
+            assert (state.cursor, state.live) == (4, 4) == (run.config.budget, run.config.budget)
+            for _ in range(20):
+                await hands.step()
+                state = await ledgers.train.state()
+                assert state.live - state.held <= run.config.budget
+                if state.done is not None:
+                    break
+            await until(lambda: role.status["admission"] == "end of data")
+            await hands.step()
+            assert (role.status["admitted"], role.status["epoch"]) == (10, 2)
+    assert hands.prompts == expected(run, 10)
+    assert sorted(text for [text] in list(hands.prompts.values())[:5]) == ["p0", "p1", "p2", "p3", "p4"]
+
+
+async def test_a_clean_restart_goes_on_at_the_cursor(run):
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        for want in (4, 8, 10):
+            async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+                await until(lambda want=want, role=role: role.status.get("admitted") == want)
+            await hands.step()
+    assert hands.prompts == expected(run, 10)
+
+
+@pytest.mark.slow
+async def test_kill_9_of_the_feeder_at_any_moment(run):
+    run.set("data", epochs=20).set("learner", groups_per_step=8)
+    choice = random.Random(5)
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        process, kills = None, 0
+        try:
+            while (await ledgers.train.state()).done is None:
+                if process is None:
+                    process = run.spawn("streamrl.producers.feeder:run_feeder", "feeder.0")
+                before = (await ledgers.train.state()).cursor
+                assert process.poll() is None
+                await until(lambda before=before: moved(ledgers.train, before))
+                if kills < 3:  # somewhere in the middle of a burst of admissions
+                    await hands.step()
+                    await asyncio.sleep(choice.random() * 0.01)
+                    await asyncio.to_thread(kill, process)
+                    process, kills = None, kills + 1
+                while await hands.answer() or await hands.score():
+                    pass
+                await hands.publish()
+                await hands.retire()
+        finally:
+            if process is not None:
+                kill(process)
+        await hands.step()
+        assert (await ledgers.train.state()).live == 0
+    assert kills == 3
+    assert hands.prompts == expected(run, 100)
+
+
+async def moved(ledger, cursor):
+    state = await ledger.state()
+    return state.done is not None or state.cursor > cursor
+
+
+async def test_other_data_another_seed_or_group_size_are_refused(run):
+    async with run.open() as ledgers:
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admitted") == 4)
+        run.set("data", epochs=3)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admission") == "full")  # one more epoch is the same data
+        for section, key, value in ((None, "seed", 1), ("sampling", "group_size", 3), ("data", "shuffle", False)):
+            before = run.overrides if section is None else run.overrides[section]
+            old = before.get(key)
+            run.set(section, **{key: value})
+            with pytest.raises(Refused) as caught:
+                await run_feeder(run.role("feeder.0", ledgers))
+            assert caught.value.exit_code == 78
+            before.pop(key) if old is None else before.update({key: old})
+        write_prompts(run.train, 6)
+        with pytest.raises(Refused):
+            await run_feeder(run.role("feeder.0", ledgers))
+        run.train.write_text("{")
+        with pytest.raises(DataError, match=r"train\.jsonl:1"):
+            await run_feeder(run.role("feeder.0", ledgers))
+        assert (await ledgers.train.state()).cursor == 4
+
+
+async def test_dead_letters_stop_admission_without_ending_the_feeder(run, caplog):
+    run.set(None, max_dead=2)
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, task):
+            await until(lambda: role.status.get("admission") == "full")
+            for lease in await hands.lease(ledgers.train.keys.prompts):
+                await ledgers.train.fail_prompt(lease, "broken")
+            await until(lambda: str(role.status["admission"]).startswith("stopped: "))
+            assert not task.done()
+            cursor = (await ledgers.train.state()).cursor
+            assert "too many dead letters" in caplog.text
+            await ledgers.train.drop_dead([letter.entry for letter in await ledgers.train.dead_letters()])
+            await until(lambda: moved(ledgers.train, cursor))
+            await until(lambda: role.status["admission"] == "full")
+
+
+async def test_redis_goes_back_in_time_and_the_same_prompts_come_again(run):
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        read = ledgers.connection.read
+        keys = ledgers.train.keys
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            while (await ledgers.train.state()).done is None:
+                await hands.step()
+            await until(lambda: role.status.get("admission") == "end of data")
+            await hands.step()
+            await read("HSET", keys.state, "cursor", "7")  # as after a failover: the last three were never admitted
+            await read("HDEL", keys.state, "done")
+            again = Hands(ledgers.train)
+            await until(lambda: finished(ledgers.train))
+            while await again.answer():
+                pass
+    assert again.prompts == {gid: prompt for gid, prompt in expected(run, 10).items() if gid >= 7}
+
+
+async def finished(ledger):
+    return (await ledger.state()).done == 10
+
+
+async def test_redis_is_killed_under_the_feeder(run):
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admission") == "full")
+            run.redis_run.kill()
+            await asyncio.to_thread(run.redis_run.restart)
+            while (await ledgers.train.state()).done is None:
+                await hands.step()
+            await hands.step()
+    texts = {gid: set(prompts) for gid, prompts in hands.prompts.items()}
+    assert texts == {gid: set(prompts) for gid, prompts in expected(run, 10).items()}
+
+
+async def test_room_is_filled_at_once_and_waiting_is_cheap(run):
+    """Counted, not timed: a step's room is filled in two calls of one burst each; a full ledger is asked rarely."""
+    run.set("data", epochs=50).set("learner", groups_per_step=8)
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admission") == "full")
+            asked = []
+            admit = ledgers.train.admit
+
+            async def counted(**arguments):
+                asked.append(arguments["cursor"])
+                return await admit(**arguments)
+
+            ledgers.train.admit = counted
+            await asyncio.sleep(0.5)
+            assert 5 <= len(asked) <= 25  # 5, 10, 20, 40, 50, 50 ... ms
+            asked.clear()
+            before = role.status["admitted"]
+            await hands.step()
+            await until(lambda: role.status["admitted"] == before + 16)
+            assert len(asked) <= 3 * 32
+            assert set(range(before, before + 16)) <= set(asked)
