@@ -51,6 +51,7 @@ class ScreenChoice(StrEnum):
 class Stage(StrEnum):
     """Roles that `run` starts."""
 
+    redis = "redis"
     feeder = "feeder"
     rollout = "rollout"
     reward = "reward"
@@ -123,7 +124,7 @@ def run_role(
     """Run one role of a run in this process: what the supervisor, Ray or Kubernetes start."""
     from streamrl.commands.role import role as command
 
-    return command(role.value, run, index)
+    command(role.value, run, index)
 
 
 @app.command()

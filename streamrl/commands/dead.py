@@ -13,6 +13,7 @@ from streamrl.commands.attach import ledgers
 from streamrl.commands.letters import letter_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
+from streamrl.monitor.lines import printable
 from streamrl.queues.records import DeadLetter, ReplayOutcome
 
 LIST_SCHEMA = "streamrl.dead/1"
@@ -30,7 +31,7 @@ def ls(chosen: Path | None, *, limit: int, evaluation: bool, json: bool) -> int:
         return 0
     for letter in shown:
         who = "whole group" if letter.sample is None else f"sample {letter.sample}"
-        output.write(f"{letter.entry:18}  group {letter.gid}  {who}  {letter.stage}  {letter.why}")
+        output.write(f"{letter.entry:18}  group {letter.gid}  {who}  {letter.stage}  {printable(letter.why)}")
     if len(letters) > len(shown):
         output.note(f"{len(letters) - len(shown)} more; -n shows them")
     if not letters:
@@ -52,7 +53,7 @@ def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> in
     for key, value in (data["prompt"] or {}).items():
         output.write(f"prompt {key}  {value!r}")
     if letter.detail:
-        output.write(letter.detail.rstrip())
+        output.write("\n".join(printable(line) for line in letter.detail.splitlines()))
     return 0
 
 

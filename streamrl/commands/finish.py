@@ -120,7 +120,7 @@ def next_commands(config: RunConfig, run_dir: Path) -> list[str]:
     return [
         f"streamrl audit --run {run_dir}",
         f"streamrl trace {group} --run {run_dir}",
-        f"streamrl lag --run {run_dir}",
+        "streamrl init my-run",
     ]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 from streamrl.commands.rundir import find_run
 
 
-def role(kind: str, chosen: Path | None, index: int) -> int:
-    """Run one role until it is finished or stopped; returns the exit code of the child protocol (docs/cli.md)."""
-    from streamrl.runtime.roles import serve
+def role(kind: str, chosen: Path | None, index: int) -> NoReturn:
+    """Run one role until it is finished or stopped; the process ends with the code of the child protocol."""
+    from streamrl.runtime.roles import run
 
-    return int(serve(kind, index, find_run(chosen).path))
+    run(kind, index, find_run(chosen).path)

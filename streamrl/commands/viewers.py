@@ -18,7 +18,7 @@ from streamrl.commands import output
 from streamrl.commands.rolestates import KnownRole, RoleStates
 from streamrl.monitor import plain
 from streamrl.monitor.board import Board, RoleState
-from streamrl.monitor.lines import clock, log_line
+from streamrl.monitor.lines import clock, log_line, printable
 from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, StateChanged
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def describe(event: Event) -> tuple[str, bool]:
     if isinstance(event, LogLine) and not event.tail:
         record = _record(event.line)
         if record.get("level") in _LOUD:
-            return f"{event.role}: {record.get('event', '')}", record["level"] != "warning"
+            return printable(f"{event.role}: {record.get('event', '')}"), record["level"] != "warning"
     return "", False
 
 

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 _SHOWN_ELSEWHERE: Final = frozenset({"at", "time", "mono", "role", "level", "event", "logger", "message", "exception"})
 
+_QUIET: Final = frozenset({"INFO", "DEBUG", "RAW"})
+
 
 def duration(seconds: float | None) -> str:
     """`0.4s`, `12s`, `3m20s`, `2h05m`; `-` for None."""
@@ -60,6 +62,13 @@ def log_line(role: str, at: float, record: Mapping[str, Any], width: int) -> str
     level = str(record.get("level", "info")).upper()
     event = str(record.get("event", record.get("message", "")))
     pairs = [f"{key}={value}" for key, value in record.items() if key not in _SHOWN_ELSEWHERE and value is not None]
-    text = " ".join([*([level] if level not in ("INFO", "DEBUG") else []), event, *pairs])
+    text = " ".join([*([] if level in _QUIET else [level]), event, *pairs])
     lines = [text, *str(record.get("exception") or "").splitlines()]
-    return "\n".join(f"{clock(at)} {role:{width}} | {line}" for line in lines)
+    return "\n".join(f"{clock(at)} {role:{width}} | {printable(line)}" for line in lines)
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelt out: what a model or a reward wrote must not steer the terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text
+    )

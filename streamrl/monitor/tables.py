@@ -25,14 +25,14 @@ def lag_table(snapshot: Snapshot) -> RenderableType:
         if prefix and not ledger.cursor:
             continue
         for stream in ledger.streams:
-            table.add_row(prefix + stream.name, *_stream_cells(stream))
+            table.add_row(prefix + stream.name, *_stream_cells(stream, "feeder" if prefix else "learner"))
     return Group(
         _server_line(snapshot), table, *(Text(line) for line in _ledger_lines(snapshot)), Text(_weights_line(snapshot))
     )
 
 
-def _stream_cells(stream: StreamView) -> list[str]:
-    # `scored` has no consumer group: the learner reads all of it, so waiting and leased are no ideas of it.
+def _stream_cells(stream: StreamView, reader: str) -> list[str]:
+    # `scored` has no consumer group: one reader takes all of it, so waiting and leased mean nothing there.
     grouped = stream.name != "scored"
     working = sum(consumer.pending > 0 for consumer in stream.consumers)
     return [
@@ -45,7 +45,7 @@ def _stream_cells(stream: StreamView) -> list[str]:
         duration(stream.oldest_leased_seconds),
         duration(stream.silent_seconds) if stream.pending else "-",
         str(stream.retried) if grouped else "-",
-        f"{len(stream.consumers)} ({working} at work)" if grouped else "learner",
+        f"{len(stream.consumers)} ({working} at work)" if grouped else reader,
     ]
 
 

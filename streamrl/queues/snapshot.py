@@ -156,16 +156,17 @@ def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None
             raise Unreachable(f"Redis at {probe.where} cannot show run {run}: {reply}")
     at = int(replies[0][0]) + int(replies[0][1]) / 1e6
     train, evaluation = (_ledger(reply, at) for reply in replies[2:4])
+    roles = {_text(name): _text_map(flat) for name, flat in sorted(replies[2][6])}
     return Snapshot(
         run=run,
         at=at,
         server=_server(replies[1]),
-        train=train,
+        train=_shown_rates(train, roles),
         evaluation=evaluation,
         budget=budget,
         hard_cap=hard_cap,
         version=train.version,
-        roles={_text(name): _text_map(flat) for name, flat in sorted(replies[2][6])},
+        roles=roles,
     )
 
 
@@ -179,6 +180,15 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
         train=_rated(now.train, before.train, seconds),
         evaluation=_rated(now.evaluation, before.evaluation, seconds),
     )
+
+
+def _shown_rates(ledger: LedgerView, roles: Mapping[str, Mapping[str, str]]) -> LedgerView:
+    """What one look can know of rates: the reward workers show how many samples a second they score."""
+    shown = [float(status["per_second"]) for name, status in roles.items() if "per_second" in status]
+    if not shown:
+        return ledger
+    streams = [replace(s, out_per_second=sum(shown)) if s.name == "rollouts" else s for s in ledger.streams]
+    return replace(ledger, streams=tuple(streams))
 
 
 def _rated(now: LedgerView, before: LedgerView, seconds: float) -> LedgerView:

@@ -51,12 +51,12 @@ def draw_curve(
             label="held-out accuracy, while training",
         )
     last = numbers[-1] if numbers else 0
-    ends = [(0, summary["accuracy_before"], "before"), (last, summary["accuracy_after"], "after")]
-    for place, value, label in ends:
+    ends = [(0, summary["accuracy_before"], "before", -20), (last, summary["accuracy_after"], "after", 12)]
+    for place, value, label, above in ends:
         if value is not None:
             axes.plot([place], [value], marker="*", ms=14, color="#c8502d", ls="none", zorder=5)
             axes.annotate(
-                f"{label} {value:.3f}", (place, value), textcoords="offset points", xytext=(0, 12), ha="center"
+                f"{label} {value:.3f}", (place, value), textcoords="offset points", xytext=(0, above), ha="center"
             )
     axes.set(xlabel="step of the learner", ylabel="share right / mean reward", title=_title(name, summary))
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1]))
