@@ -1,0 +1,239 @@
+"""Held-out accuracy: hand-computed, each group once, never in the way of training, whoever dies."""
+
+import asyncio
+
+import orjson
+import pytest
+from producer_kit import Hands, kill, payload, until, write_prompts
+
+from streamrl.config import RunConfig
+from streamrl.errors import Fenced, Refused
+from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.evaluation import Evaluation, evaluation_budget
+from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
+from streamrl.producers.feeder import run_feeder
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.versions import VersionBell
+
+
+def lines(run):
+    path = run.run_dir / "evaluation.jsonl"
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+async def publish(ledgers, version):
+    """One step of a learner: a new version is there."""
+    learner = Hands(ledgers.train)
+    await learner.fence()
+    await ledgers.train.consume(learner.nonce, 0, version, b"{}")
+
+
+async def answer_round(hands, run, count, value):
+    while len(lines(run)) + hands.dead < count:
+        await hands.answer(version=3)
+        await hands.score(value)
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def hands_of():
+    def make(ledgers):
+        hands = Hands(ledgers.evaluation)
+        hands.dead = 0
+        return hands
+
+    return make
+
+
+async def test_rounds_lines_and_accuracy(run, hands_of):
+    run.evaluate(every=2, prompts=4, samples=2, threshold=0.5)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.is_ready)
+            assert (await ledgers.evaluation.state()).cursor == 0  # nothing before the first version
+            await publish(ledgers, 1)
+            # group 1: 0.5 is not above the threshold; group 2: one response has no score
+            values = {(0, 0): 1, (0, 1): 1, (1, 0): 1, (1, 1): 0.5, (2, 0): None, (2, 1): 1, (3, 0): 0, (3, 1): 0}
+            await answer_round(hands, run, 4, lambda gid, sample: values[gid, sample])
+            await until(lambda: "accuracy" in role.status)
+            assert role.status["accuracy"] == pytest.approx(4 / 7)  # 4 right of 7 scored
+            assert (role.status["accuracy_version"], role.status["evaluated"]) == (1, 4)
+            await publish(ledgers, 2)  # one version later is not due yet
+            await publish(ledgers, 3)
+            await answer_round(hands, run, 8, lambda gid, sample: 1.0)
+            await until(lambda: role.status["accuracy_version"] == 3)
+            assert (role.status["accuracy"], role.status["evaluated"]) == (1.0, 8)
+        state = await ledgers.evaluation.state()
+        assert (state.cursor, state.live, state.retired) == (8, 0, 8)
+        assert (await ledgers.train.state()).cursor == run.config.budget  # training was fed beside it
+    found = {line["gid"]: line for line in lines(run)}
+    assert len(lines(run)) == len(found) == 8
+    assert found[2] == {
+        "gid": 2, "line": 2, "round": 1, "version_min": 3, "version_max": 4, "scores": [1.0], "right": 1, "dead": 1,
+    }  # fmt: skip
+    assert [found[gid]["round"] for gid in range(8)] == [1] * 4 + [3] * 4
+    assert [found[gid]["line"] for gid in range(8)] == [0, 1, 2, 3, 4, 5, 0, 1]  # round and round the file
+    assert [prompts for _, prompts in sorted(hands.prompts.items())] == [[f"h{n}"] for n in (0, 1, 2, 3, 4, 5, 0, 1)]
+    records = [orjson.loads(row) for row in (run.run_dir / "metrics" / "feeder.0.jsonl").read_bytes().splitlines()]
+    rounds = [(row["version"], row["responses"]) for row in records if row.get("kind") == "evaluation"]
+    assert rounds == [(1, 7), (3, 8)]
+
+
+async def test_dead_groups_do_not_block_a_round(run, hands_of):
+    run.evaluate(prompts=3)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            leases = await until(lambda: hands.lease(ledgers.evaluation.keys.prompts))
+            await ledgers.evaluation.fail_prompt(leases[0], "broken")
+            hands.dead = 1
+            for lease in leases[1:]:
+                await ledgers.evaluation.emit(lease, 0, payload(3))
+            await answer_round(hands, run, 3, lambda gid, sample: 1.0)
+            await until(lambda: role.status.get("accuracy_version") == 1)
+            assert role.status["accuracy"] == 1.0
+
+
+async def test_no_more_than_a_quarter_of_the_slots_is_held_out(run, hands_of):
+    run.evaluate(prompts=6, samples=2).set("engine", slots=16)
+    assert evaluation_budget(run.config) == 2
+    assert evaluation_budget(RunConfig.model_validate({**run.overrides, "engine": {"slots": 1}})) == 1
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            most = 0
+            while len(lines(run)) < 6:
+                most = max(most, (await ledgers.evaluation.state()).live)
+                await hands.answer()
+                most = max(most, (await ledgers.evaluation.state()).live)
+                await hands.score()
+            await until(lambda: role.status.get("accuracy_version") == 1)
+    assert most == 2
+
+
+async def test_a_restart_in_mid_round_finishes_that_round(run, hands_of):
+    run.evaluate(prompts=6).set("engine", slots=12)  # three at a time
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await answer_round(hands, run, 3, lambda gid, sample: 0.0)
+            assert "accuracy" not in role.status
+        await publish(ledgers, 2)
+        await hands.answer()
+        await hands.score(lambda gid, sample: 1.0)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await answer_round(hands, run, 6, lambda gid, sample: 1.0)
+            await until(lambda: role.status.get("accuracy_version") == 1)
+            assert role.status["accuracy"] * 6 == pytest.approx(sum(line["right"] for line in lines(run)[:6]))
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.is_ready)
+            assert role.status["accuracy_version"] == 1  # known again without another round
+    found = [line for line in lines(run) if line["round"] == 1]
+    assert sorted(line["gid"] for line in found) == list(range(6))
+
+
+async def make_evaluation(run, ledgers):
+    config = run.config
+    data = load_prompts(config.data.held_out, Tokenizer.load(config.model), Limits(16, 64), evaluation=True)
+    evaluation = Evaluation(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
+    await evaluation.start()
+    return evaluation
+
+
+async def test_a_death_between_writing_and_retiring_writes_no_line_twice(run, hands_of):
+    run.evaluate(prompts=3)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        evaluation = await make_evaluation(run, ledgers)
+        evaluation._bell.version = 1
+        assert await evaluation._begin(1)
+        assert await evaluation._admit()
+        await hands.answer()
+        await hands.score()
+
+        async def dies(*arguments):
+            raise ConnectionAbortedError
+
+        ledgers.evaluation.retire, retire = dies, ledgers.evaluation.retire
+        with pytest.raises(ConnectionAbortedError):
+            await evaluation._collect()
+        assert len(lines(run)) == 3
+        ledgers.evaluation.retire = retire
+        successor = await make_evaluation(run, ledgers)
+        assert await successor._collect()
+        assert len(lines(run)) == 3
+        assert (await ledgers.evaluation.state()).live == 0
+        assert await successor._is_complete()
+
+
+async def test_a_second_feeder_ends_the_first(run, hands_of):
+    run.evaluate(prompts=2)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers, stop=False) as (role, task):
+            await until(lambda: role.is_ready)
+            await ledgers.evaluation.fence("another", 0)
+            await until(hands.answer)
+            await hands.score()
+            with pytest.raises(Fenced):
+                await asyncio.wait_for(task, 30)
+
+
+async def test_other_held_out_prompts_are_refused_and_a_torn_line_is_cut(run, hands_of):
+    run.evaluate(prompts=2)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers):
+            await answer_round(hands, run, 2, lambda gid, sample: 1.0)
+        path = run.run_dir / "evaluation.jsonl"
+        whole = path.read_bytes()
+        path.write_bytes(whole + b'{"gid": 9, "li')
+        await make_evaluation(run, ledgers)
+        assert path.read_bytes() == whole
+        write_prompts(run.held_out, 5, "h")
+        with pytest.raises(Refused):
+            await make_evaluation(run, ledgers)
+
+
+def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
+    log = EvaluationLog(tmp_path)
+    assert (log.watermark, log.read_round()) == (0, None)
+    groups = [EvaluatedGroup(gid, gid, 7, 7, 8, [1.0, 0.0], 1) for gid in (0, 1, 3)]
+    log.append(groups[:2])
+    log.append(groups)
+    log.write_round(Round(7, 0, 4))
+    for known in (log, EvaluationLog(tmp_path)):
+        assert (known.gids, known.watermark) == ({0, 1, 3}, 2)
+        assert (known.rounds[7].right, known.rounds[7].scored) == (3, 6)
+        assert known.read_round() == Round(7, 0, 4)
+    (tmp_path / "evaluation-round.json").write_text("{")
+    assert log.read_round() is None
+
+
+@pytest.mark.slow
+async def test_kill_9_of_the_feeder_in_mid_round(run, hands_of):
+    run.evaluate(prompts=6).set("engine", slots=8)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        for count in (2, 4, 6):
+            process = run.spawn("streamrl.producers.feeder:run_feeder", "feeder.0")
+            try:
+                async with asyncio.timeout(40):
+                    await answer_round(hands, run, count, lambda gid, sample: 1.0)
+                if count == 6:
+                    await until(lambda: shown(ledgers))
+            finally:
+                kill(process)
+    assert sorted(line["gid"] for line in lines(run) if line["round"] == 1) == list(range(6))
+    assert len({line["gid"] for line in lines(run)}) == len(lines(run))
+
+
+async def shown(ledgers):
+    return (await ledgers.roles.read()).get("feeder.0", {}).get("accuracy") == "1.0"
