@@ -17,6 +17,8 @@ from typing import Final, Self, TypeAlias
 from streamrl.runtime.instance import State
 
 QUEUE_LINES: Final = 10_000
+_LONGEST_LINGER: Final = 15
+"""Times `linger` that a slow reader gets at most at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,12 @@ OnEvent: TypeAlias = Callable[[Event], None]
 
 
 class EventPump:
-    """Carries events to a callback in a thread of its own; a context manager, whose end waits `linger` seconds.
+    """Carries events to a callback in a thread of its own; a context manager, whose end waits for it.
 
     Args:
         on_event: called with each event in order. What it raises ends the delivery and is kept in `broken`.
         capacity: log lines that may wait.
-        linger: seconds to wait at the end for a slow reader.
+        linger: seconds to wait at the end for a reader that takes nothing; one that goes on reading gets more.
     """
 
     def __init__(self, on_event: OnEvent, capacity: int = QUEUE_LINES, linger: float = 2.0) -> None:
@@ -95,6 +97,7 @@ class EventPump:
         self._queue: deque[Event] = deque()
         self._lines = 0
         self._dropped = 0
+        self._delivered = 0
         self._closed = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -120,7 +123,10 @@ class EventPump:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join(self._linger)
+        seen, rounds = -1, 0
+        while self._thread.is_alive() and self._delivered > seen and rounds < _LONGEST_LINGER:
+            seen, rounds = self._delivered, rounds + 1
+            self._thread.join(self._linger)
 
     def _take(self) -> list[Event]:
         with self._wake:
@@ -141,3 +147,4 @@ class EventPump:
                 except Exception as error:  # noqa: BLE001 (read by the supervisor; showing must not end the run)
                     self.broken = error
                     return
+                self._delivered += 1

@@ -22,6 +22,9 @@ DRAIN_ORDER: Final = ("feeder", "rollout", "reward", "learner", "redis")
 DRAIN_SHARE: Final = {"feeder": 0.05, "rollout": 0.3, "reward": 0.2, "learner": 0.4, "redis": 0.05}
 """Share of the drain's budget that each stage may use; what one leaves over goes to the next."""
 
+RENDEZVOUS: Final = "rendezvous"
+"""Directory in the run's where the ranks of a learner find each other, one file for each start."""
+
 _FINISHES: Final = frozenset({"learner", "feeder"})
 
 
@@ -102,10 +105,5 @@ def _rank(rank: int, world: int, run_dir: Path, token: str) -> dict[str, str]:
     env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     if world > 1:
         # A file store wants a file that no earlier group has used: a rank of a dead gang may still hold the old one.
-        folder = run_dir.resolve() / "rendezvous"
-        if rank == 0:
-            folder.mkdir(exist_ok=True)
-            for old in folder.iterdir():
-                old.unlink(missing_ok=True)
-        env["STREAMRL_RENDEZVOUS"] = f"file://{folder / token}"
+        env["STREAMRL_RENDEZVOUS"] = f"file://{run_dir.resolve() / RENDEZVOUS / token}"
     return env

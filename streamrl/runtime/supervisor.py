@@ -19,7 +19,7 @@ from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEven
 from streamrl.runtime.instance import State
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, UnitSpec, plan
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, RENDEZVOUS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.restarts import ExitClass, classify
 from streamrl.runtime.unit import Unit
@@ -84,6 +84,7 @@ async def supervise(
         log_to_file("supervisor", log, config.supervisor.log_bytes),
         EventPump(on_event) as pump,
     ):
+        _clear(run_dir / RENDEZVOUS)
         lifeline = Lifeline()
         try:
             supervisor = Supervisor(
@@ -95,6 +96,13 @@ async def supervise(
             lifeline.close()
             if pump.broken is not None:
                 logger.error("the reader of events failed", exc_info=pump.broken)
+
+
+def _clear(folder: Path) -> None:
+    """Make a directory and remove the files that an earlier supervisor left in it."""
+    folder.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -228,8 +236,7 @@ class Supervisor:
             self._send(Notice(f"{', '.join(names)} did not end in time: stopping hard", error=True))
         for unit in self.units:
             if unit in stage or (self._haste >= Haste.TERMINATE and unit.spec.kind not in _KEEPS_RUNNING):
-                unit.request_stop("run ends now")
-                unit.signal(signal.SIGTERM)
+                unit.terminate("run ends now")
         hard_end = min(loop.time() + self._config.term_grace, self._hard_end)
         if not await self._all_left(stage, hard_end, Haste.TERMINATE):
             for unit in stage:

@@ -113,6 +113,13 @@ class Unit:
         if not self._processes:
             self.request_stop("the run ends")
 
+    def terminate(self, reason: str) -> None:
+        """Ask for a drain, or when that was asked before, for an end without one (a second SIGTERM)."""
+        if self._stop.is_set():
+            self.signal(signal.SIGTERM)
+        else:
+            self.request_stop(reason)
+
     def signal(self, number: int) -> None:
         """Send a signal: SIGKILL to all in the sessions of the processes, anything else to the processes alone."""
         for process in self._processes.values():

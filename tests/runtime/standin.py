@@ -10,16 +10,17 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 name, *behaviours = sys.argv[1:]
 status = int(os.environ["STREAMRL_STATUS_FD"])
 lifeline = int(os.environ["STREAMRL_LIFELINE_FD"])
 asked = threading.Event()
+journal = os.open("journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def note(event):
-    with open("journal", "a") as file:
-        file.write(f"{name} {event} {os.getpid()}\n")
+    os.write(journal, f"{name} {event} {os.getpid()}\n".encode())
 
 
 def on_term(number, frame):
@@ -83,7 +84,7 @@ for behaviour in behaviours:
             print(f"line {number} " + "x" * 100)
         sys.stdout.flush()
     elif verb == "wait-for":
-        while not os.path.exists(value) and not asked.is_set():
+        while not Path(value).exists() and not asked.is_set():
             time.sleep(0.01)
     elif verb == "grandchild":
         if os.fork() == 0:

@@ -341,14 +341,15 @@ async def test_a_terminal_that_does_not_read_blocks_no_role(tmp_path):
         if isinstance(event, LogLine):
             free.wait(60)
 
-    units = [unit(tmp_path, "feeder.0", "ready", "chatter:30000", "exit:0", finishes=True, kind="learner")]
-    async with Run(tmp_path, *units, on_event=slow) as run:
+    chatter = ("ready", "chatter:30000", "environment:TOKEN", "wait-for:go", "exit:0")
+    async with Run(tmp_path, unit(tmp_path, "learner.0", *chatter, finishes=True), on_event=slow) as run:
         async with asyncio.timeout(30):
-            while ("feeder.0", "exit-0") not in run.journal():  # noqa: ASYNC110
+            while not any("TOKEN" in event for _, event in run.journal()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        free.set()
+        free.set()  # it has written everything, although nobody has read a line
+        (tmp_path / "go").touch()
         assert (await run.outcome()).finished
-    assert sum(1 for _ in (tmp_path / "logs" / "feeder.0.jsonl").open()) == 30000
+    assert sum(1 for _ in (tmp_path / "logs" / "learner.0.jsonl").open()) == 30000
     shown = sum(isinstance(event, LogLine) for event in run.events)
     dropped = sum(event.count for event in run.events if isinstance(event, LinesDropped))
     assert shown + dropped == 30000
@@ -368,5 +369,5 @@ async def test_cancelling_the_supervisor_leaves_no_process(tmp_path):
 
 async def _gone(pid):
     async with asyncio.timeout(20):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -1,0 +1,167 @@
+"""What is looked at before anything starts, so that a mistake is an error now and not an hour later."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+from streamrl.config import RunConfig
+from streamrl.consumers.plugins import load_rewards
+from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
+from streamrl.queues import embedded
+from streamrl.queues.probe import Probe
+
+_SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
+_MARGIN: Final = 64 << 20
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one look: `found` when all is well, `error` when the run cannot start."""
+
+    name: str
+    found: str = ""
+    error: StreamrlError | None = None
+
+
+def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
+    """Look at everything and return what was found; nothing is started or written, the order is that of the roles."""
+    looks: dict[str, Callable[[], str]] = {
+        "packages": _packages,
+        "redis": lambda: _redis(config),
+        "model": lambda: _model(config),
+        "data": lambda: _data(config),
+        "rewards": lambda: _rewards(config),
+        "disk": lambda: _disk(config, run_dir),
+        "shared memory": lambda: _shared_memory(config),
+    }
+    checks = []
+    for name, look in looks.items():
+        try:
+            checks.append(Check(name, found=look()))
+        except StreamrlError as error:
+            checks.append(Check(name, error=error))
+    return checks
+
+
+def preflight(config: RunConfig, run_dir: Path) -> list[Check]:
+    """Return the checks when all are well; otherwise raise the error of the first that is not."""
+    checks = check_all(config, run_dir)
+    for check in checks:
+        if check.error is not None:
+            raise check.error
+    return checks
+
+
+def _packages() -> str:
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"training needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    return f"Python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _redis(config: RunConfig) -> str:
+    if config.redis.url is None:
+        server = embedded.find_server()
+        return f"own server, {server.executable} {'.'.join(map(str, server.version))}"
+    with Probe(config.redis.url, config.redis.password_file) as probe:
+        probe.call("PING")
+        return probe.where
+
+
+def _model(config: RunConfig) -> str:
+    path = Path(config.model.path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} is no model: config.json is missing", "name a Hugging Face model directory")
+        if not _weight_files(path):
+            raise ConfigError(f"{path} has no weights (*.safetensors)", "save the model with save_pretrained")
+        return str(path)
+    owner, slash, name = config.model.path.partition("/")
+    beside_run_file = [folder / owner for folder in (Path(), *config.plugin_paths)]
+    is_path = not slash or not owner or "/" in name or owner.startswith(".") or any(p.is_dir() for p in beside_run_file)
+    if is_path:
+        raise ConfigError(
+            f"model.path {config.model.path} does not exist", "name a model directory, or a hub name as owner/name"
+        )
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return f"{config.model.path} (from the local cache of the hub)"
+    return f"{config.model.path} (from the hub)"
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return [*path.glob("*.safetensors"), *path.glob("*.bin")]
+
+
+def _data(config: RunConfig) -> str:
+    files = [config.data.train, *([config.data.held_out] if config.data.held_out else [])]
+    for file in files:
+        _first_prompt(file)
+    return ", ".join(map(str, files))
+
+
+def _first_prompt(path: Path) -> None:
+    """Look at the first line only: the feeder reads the whole file before it admits anything."""
+    try:
+        with path.open("rb") as file:
+            line = next((line for line in file if line.strip()), None)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "see data.train and data.held_out") from error
+    if line is None:
+        raise DataError(f"{path} is empty", 'one JSON object per line: {"prompt": "2+2=", "answer": "4"}')
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{path}, first line: no JSON: {error}") from error
+    if not isinstance(record, dict) or not {"prompt", "messages"} & set(record):
+        raise DataError(f"{path}, first line: neither `prompt` nor `messages`")
+
+
+def _rewards(config: RunConfig) -> str:
+    return ", ".join(reward.name for reward in load_rewards(config))
+
+
+def _disk(config: RunConfig, run_dir: Path) -> str:
+    # Weights and two moments of AdamW in float32, for the checkpoints that are kept and the one being written.
+    need = 3 * _model_bytes(config, "float32") * (config.checkpoint.keep + 1) + _MARGIN
+    if config.weights.transport == "directory":
+        need += 3 * _model_bytes(config, config.weights.dtype)
+    folder = next(path for path in (run_dir.resolve(), *run_dir.resolve().parents) if path.exists())
+    return _space(folder, need, "use another disk, or lower checkpoint.keep")
+
+
+def _shared_memory(config: RunConfig) -> str:
+    if config.weights.transport != "shm":
+        return "not used"
+    if not _SHM.is_dir():
+        raise ConfigError(f"{_SHM} does not exist on this system", "set weights.transport: directory")
+    return _space(_SHM, 3 * _model_bytes(config, config.weights.dtype), "set weights.transport: directory")
+
+
+def _space(folder: Path, need: int, hint: str) -> str:
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise CannotCreate(f"{folder} has {free >> 20} MiB free, this run needs {need >> 20} MiB", hint)
+    return f"{free >> 20} MiB free in {folder}, {need >> 20} MiB needed"
+
+
+def _model_bytes(config: RunConfig, dtype: str) -> int:
+    """Size of the weights in `dtype`, from the files of the model (bfloat16 unless its config says float32)."""
+    path = Path(config.model.path)
+    files = _weight_files(path) if path.is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    try:
+        described = orjson.loads((path / "config.json").read_bytes()) if files else {}
+    except (OSError, orjson.JSONDecodeError):
+        described = {}
+    stored = str(described.get("dtype") or described.get("torch_dtype") or "bfloat16")
+    return size * _BYTES[dtype] // _BYTES.get(stored, 2)

