@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ LONGEST_SHARED_ROW = 2048
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
+@dataclass
+class _Hidden(BaseModelOutputWithPast):
+    """Hidden states and nothing else; whatever more a model looks for (router logits, cross attentions) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class _PassThrough(nn.Module):
     """Stands where the layers of a causal model stand, and returns the hidden states it is given."""
 
@@ -43,8 +53,8 @@ class _PassThrough(nn.Module):
         """Some models (OPT) call `model.decoder` and not `model`."""
         return self
 
-    def forward(self, *, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
 
 
 class LogProbModel(nn.Module):

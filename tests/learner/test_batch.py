@@ -1,0 +1,124 @@
+"""Layout: every token once, in its place, seeing what it should; bounded sizes and padding."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import make_batch
+
+from streamrl.learner.batch import PADDING, PASS_TOKENS, PROMPT, WIDTH_STEP, Limits, TrainSample, layout, split
+
+LIMITS = st.builds(
+    Limits,
+    tokens=st.integers(16, 400),
+    longest=st.just(64),
+    shared=st.sampled_from([0, 40, 200]),
+    hidden=st.sampled_from([1, 64]),
+)
+BATCHES = st.builds(make_batch, st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
+
+
+def sample(**changes):
+    values = {
+        "gid": 3,
+        "prompt": np.asarray([1, 2], dtype=np.int32),
+        "tokens": np.asarray([5, 6, 7], dtype=np.int32),
+        "logprobs": np.asarray([-1, -2, -3], dtype=np.float32),
+        "advantage": 0.5,
+    }
+    return TrainSample(**{**values, **changes})
+
+
+@settings(max_examples=150, deadline=None)
+@given(BATCHES, LIMITS)
+def test_each_sampled_token_is_predicted_once_from_its_own_past(batch, limits):
+    seen = Counter()
+    for part in layout(batch, limits):
+        width = part.input_ids.shape[1]
+        ends = np.cumsum(part.counts)
+        for index, end, count in zip(part.samples, ends, part.counts, strict=True):
+            one = batch[index]
+            seen[int(index)] += 1
+            places = slice(end - count, end)
+            assert part.targets[places].tolist() == one.tokens.tolist()
+            assert part.behaviour_logprobs[places].tolist() == one.logprobs.tolist()
+            assert set(part.advantages[places].tolist()) == {float(np.float32(one.advantage))}
+            for target, flat in enumerate(part.positions[places]):
+                assert past(part, *divmod(int(flat), width)) == [*one.prompt, *one.tokens[:target]]
+    assert seen == Counter(range(len(batch)))
+
+
+def past(part, row, column):
+    """The token ids that the token at this place sees, in the order of their positions."""
+    segments, places = part.segments[row], part.position_ids[row]
+    visible = [c for c in range(column + 1) if segments[c] in (PROMPT, segments[column])]
+    assert [int(places[c]) for c in visible] == list(range(len(visible)))
+    return [int(part.input_ids[row, c]) for c in visible]
+
+
+@settings(max_examples=150, deadline=None)
+@given(BATCHES, LIMITS)
+def test_sizes_are_bounded_and_padding_is_small(batch, limits):
+    for part in layout(batch, limits):
+        rows, width = part.input_ids.shape
+        assert rows == 1 or rows * width <= limits.tokens
+        assert width % WIDTH_STEP == 0 or width == limits.longest
+        assert (part.segments == PADDING).sum() <= PASS_TOKENS + rows * (WIDTH_STEP - 1)
+        if part.shared:
+            assert width <= -(-limits.shared // WIDTH_STEP) * WIDTH_STEP
+
+
+def test_shared_rows_compute_a_prompt_once():
+    batch = [sample(prompt=np.arange(30, dtype=np.int32)) for _ in range(4)]
+    (part,) = layout(batch, Limits(tokens=512, shared=256, hidden=64))
+    assert part.shared
+    assert part.input_ids.shape == (1, 48)
+    assert (part.segments == PROMPT).sum() == 30
+
+
+def test_prompts_are_not_shared_when_that_is_more_work():
+    """Short prompts and long responses: attention between responses would cost more than the prompts."""
+    tokens = np.zeros(160, dtype=np.int32)
+    batch = [sample(tokens=tokens, logprobs=np.zeros(160, dtype=np.float32)) for _ in range(4)]
+    assert not any(part.shared for part in layout(batch, Limits(tokens=4096, shared=1024, hidden=8)))
+    assert layout(batch, Limits(tokens=4096, shared=1024, hidden=4096))[0].shared
+
+
+def test_responses_to_different_prompts_do_not_share_even_under_one_id():
+    batch = [sample(), sample(prompt=np.asarray([1, 3], dtype=np.int32))]
+    assert not any(part.shared for part in layout(batch, Limits(tokens=512, shared=512, hidden=64)))
+
+
+def test_samples_without_tokens_are_left_out():
+    empty = sample(tokens=np.zeros(0, dtype=np.int32), logprobs=np.zeros(0, dtype=np.float32))
+    assert layout([empty], Limits(tokens=64)) == []
+    (part,) = layout([empty, sample()], Limits(tokens=64))
+    assert part.samples.tolist() == [1]
+
+
+def test_a_row_over_the_cap_gets_its_own_pass():
+    assert split([100, 10, 10], 32) == [[0], [1, 2]]
+
+
+def test_padding_does_not_go_beyond_what_the_model_takes():
+    tokens = np.zeros(20, dtype=np.int32)
+    (part,) = layout([sample(tokens=tokens, logprobs=np.zeros(20, dtype=np.float32))], Limits(tokens=64, longest=21))
+    assert part.input_ids.shape == (1, 21)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": np.zeros(2, dtype=np.float32)}, "3 tokens with 2"),
+        ({"logprobs": np.asarray([0, np.nan, 0], dtype=np.float32)}, "not finite"),
+        ({"logprobs": np.asarray([0, -np.inf, 0], dtype=np.float32)}, "not finite"),
+        ({"advantage": float("nan")}, "not finite"),
+        ({"advantage": 1e300}, "not finite"),
+        ({"prompt": np.zeros(0, dtype=np.int32)}, "without tokens"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_is_refused_with_its_group(changes, message):
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match=f"group 3.*{message}"):
+        sample(**changes)

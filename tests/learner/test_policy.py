@@ -1,0 +1,425 @@
+"""The policy on one rank: against plain transformers and plain AdamW, in any layout and in any pieces."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from test_logprobs import BiggestTensor
+from tiny_policy import KINDS, VOCABULARY, count_tokens, make_batch, run_config, without_key_biases
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from streamrl.errors import ConfigError, Refused
+from streamrl.learner.losses import decoupled_ppo
+from streamrl.learner.policy import Policy
+
+LIMITS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
+
+
+@pytest.fixture
+def make(one_rank, model_of):
+    def policy(kind="Qwen2", *, small=1 << 26, temperature=1.0, dtype="float32", **learner):
+        config = run_config(model_of(kind), temperature=temperature, dtype=dtype, **learner)
+        return Policy(config, one_rank, small=small)
+
+    return policy
+
+
+def plain(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def reference_logprobs(model, batch, temperature=1.0):
+    """One forward pass per sample, no padding, all logits."""
+    for sample in batch:
+        ids = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens])).long()[None]
+        logits = model(input_ids=ids).logits[0, len(sample.prompt) - 1 : -1]
+        full = torch.log_softmax(logits.float() / temperature, dim=-1)
+        yield full, full[torch.arange(len(sample.tokens)), ids[0, len(sample.prompt) :]]
+
+
+def reference_gradient(model, batch):
+    """Gradient of the summed loss by plain transformers; leaves it in the parameters."""
+    total = torch.zeros(())
+    for sample, (_, logprobs) in zip(batch, reference_logprobs(model, batch), strict=True):
+        advantages = torch.full((len(sample.tokens),), sample.advantage)
+        behaviour = torch.from_numpy(sample.logprobs)
+        total = total + decoupled_ppo(logprobs, logprobs.detach(), behaviour, advantages, **LIMITS).per_token.sum()
+    total.backward()
+    return total.item()
+
+
+def weights(policy):
+    return dict(policy.full_tensors(torch.float32))
+
+
+def gradients(policy):
+    return {name: parameter.grad.to_local().clone() for name, parameter in policy.parameters.items()}
+
+
+def assert_same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    if tolerance:
+        ours, theirs = without_key_biases(ours), without_key_biases(theirs)
+    scale = max(float(tensor.detach().abs().max()) for tensor in theirs.values())
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance * scale, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_and_entropy_equal_plain_transformers(make, model_of, kind):
+    """In float32, in shared rows, padded rows and chunks, for models that do all kinds of things to their logits."""
+    policy = make(kind, temperature=0.8, tokens_per_microbatch=128, logprob_chunk=13)
+    batch = make_batch(0, zero=1)
+    found = policy.compute_log_prob(batch, calculate_entropy=True)
+    expected = list(reference_logprobs(plain(model_of(kind)), batch, temperature=0.8))
+    for ours, spread, (full, theirs) in zip(found.logprobs, found.entropy, expected, strict=True):
+        assert ours == pytest.approx(theirs.detach().numpy(), abs=2e-5)
+        assert spread == pytest.approx(-(full.exp() * full).sum(-1).detach().numpy(), abs=2e-5)
+    assert policy.compute_log_prob(batch).entropy is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [True, False])
+def test_gradient_equals_one_sample_at_a_time(make, model_of, kind, share):
+    model = plain(model_of(kind))
+    batch = make_batch(1)
+    loss = reference_gradient(model, batch)
+    policy = make(kind, tokens_per_microbatch=192, logprob_chunk=32, share_prompts=share)
+    stats = policy.accumulate(batch)
+    assert stats.passes > 1
+    assert stats.tokens == count_tokens(batch)
+    assert_same(gradients(policy), {name: p.grad for name, p in model.named_parameters()})
+    assert policy.apply_update(100).loss == pytest.approx(loss / 100, rel=1e-5)
+
+
+def test_prompts_are_shared_where_the_model_allows_it(make):
+    """What one prompt saves, and that the trial at the start finds out a model that ignores positions."""
+    batch = make_batch(2, groups=2, size=8, longest=8)
+    shared = make("Llama").accumulate(batch)
+    alone = make("Llama", share_prompts=False).accumulate(batch)
+    assert shared.tokens == alone.tokens
+    assert shared.computed < alone.computed
+
+
+def test_sharing_is_off_for_a_model_that_ignores_the_mask(make, monkeypatch):
+    import streamrl.learner.model as module
+
+    monkeypatch.setattr(module, "shared_mask", lambda segments, dtype: torch.zeros(1, 1, 8, 8, dtype=dtype))
+    assert make("Llama")._limits.shared == 0
+
+
+def test_a_window_of_the_model_limits_shared_rows(make):
+    assert make("Gemma2")._limits.shared == 64
+    assert make("Llama")._limits.shared == 4 * 32
+
+
+def test_one_step_equals_plain_adamw(make, model_of):
+    """Mean over all tokens of the step, clip, AdamW with weight decay, warm-up: three steps."""
+    settings = {"lr": 5e-3, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 0.05, "betas": (0.9, 0.99)}
+    policy = make("Llama", **settings)
+    model = plain(model_of("Llama"))
+    adamw = torch.optim.AdamW(model.parameters(), lr=0, betas=(0.9, 0.99), weight_decay=0.1)
+    for step, rate in enumerate((2.5e-3, 5e-3, 5e-3)):
+        batch = make_batch(10 + step, zero=1)
+        tokens = count_tokens(batch)
+        reference_gradient(model, batch)
+        for parameter in model.parameters():
+            parameter.grad /= tokens
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+        adamw.param_groups[0]["lr"] = rate
+        adamw.step()
+        adamw.zero_grad()
+        _, stats = policy.update_policy(batch)
+        assert (stats.update, stats.skipped) == (step + 1, False)
+        assert stats.lr == pytest.approx(rate)
+        assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert_same(weights(policy), dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("cuts", [[5], [1, 2, 3, 9], [4, 8, 12]])
+def test_a_step_in_pieces_is_the_step(make, cuts):
+    batch = make_batch(3)
+    whole, pieces = make("Qwen2"), make("Qwen2", tokens_per_microbatch=48)
+    for _ in range(2):
+        whole.accumulate(batch)
+        first = whole.apply_update(count_tokens(batch))
+        for start, end in zip([0, *cuts], [*cuts, len(batch)], strict=True):
+            pieces.accumulate(batch[start:end])
+        second = pieces.apply_update(count_tokens(batch))
+    assert second.trained.tokens == first.trained.tokens
+    assert second.trained.ess == pytest.approx(first.trained.ess, rel=1e-5)
+    assert_same(weights(pieces), weights(whole))
+
+
+def test_zero_advantage_is_skipped_exactly(make):
+    """The same weights as if those samples had been computed with a vanishing advantage; their tokens count."""
+    batch = make_batch(4, zero=2)
+    tiny = [replace(sample, advantage=sample.advantage or 1e-38) for sample in batch]
+    skipping, computing = make("Qwen2"), make("Qwen2")
+    micro, _ = skipping.update_policy(batch)
+    full, _ = computing.update_policy(tiny)
+    assert (micro.skipped, micro.samples) == (8, 8)
+    assert (full.skipped, full.samples) == (0, 16)
+    assert_same(weights(skipping), weights(computing))
+    only = make("Qwen2")
+    only.update_policy(batch[8:])
+    with pytest.raises(AssertionError):
+        assert_same(gradients_after(only, batch[8:]), gradients_after(skipping, batch))
+
+
+def gradients_after(policy, batch):
+    policy.accumulate(batch)
+    scale = 1 / count_tokens(batch)
+    return {name: gradient * scale for name, gradient in gradients(policy).items()}
+
+
+def test_a_step_without_any_gradient_moves_on_momentum_only(make):
+    policy, computing = make("Qwen2"), make("Qwen2")
+    for one in (policy, computing):
+        one.update_policy(make_batch(5))
+    nothing = [replace(sample, advantage=0.0) for sample in make_batch(6)]
+    micro, stats = policy.update_policy(nothing)
+    computing.update_policy([replace(sample, advantage=1e-38) for sample in nothing])
+    assert (micro.passes, stats.grad_norm, stats.skipped, stats.update) == (0, 0.0, False, 2)
+    assert_same(weights(policy), weights(computing))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(make):
+    policy = make("Qwen2")
+    batch = make_batch(7)
+    policy.update_policy(batch)
+    before = policy.shard_state()
+    huge = [replace(sample, advantage=3e38) for sample in batch]
+    _, stats = policy.update_policy(huge)
+    assert stats.skipped
+    assert not np.isfinite(stats.grad_norm)
+    assert stats.update == 1
+    assert_bits(policy.shard_state(), before)
+    _, stats = policy.update_policy(batch)
+    assert not stats.skipped, "nothing of the bad gradient is left"
+
+
+def test_discard_forgets_the_partial_step(make):
+    policy, clean = make("Qwen2"), make("Qwen2")
+    policy.accumulate(make_batch(8))
+    policy.discard()
+    for one in (policy, clean):
+        one.update_policy(make_batch(9))
+    assert_bits(policy.shard_state(), clean.shard_state())
+
+
+def assert_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_state_round_trip_continues_bit_for_bit(make):
+    first = make("Qwen2", warmup_steps=5)
+    for seed in range(2):
+        first.update_policy(make_batch(seed))
+    state = first.shard_state()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    ahead = [first.update_policy(make_batch(seed))[1] for seed in range(2, 4)]
+    assert_bits(state, kept)  # copies: training went on while they could be written
+
+    second = make("Qwen2", warmup_steps=5)
+    second.accumulate(make_batch(50))  # a partial step that the load must forget
+    second.load_shard_state(state)
+    assert second.updates == 2
+    assert_bits(second.shard_state(), state)
+    assert [second.update_policy(make_batch(seed))[1] for seed in range(2, 4)] == ahead
+    assert_bits(second.shard_state(), first.shard_state())
+
+
+def test_state_of_another_model_is_refused_and_changes_nothing(make):
+    policy = make("Qwen2")
+    before = policy.shard_state()
+    with pytest.raises(Refused, match="another model"):
+        policy.load_shard_state(make("Llama").shard_state())
+    with pytest.raises(Refused, match="updates"):
+        policy.load_shard_state({name: tensor for name, tensor in before.items() if name != "updates"})
+    assert_bits(policy.shard_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama", "GPTNeoX", "Qwen3Moe"])
+def test_one_unit_per_layer_trains_the_same(make, kind):
+    """What large models get: each decoder layer its own FSDP unit, gathered and freed around its use."""
+    whole, layers = make(kind), make(kind, small=0, tokens_per_microbatch=192)
+    assert whole._whole
+    assert not layers._whole
+    for seed in range(2):
+        batch = make_batch(seed)
+        for policy in (whole, layers):
+            policy.compute_log_prob(batch)
+            policy.update_policy(batch)
+    assert_same(weights(layers), weights(whole))
+
+
+def test_every_parameter_is_sharded_on_dimension_zero(make):
+    for small in (0, 1 << 26):
+        parameters = make("Qwen2", small=small).parameters
+        assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+        assert {parameter.placements for parameter in parameters.values()} == {(Shard(0),)}
+
+
+def test_full_tensors_have_hugging_face_names_and_tied_ones_once(make, model_of):
+    expected = dict(plain(model_of("Qwen2")).named_parameters())
+    policy = make("Qwen2")
+    assert "lm_head.weight" not in expected
+    assert_same(weights(policy), expected, tolerance=0)
+    for _, tensor in policy.full_tensors(torch.bfloat16):
+        assert tensor.dtype == torch.bfloat16
+        tensor.zero_()  # a copy: the policy does not notice
+    assert_same(weights(policy), expected, tolerance=0)
+    assert "lm_head.weight" in weights(make("Llama"))
+
+
+def test_tied_embeddings_get_both_gradients_and_stay_tied(make, model_of):
+    policy = make("Qwen2")
+    policy.update_policy(make_batch(0))
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(weights(policy)[name], plain(model_of("Qwen2")).get_input_embeddings().weight)
+    (row,) = make_batch(1, groups=1, size=1)
+    moved = plain(model_of("Qwen2"))
+    moved.load_state_dict(weights(policy), strict=False)
+    (_, expected) = next(iter(reference_logprobs(moved, [row])))
+    assert policy.compute_log_prob([row]).logprobs[0] == pytest.approx(expected.detach().numpy(), abs=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Qwen2", "GPTNeoX", "Gemma2"])
+def test_export_is_loaded_by_plain_transformers(make, model_of, tmp_path, kind, dtype):
+    tokenizer(model_of(kind))
+    policy = make(kind, dtype=dtype)
+    policy.update_policy(make_batch(0))
+    for _ in range(2):  # the second replaces the first
+        policy.export(tmp_path / "model")
+    assert not (tmp_path / "model.draft").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.dtype == getattr(torch, dtype)
+    expected = dict(policy.full_tensors(getattr(torch, dtype)))
+    assert_same(dict(loaded.named_parameters()), expected, tolerance=0)
+    assert list((tmp_path / "model").glob("*.safetensors"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("ab") == [1, 2]
+    batch = make_batch(1)
+    exact = plain(tmp_path / "model")
+    for ours, (_, theirs) in zip(
+        policy.compute_log_prob(batch).logprobs, reference_logprobs(exact, batch), strict=True
+    ):
+        assert ours == pytest.approx(theirs.detach().numpy(), abs=2e-5 if dtype == "float32" else 0.3)
+
+
+def tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    raw = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>").save_pretrained(folder)
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_weights(make):
+    """Updates far below the resolution of bfloat16 must add up, which needs float32 master weights."""
+    policy, exact = make("Qwen2", dtype="bfloat16", lr=1e-5), make("Qwen2", lr=1e-5)
+    batch = make_batch(0)
+    start = weights(policy)
+    rough = policy.compute_log_prob(batch).logprobs
+    fine = exact.compute_log_prob(batch).logprobs
+    differences = np.concatenate([a - b for a, b in zip(rough, fine, strict=True)])
+    assert 1e-4 < np.abs(differences).max() < 0.5
+    for _ in range(3):
+        policy.update_policy(batch)
+        exact.update_policy(batch)
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters.values())
+    ours = torch.cat([(weights(policy)[name] - start[name]).flatten() for name in start])
+    theirs = torch.cat([(weights(exact)[name] - start[name]).flatten() for name in start])
+    assert 0 < ours.abs().max() < 1e-4
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9
+
+
+def test_logits_of_a_batch_never_exist(make):
+    """The biggest tensor of a training pass with small chunks is far below tokens x vocabulary."""
+    batch = make_batch(0, groups=8, size=8)
+    sizes = {}
+    for chunk in (16, 4096):
+        policy = make("GPT2", logprob_chunk=chunk, tokens_per_microbatch=4096, share_prompts=False)
+        with BiggestTensor() as biggest:
+            stats = policy.accumulate(batch)
+        sizes[chunk] = biggest.elements
+    assert sizes[4096] >= stats.tokens * VOCABULARY / stats.passes
+    width = 4 * 32 * 2048  # activations: tokens of a pass x the widest layer
+    assert sizes[16] < width
+
+
+def test_no_dropout_while_training(make):
+    policy = make("GPT2")
+    batch = make_batch(0)
+    policy.accumulate(batch)
+    first = gradients(policy)
+    policy.discard()
+    policy.accumulate(batch)
+    assert_same(gradients(policy), first, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (partial(replace, tokens=np.asarray([VOCABULARY], dtype=np.int32)), "vocabulary"),
+        (partial(replace, prompt=np.asarray([-1], dtype=np.int32)), "vocabulary"),
+        (partial(replace, prompt=np.zeros(200, dtype=np.int32)), "the model takes 128"),
+    ],
+)
+def test_a_sample_that_does_not_fit_the_model_is_refused_before_anything_is_added(make, change, message):
+    (good,) = make_batch(0, groups=1, size=1, longest=2)
+    policy = make("Qwen2")
+    with pytest.raises(ValueError, match=f"group 0.*{message}"):
+        policy.accumulate([good, change(good)])
+    assert policy.misfit([good]) is None
+    assert policy.apply_update(1).grad_norm == 0
+
+
+def test_learned_positions_up_to_the_last_one(make, model_of):
+    """70 positions are no multiple of the width step: padding must not ask for position 79."""
+    tokens = np.arange(70, dtype=np.int32) % VOCABULARY
+    (sample,) = make_batch(0, groups=1, size=1)
+    sample = replace(sample, prompt=tokens[:1], tokens=tokens, logprobs=np.zeros(70, dtype=np.float32), advantage=1.0)
+    policy = make("GPT2")
+    (_, expected) = next(iter(reference_logprobs(plain(model_of("GPT2")), [sample_short(sample)])))
+    found = policy.compute_log_prob([sample]).logprobs[0]
+    assert found[:69] == pytest.approx(expected.detach().numpy(), abs=2e-5)
+
+
+def sample_short(sample):
+    return replace(sample, tokens=sample.tokens[:69], logprobs=sample.logprobs[:69])
+
+
+def test_an_update_needs_a_token_count(make):
+    with pytest.raises(ValueError, match="token count"):
+        make("Qwen2").apply_update(0)
+
+
+def test_a_missing_model_is_a_configuration_error(one_rank, tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        Policy(run_config(tmp_path / "nowhere"), one_rank)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        Policy(run_config(tmp_path / "empty"), one_rank)
+
+
+def test_a_model_with_logits_of_its_own_kind_is_refused(make, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.forward
+
+    def odd(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if kwargs.get("input_ids") is not None:
+            output.logits = output.logits + 1
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", odd)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be trained"):
+        make("Llama")
