@@ -65,7 +65,6 @@ class Intake:
         self._candidates: dict[int, TrainGroup] = {}
         self._oldest_live: list[int] = []
         self._lock = asyncio.Lock()
-        self._retire_from = time.monotonic() + config.redis.fsync_period
 
     # ---- reading
 
@@ -178,7 +177,7 @@ class Intake:
     async def _look(self) -> None:
         closed = await self._ledger.closed()
         self._count(closed)
-        if any(gid in self.durable for gid in closed) and time.monotonic() >= self._retire_from:
+        if any(gid in self.durable for gid in closed):
             await self._retire(closed)
         untrained = [gid for gid in closed if not self._known(gid)]
         self.untrained = len(untrained)

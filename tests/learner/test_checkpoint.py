@@ -45,12 +45,15 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
     make(tmp_path, 1, 3, world=2)
     checkpoints = Checkpoints(tmp_path)
     meta = checkpoints.greatest(None, 0)
-    assert meta is not None and meta.position == (1, 3) and meta.name == "1-3"
+    assert meta is not None
+    assert meta.position == (1, 3)
+    assert meta.name == "1-3"
     for rank in range(2):
         read = read_shard(checkpoints.path((1, 3)) / shard_name(rank, 2))
         assert read.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
-            assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
+            assert read[name].dtype == tensor.dtype
+            assert read[name].shape == tensor.shape
             assert bytes(read[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
     assert not list(tmp_path.glob("draft-*"))
 
@@ -130,7 +133,8 @@ def small_disk(tmp_path):
     """A file system of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("mount is not allowed here; test_chain plays a full disk with RLIMIT_FSIZE")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)

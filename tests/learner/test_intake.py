@@ -1,0 +1,305 @@
+"""What is trained next: against a real ledger that is filled as the roles fill it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from playing import Player, make_config, reward
+
+from streamrl import wire
+from streamrl.errors import Fenced, Refused
+from streamrl.learner.chain import TrainedDigest, TrainedLog
+from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.groups import Unusable, open_group
+from streamrl.learner.intake import Intake
+from streamrl.learner.takeover import take_over
+from streamrl.queues.ledgers import open_ledgers
+from streamrl.queues.records import ClosedGroup
+
+
+@pytest.fixture
+async def table(redis_run, tmp_path):
+    """A run with a player and no learner."""
+    config = make_config(redis_run.config, tmp_path / "model", redis_run.run_dir)
+    async with open_ledgers(config, redis_run.run_dir) as ledgers:
+        yield Table(config, ledgers, redis_run)
+
+
+class Table:
+    def __init__(self, config, ledgers, redis_run) -> None:
+        self.config, self.ledgers, self.redis_run = config, ledgers, redis_run
+        self.ledger = ledgers.train
+        self.checkpoints = Checkpoints(redis_run.run_dir / "checkpoints")
+        self.player = Player(ledgers, config)
+
+    def configure(self, **learner) -> None:
+        section = self.config.learner.model_copy(update=learner)
+        self.config = self.config.model_copy(update={"learner": section})
+
+    async def intake(self, misfit=lambda _: None) -> Intake:
+        return Intake(self.ledger, self.config, await take_over(self.ledger, self.checkpoints), misfit)
+
+    async def play(self, times: int = 3) -> None:
+        for _ in range(times):
+            await self.player.once()
+
+    def save(self, epoch: int, step: int, gids) -> Meta:
+        """A checkpoint without weights whose chain holds `gids`."""
+        log = TrainedLog(self.checkpoints.folder, epoch)
+        log.append(gids)
+        digest = TrainedDigest()
+        digest.add(gids)
+        self.checkpoints.begin((epoch, step))
+        meta = Meta(
+            epoch=epoch,
+            step=step,
+            version=step,
+            chain=[log.sync()],
+            count=digest.count,
+            digest=digest.hexdigest,
+            world=0,
+        )
+        self.checkpoints.finish(meta)
+        return meta
+
+
+def ids(groups) -> list[int]:
+    return [group.gid for group in groups]
+
+
+async def test_a_step_from_candidates_to_retirement(table):
+    intake = await table.intake()
+    await table.play()
+    await intake.refresh()
+    first = intake.choose(4, 10**9, last=False)
+    assert ids(first) == [0, 1, 2, 3]  # the budget of 8 is full; the four oldest fill the step
+    await intake.begin(first)
+    await intake.refresh()
+    assert ids(intake.choose(4, 0, last=False)) == [4, 5, 6, 7]
+    assert ids(intake.applied()) == [0, 1, 2, 3]
+    await intake.consume(0, None, [0, 1, 2, 3])
+    state = await table.ledger.state()
+    assert (state.held, state.live) == (4, 8)
+    await table.play()
+    assert (await table.ledger.state()).live == 12  # four places were free
+    await intake.saved("1-1")
+    state = await table.ledger.state()
+    assert (state.held, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
+    await intake.saved("1-1")  # a repeat changes nothing
+    assert (await table.ledger.state()).retired == 4
+
+
+async def test_micro_batches_wait_for_tokens_or_the_last_group(table):
+    intake = await table.intake()
+    table.player.open_only = {2}
+    await table.play()
+    await intake.refresh()
+    cost = sum(group.cost for group in intake.choose(8, 0, last=False))
+    assert ids(intake.choose(8, cost, last=False)) == [0, 1, 3, 4, 5, 6, 7]
+    assert intake.choose(8, cost + 1, last=False) == []
+    assert ids(intake.choose(8, cost + 1, last=True)) == [0, 1, 3, 4, 5, 6, 7]
+    assert ids(intake.choose(2, cost + 1, last=False)) == [0, 1]
+
+
+async def test_strict_order_waits_for_the_oldest_live_group(table):
+    table.configure(order="strict")
+    intake = await table.intake()
+    table.player.open_only = {1}
+    await table.play()
+    await intake.refresh()
+    assert ids(intake.choose(4, 0, last=False)) == [0, 2, 3]
+    await intake.begin(intake.choose(4, 0, last=False))
+    assert intake.choose(1, 0, last=True) == []
+    table.player.open_only = set()
+    await table.play()
+    await intake.refresh()
+    assert ids(intake.choose(1, 0, last=False)) == [1]
+
+
+async def test_ids_of_the_chain_come_back_and_are_retired_untrained(table):
+    first = await table.intake()
+    await table.play()
+    await first.refresh()
+    meta = table.save(1, 1, [1, 2])
+    again = await table.intake()
+    assert again.durable == {1, 2}
+    await again.refresh()
+    state = await table.ledger.state()
+    assert (state.retired, state.checkpoint) == (2, meta.name)
+    assert ids(again.choose(4, 0, last=False)) == [0, 3, 4, 5]
+
+
+async def test_old_tokens_are_dropped_not_trained(table):
+    table.configure(max_token_staleness=2)
+    intake = await table.intake()
+    for version in range(1, 4):
+        intake._branch.note(version, version - 1)
+    await table.play()  # sampled by version 0: step 0
+    await intake.refresh()
+    await intake.drop_stale(2)
+    assert intake.dropped == 0
+    await intake.drop_stale(3)
+    assert intake.dropped == 8
+    assert await table.ledger.dropped() == list(range(8))
+    assert (await table.ledger.state()).live == 0
+
+
+async def test_a_group_that_kills_learners_is_tried_alone_and_then_dead(table):
+    await table.play()
+    for _ in range(table.config.learner.max_group_crashes):
+        intake = await table.intake()
+        await intake.refresh()
+        tried = intake.choose(4, 0, last=False)
+        await intake.begin([group for group in tried if group.gid == 0])
+    assert ids(tried) == [0]  # from the second time on alone
+    intake = await table.intake()
+    await intake.refresh()
+    letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
+    assert [letter.gid for letter in letters] == [0]
+    assert ids(intake.choose(4, 0, last=False)) == [1, 2, 3, 4]
+
+
+async def test_acquitted_and_released_groups_are_not_suspects(table):
+    intake = await table.intake()
+    await table.play()
+    await intake.refresh()
+    groups = intake.choose(2, 0, last=False)
+    await intake.begin(groups)
+    await intake.acquit(groups[:1], 0)
+    await intake.release(groups[1:], 0)
+    assert ids(intake.in_step) == [0]
+    again = await table.intake()
+    await again.refresh()
+    assert [group.crashes for group in again.choose(4, 0, last=False)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.Score(value=1.0))])
+async def test_a_foreign_message_is_a_dead_letter(table, payload):
+    table.player.spoil[0, 1] = payload
+    intake = await table.intake()
+    await table.play()
+    # The played reward worker scores without looking, so the learner is the first to decode.
+    await intake.refresh()
+    letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
+    assert [letter.gid for letter in letters] == [0]
+    assert ids(intake.choose(2, 0, last=False)) == [1, 2]
+
+
+async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
+    intake = await table.intake(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
+    await table.play()
+    await intake.refresh()
+    letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
+    assert [(letter.gid, "too long" in letter.why) for letter in letters] == [(1, True)]
+
+
+async def test_end_of_data(table):
+    table.player.end = 6
+    table.player.open_only = {5}
+    intake = await table.intake()
+    await table.play()
+    assert not await intake.ended()  # one group is still open
+    table.player.open_only = set()
+    await table.play()
+    assert await intake.ended()
+    assert intake.untrained == 6
+
+
+async def test_a_fenced_learner_writes_nothing(table):
+    old = await table.intake()
+    await table.play()
+    await old.refresh()
+    new = await table.intake()
+    await new.refresh()
+    groups = old.choose(4, 0, last=False)
+    for write in (
+        old.begin(groups),
+        old.consume(9, b"{}"),
+        old.saved("1-9"),
+        old.drop_stale(100),
+    ):
+        with pytest.raises(Fenced):
+            await write
+    state = await table.ledger.state()
+    assert (state.held, state.version, state.checkpoint, state.dropped, state.live) == (0, 0, None, 0, 8)
+
+
+async def test_an_older_checkpoint_than_redis_retired_for_is_refused(table):
+    intake = await table.intake()
+    await table.play()
+    await intake.refresh()
+    table.save(1, 1, [0])
+    newest = table.save(2, 2, [0, 1])
+    again = await table.intake()
+    await again.refresh()
+    table.checkpoints.path(newest.position).rename(table.redis_run.run_dir / "elsewhere")
+    with pytest.raises(Refused, match="ckpt-2-2"):
+        await table.intake()
+
+
+async def test_weights_that_do_not_fit_the_log_are_refused(table):
+    meta = table.save(1, 1, [0, 1])
+    path = table.checkpoints.path(meta.position) / "meta.json"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, count=3)))
+    with pytest.raises(Refused, match="does not fit"):
+        await table.intake()
+
+
+async def test_a_wiped_redis_goes_on_behind_what_was_trained(table):
+    table.save(1, 1, [0, 1, 2, 4])
+    intake = await table.intake()
+    assert (await table.ledger.state()).cursor == 3
+    await table.play()
+    await intake.refresh()
+    assert ids(intake.choose(2, 0, last=False)) == [3, 5]  # 4 came again and was retired
+
+
+async def test_the_doorbell_rings(table):
+    intake = await table.intake()
+    following = asyncio.create_task(intake.follow())
+    try:
+        await asyncio.wait_for(intake.changed.wait(), 10)
+        await table.play()
+        while len(intake.choose(8, 10**9, last=True)) < 8:
+            intake.changed.clear()
+            await asyncio.wait_for(intake.changed.wait(), 10)
+    finally:
+        following.cancel()
+
+
+def test_a_group_is_opened_with_its_numbers():
+    sample = wire.Sample(
+        tokens=wire.pack_int32([4, 5, 6]),
+        logprobs=wire.pack_float32([-1, -2, -3]),
+        runs=[(0, 3), (1, 5)],
+        finish="stop",
+    )
+    other = wire.Sample(tokens=wire.pack_int32([7]), logprobs=wire.pack_float32([-1]), runs=[(0, 5)], finish="stop")
+    closed = ClosedGroup(
+        gid=9, size=3, attempt=0, version=3, crashes=0, causes={1: "engine"},
+        prompt=wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]))),
+        samples={
+            0: (wire.encode(sample), wire.encode(wire.Score(value=1.0))),
+            2: (wire.encode(other), wire.encode(wire.Score(value=0.0))),
+        },
+    )  # fmt: skip
+    group = open_group(closed, scale_by_std=False, misfit=lambda _: None)
+    assert (group.tokens, group.prompt_tokens, group.spanning, group.versions) == (4, 4, 1, {3: 1, 5: 3})
+    assert [sample.advantage for sample in group.samples] == [0.5, -0.5]
+    assert group.cost == 4 + 2  # prompt and response, without the last token, of each
+    equal = msgspec.structs.replace(wire.Score(value=1.0))
+    same = {number: (payload, wire.encode(equal)) for number, (payload, _) in closed.samples.items()}
+    flat = open_group(ClosedGroup(**{**vars(closed), "samples": same}), scale_by_std=True, misfit=lambda _: None)
+    assert flat.zero_advantage
+    assert flat.cost == 0
+    broken = ClosedGroup(**{**vars(closed), "prompt": wire.encode(wire.Prompt(tokens=b""))})
+    with pytest.raises(Unusable, match="prompt"):
+        open_group(broken, scale_by_std=True, misfit=lambda _: None)
+
+
+def test_played_rewards_have_both_kinds():
+    spread = [len({reward(gid, sample) for sample in range(3)}) for gid in range(20)]
+    assert 1 in spread
+    assert 2 in spread
