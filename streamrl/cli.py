@@ -296,9 +296,11 @@ def run(arguments: Sequence[str]) -> int:
         code = app(_global_first(list(arguments)), prog_name="streamrl", standalone_mode=False)
     except StreamrlError as error:
         return _report(error)
-    except BrokenPipeError:
-        # The reader at the other end of the pipe has what it wants (`streamrl logs | head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except SystemExit as end:
+        # Typer and rich make this of a broken pipe: the reader has what it wants (`streamrl logs | head`).
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
     except BaseExceptionGroup as group:
         cause = unwrap(group)

@@ -5,6 +5,7 @@ A viewer is a context manager whose `on_event` takes the supervisor's events in 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, No
 
 if TYPE_CHECKING:
     from rich.live import Live
+
+logger = logging.getLogger(__name__)
 
 PLAIN_SECONDS: Final = 5.0
 LIVE_SECONDS: Final = 0.5
@@ -117,6 +120,7 @@ class _Ticking(Viewer):
 
     def __init__(self, board: Board, states: RoleStates) -> None:
         super().__init__(board, states)
+        self._broken = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
 
@@ -129,14 +133,24 @@ class _Ticking(Viewer):
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self.board.refresh()
-        self.tick()
+        self._look()
         super().__exit__(kind, error, trace)
 
     def _run(self) -> None:
         while not self._stop.wait(self.seconds):
+            self._look()
+
+    def _look(self) -> None:
+        """Look and show; a screen that fails is a line in the log and must not take the run with it."""
+        if self._broken:
+            return
+        try:
             self.board.refresh()
             self.tick()
+        except Exception:
+            self._broken = True
+            logger.exception("the screen failed")
+            output.note("the screen failed (see logs/supervisor.jsonl); the run goes on")
 
     @abstractmethod
     def tick(self) -> None:

