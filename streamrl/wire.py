@@ -98,6 +98,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     def token_versions(self) -> npt.NDArray[np.int64]:
         """Version of the weights that sampled each token, shape (completion tokens,)."""
         count = len(self.tokens) // 4
+        if not count:
+            return np.zeros(0, dtype=np.int64)
         ends = [first for first, _ in self.runs[1:]] + [count]
         lengths = [end - first for end, (first, _) in zip(ends, self.runs, strict=True)]
         return np.repeat(np.asarray([version for _, version in self.runs], dtype=np.int64), lengths)

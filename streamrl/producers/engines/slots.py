@@ -73,6 +73,7 @@ class SlotBatch:
         self.version = version
         self.tokens_sampled = 0
         self._model = model
+        self._dtype: torch.dtype = model.dtype
         self._stop = stop_tokens
         self._generator = generator
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -144,7 +145,7 @@ class SlotBatch:
         span = round_up(longest)
         self._cache.reserve(longest)
         self._cache.decode(position, span)
-        mask = torch.zeros(count, 1, 1, span, dtype=self._model.dtype, device=position.device)
+        mask = torch.zeros(count, 1, 1, span, dtype=self._dtype, device=position.device)
         mask.masked_fill_(self._ruler[:span] > position[:, None, None, None], -math.inf)
         output = self._model(
             input_ids=self._token[:count, None],

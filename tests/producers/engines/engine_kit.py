@@ -102,7 +102,7 @@ class Gate:
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the decode thread sets no event
             await asyncio.sleep(0.001)
 
 
@@ -126,7 +126,7 @@ def versions(completion: Completion) -> list[int]:
 
 @torch.no_grad()
 def replay(models: dict[int, Any], prompt: Sequence[int], done: Completion, temperature: float = 1.0) -> np.ndarray:
-    """Log-probabilities by transformers alone: each token by the model of its version, on keys and values as they grew."""
+    """Log-probabilities by transformers alone: each token by the model of its version, keys and values as they grew."""
     cache = transformers.DynamicCache()
     inputs, found = list(prompt), []
     for token, version in zip(done.tokens.tolist(), versions(done), strict=True):

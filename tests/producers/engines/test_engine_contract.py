@@ -7,10 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from engine_kit import EOS, VOCABULARY, gated, named, plain, random_model, replay, request, until, versions
+from engine_kit import EOS, VOCABULARY, gated, named, plain, random_model, replay, request, versions
 
-from streamrl.errors import DataError, Refused, Unreachable, WeightsError
-from streamrl.producers.engines import make_engine
+from streamrl.errors import DataError
 
 MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
 KINDS = pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
@@ -21,7 +20,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
 
 
-# --- log-probabilities and versions ------------------------------------------------------------------------------------
+# --- log-probabilities and versions ---
 
 
 @MODES
@@ -110,7 +109,7 @@ async def test_a_swap_before_the_first_token_leaves_one_run(start, decode):
     np.testing.assert_allclose(completion.logprobs, plain(random_model("qwen2", 2), prompt(4), completion), atol=1e-5)
 
 
-# --- sampling ----------------------------------------------------------------------------------------------------------
+# --- sampling ---
 
 
 @MODES
@@ -137,7 +136,7 @@ async def test_equal_requests_get_different_responses(start, decode):
     assert len({one.tokens.tobytes() for one in done}) == 8
 
 
-# --- ends --------------------------------------------------------------------------------------------------------------
+# --- ends ---
 
 
 @MODES
@@ -207,296 +206,3 @@ async def test_an_id_belongs_to_one_request_at_a_time(start, decode):
         await engine.generate(request("same", prompt(3), 30))
     await first
     assert len((await engine.generate(request("same", prompt(3), 5))).tokens) == 5
-
-
-# --- abort, cancel, pause, sleep -----------------------------------------------------------------------------------------
-
-
-@MODES
-async def test_abort_returns_what_there_is(start, decode):
-    engine = await start(decode, slots=2)
-    model = random_model("qwen2", 0)
-    async with gated(engine) as gate:
-        tasks = [asyncio.create_task(engine.generate(request(f"r{k}", prompt(3, k), LONG))) for k in range(3)]
-        await gate.passed(6)
-        assert await gate.during(engine.abort("nobody")) == 0
-        assert await gate.during(engine.abort("r0")) == 1
-        assert await gate.during(engine.abort("r0")) == 0
-        done = await tasks[0]
-        assert done.finish == "abort"
-        assert 5 <= len(done.tokens) < LONG
-        np.testing.assert_allclose(done.logprobs, plain(model, prompt(3, 0), done), atol=1e-5)
-        assert await gate.during(engine.abort()) == 2
-        assert [(await task).finish for task in tasks[1:]] == ["abort", "abort"]
-        assert await gate.during(engine.abort()) == 0
-    assert (await engine.generate(request("next", prompt(3), 4))).finish == "length"
-
-
-@MODES
-async def test_abort_works_while_paused_and_before_the_first_token(start, decode):
-    engine = await start(decode)
-    await engine.pause()
-    task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
-    await asyncio.sleep(0)
-    assert engine.load().running + engine.load().waiting == 1
-    assert await engine.abort("a") == 1
-    done = await task
-    assert (done.finish, len(done.tokens), done.runs) == ("abort", 0, [])
-    await engine.resume()
-    assert (await engine.generate(request("b", prompt(3), 4))).finish == "length"
-
-
-@MODES
-async def test_a_result_on_its_way_is_not_called_aborted(start, decode):
-    """The request ends in the very step during which abort is called."""
-    engine = await start(decode)
-    async with gated(engine) as gate:
-        task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
-        await gate.passed(4)
-        assert await gate.during(engine.abort("a")) in (0, 1)
-        done = await task
-        assert done.finish == ("length" if len(done.tokens) == 5 else "abort")
-        assert len(done.tokens) in (4, 5)
-
-
-@MODES
-async def test_cancelling_frees_the_place(start, decode):
-    engine = await start(decode, slots=2)
-    async with gated(engine) as gate:
-        long = [asyncio.create_task(engine.generate(request(f"r{k}", prompt(3, k), 190))) for k in range(2)]
-        await gate.passed(3)
-        third = asyncio.create_task(engine.generate(request("third", prompt(4), 3)))
-        never = asyncio.create_task(engine.generate(request("never", prompt(4), 3)))
-        await gate.passed(2)
-        never.cancel()
-        long[0].cancel()
-        done = await gate.during(third)
-        assert len(done.tokens) == 3
-        assert not long[1].done()
-        for task in (long[0], never):
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        again = await gate.during(engine.generate(request("r0", prompt(3), 2)))
-        assert len(again.tokens) == 2
-    assert len((await long[1]).tokens) == 190
-    assert engine.load().running == 0
-
-
-@MODES
-async def test_a_request_cancelled_in_its_first_turn_is_never_run(start, decode):
-    engine = await start(decode)
-    task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: engine.load().running + engine.load().waiting == 0)
-    assert (await engine.generate(request("a", prompt(3), 3))).finish == "length"
-
-
-@MODES
-async def test_no_step_runs_while_paused(start, decode):
-    engine = await start(decode)
-    async with gated(engine) as gate:
-        task = asyncio.create_task(engine.generate(request("a", prompt(3), 20)))
-        await gate.passed(3)
-        await gate.during(engine.pause())
-        await engine.pause()
-        entered = gate.entered
-        more = asyncio.create_task(engine.generate(request("b", prompt(3), 20)))
-        await engine.apply(1, named(random_model("qwen2", 1)))
-        assert await engine.abort("nobody") == 0
-        assert gate.entered == entered
-        await engine.resume()
-        await engine.resume()
-    assert versions(await task)[-1] == 1
-    assert (await more).runs == [(0, 1)]
-
-
-@MODES
-async def test_sleep_and_wake(start, decode):
-    engine = await start(decode)
-    new = random_model("qwen2", 1)
-    async with gated(engine) as gate:
-        busy = asyncio.create_task(engine.generate(request("busy", prompt(3), 30)))
-        await gate.passed(3)
-        with pytest.raises(Refused, match="being decoded"):
-            await gate.during(engine.sleep())
-    assert len((await busy).tokens) == 30
-    await engine.sleep()
-    await engine.sleep()
-    tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 6))) for k in range(3)]
-    await asyncio.sleep(0)
-    await engine.apply(4, named(new))
-    assert await engine.abort("2") == 1
-    assert not tasks[0].done()
-    await engine.wake()
-    await engine.wake()
-    assert (await tasks[2]).finish == "abort"
-    for task in tasks[:2]:
-        done = await task
-        assert done.runs == [(0, 4)]
-        np.testing.assert_allclose(done.logprobs, plain(new, prompt(3), done), atol=1e-5)
-
-
-@MODES
-async def test_pause_outlives_sleep(start, decode):
-    engine = await start(decode)
-    await engine.pause()
-    await engine.sleep()
-    await engine.wake()
-    task = asyncio.create_task(engine.generate(request("a", prompt(3), 3)))
-    await asyncio.sleep(0)
-    await engine.abort("nobody")
-    assert not task.done()
-    await engine.resume()
-    assert (await task).finish == "length"
-
-
-# --- weights that must not be applied ------------------------------------------------------------------------------------
-
-
-def broken(how: str) -> dict[str, torch.Tensor]:
-    tensors = named(random_model("qwen2", 1))
-    name = "model.layers.1.mlp.up_proj.weight"
-    match how:
-        case "missing":
-            del tensors[name]
-        case "unknown":
-            tensors["model.layers.7.mlp.up_proj.weight"] = tensors[name]
-        case "shape":
-            tensors[name] = tensors[name].T.contiguous()
-        case "nan":
-            tensors[name][3, 5] = float("nan")
-        case "infinite":
-            tensors[name][0, 0] = float("inf")
-        case "integer":
-            tensors[name] = tensors[name].to(torch.int32)
-        case "tied":
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    return tensors
-
-
-@MODES
-async def test_weights_are_refused_whole(start, decode):
-    engine = await start(decode)
-    old = random_model("qwen2", 0)
-    task = asyncio.create_task(engine.generate(request("flight", prompt(3), 100)))
-    for how, says in {
-        "missing": "up_proj",
-        "unknown": "layers.7",
-        "shape": "shape",
-        "nan": "finite",
-        "infinite": "finite",
-        "integer": "int32",
-        "tied": "lm_head",
-    }.items():
-        with pytest.raises(WeightsError, match=says):
-            await engine.apply(1, broken(how))
-    assert engine.load().version == 0
-    for completion in (await task, await engine.generate(request("next", prompt(3), 30))):
-        assert completion.runs == [(0, 0)]
-        np.testing.assert_allclose(completion.logprobs, plain(old, prompt(3), completion), atol=1e-5)
-
-
-@MODES
-async def test_versions_only_grow_and_a_repeat_does_nothing(start, decode):
-    engine = await start(decode)
-    first, second = random_model("qwen2", 1), random_model("qwen2", 2)
-    tied = named(first)
-    tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
-    await engine.apply(5, tied)
-    await engine.apply(5, named(second))
-    with pytest.raises(WeightsError, match="older"):
-        await engine.apply(4, named(second))
-    completion = await engine.generate(request("a", prompt(3), 10))
-    assert completion.runs == [(0, 5)]
-    np.testing.assert_allclose(completion.logprobs, plain(first, prompt(3), completion), atol=1e-5)
-    rounded = {name: tensor.bfloat16() for name, tensor in named(second).items()}
-    # the other name of the tied parameter, and a narrower type
-    rounded["lm_head.weight"] = rounded.pop("model.embed_tokens.weight")
-    await engine.apply(6, rounded)
-    second.load_state_dict({name: tensor.bfloat16().float() for name, tensor in second.state_dict().items()})
-    completion = await engine.generate(request("a", prompt(3), 10))
-    np.testing.assert_allclose(completion.logprobs, plain(second, prompt(3), completion), atol=1e-5)
-
-
-# --- death and end -------------------------------------------------------------------------------------------------------
-
-
-@MODES
-@pytest.mark.parametrize("cause", ["forward raises", "logits are NaN"])
-async def test_the_death_of_the_decode_loop_surfaces(start, decode, cause):
-    engine = await start(decode, slots=2)
-    await engine.health()
-
-    def fail(*_args: object) -> None:
-        raise RuntimeError("the forward pass broke")
-
-    if cause == "forward raises":
-        engine._model.register_forward_pre_hook(fail)
-    else:
-        engine._model.get_input_embeddings().weight.fill_(float("nan"))
-    tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 50))) for k in range(5)]
-    async with asyncio.timeout(20):
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, Unreachable)
-    for call in (
-        engine.health(),
-        engine.generate(request("late", prompt(3))),
-        engine.pause(),
-        engine.abort(),
-        engine.apply(1, named(random_model("qwen2", 1))),
-    ):
-        with pytest.raises(Unreachable, match="died"):
-            await call
-    await engine.close()
-
-
-@MODES
-async def test_close_aborts_what_is_in_flight(start, decode):
-    engine = await start(decode)
-    async with gated(engine) as gate:
-        task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
-        await gate.passed(5)
-        await gate.during(engine.close())
-    done = await task
-    assert done.finish == "abort"
-    assert 4 <= len(done.tokens) < LONG
-    await engine.close()
-    for call in (engine.health(), engine.generate(request("b", prompt(3)))):
-        with pytest.raises(Unreachable, match="closed"):
-            await call
-
-
-@MODES
-async def test_close_while_paused(start, decode):
-    engine = await start(decode)
-    await engine.pause()
-    task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
-    await asyncio.sleep(0)
-    await engine.close()
-    assert (await task).finish == "abort"
-
-
-async def test_nothing_works_before_start(model_dir):
-    from engine_kit import engine_config
-
-    engine = make_engine(engine_config(model_dir("qwen2"), "auto"), 0)
-    with pytest.raises(Unreachable, match="not been started"):
-        await engine.health()
-    assert engine.load().version == 0
-    await engine.close()
-    await engine.close()
-
-
-async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
-    engine = await start("slots")
-    engine._decoder._patience = engine._patience = 0.05
-    async with gated(engine) as gate:
-        task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
-        await until(lambda: gate.entered == 1)
-        with pytest.raises(TimeoutError):
-            await engine.pause()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
