@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _SHARE: Final = 4
 _LOOK_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
+_GATHER_SECONDS: Final = 0.02
+"""Groups close in bursts; a short wait writes many with one fsync."""
 
 
 def evaluation_budget(config: RunConfig) -> int:
@@ -105,6 +107,7 @@ class Evaluation:
                 self._publish()
             elif not moved and not collected:
                 await self._ledger.wait_closed(_LOOK_SECONDS)
+                await asyncio.sleep(_GATHER_SECONDS)
                 self._room = max(self._room, 1)
         await self._collect()
 

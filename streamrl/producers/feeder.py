@@ -47,6 +47,7 @@ async def run_feeder(role: Role) -> None:
     bell = VersionBell(role.ledgers.weights)
     training = Training(role, data, bell)
     await training.check()
+    await bell.look()
     evaluation = None
     if config.evaluation.every and config.data.held_out is not None:
         held_out = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)

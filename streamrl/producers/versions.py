@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol
+from typing import Final
+
+from streamrl.queues.ledgers import WeightsStream
 
 _LOOK_SECONDS: Final = 0.5
-
-
-class Versions(Protocol):
-    """What the bell needs of the weights stream (streamrl.queues)."""
-
-    async def newest(self) -> tuple[int, bytes] | None:
-        """Return number and manifest of the newest version, None before the first."""
-        ...
-
-    async def after(self, version: int, seconds: float) -> tuple[int, bytes] | None:
-        """Return the newest version above `version`, waiting up to `seconds` for one."""
-        ...
 
 
 class VersionBell:
@@ -27,10 +17,16 @@ class VersionBell:
         stream: the weights stream.
     """
 
-    def __init__(self, stream: Versions) -> None:
+    def __init__(self, stream: WeightsStream) -> None:
         self._stream = stream
         self._rung = asyncio.Condition()
         self.version = 0
+
+    async def look(self) -> None:
+        """Learn the newest version there is, without waiting for one."""
+        newest = await self._stream.newest()
+        if newest is not None:
+            self.version = newest[0]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch the stream until `stop` is set; owned by the caller's task group."""

@@ -8,10 +8,25 @@ rollout replica: weights stream -> Follower -> map, check sizes and checksums ->
 
 A version is the pair (epoch, number); it is applied whole or not at all, and never an older one after a newer one.
 How the shards get near the engine is a transport: `shm` (same host) or `directory` (shared file system).
+
+The names below are loaded when they are first used: `transports` needs no torch.
 """
 
-from streamrl.weight_sync.follower import Follower
-from streamrl.weight_sync.manifest import Manifest
-from streamrl.weight_sync.publisher import Publisher
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamrl.weight_sync.follower import Follower as Follower
+    from streamrl.weight_sync.manifest import Manifest as Manifest
+    from streamrl.weight_sync.publisher import Publisher as Publisher
+
+_HOME = {"Follower": "follower", "Manifest": "manifest", "Publisher": "publisher"}
 __all__ = ["Follower", "Manifest", "Publisher"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,14 @@ def create_root(transport: Transport) -> None:
         raise CannotCreate(f"cannot make {transport.root} for the weights: {error}", transport.hint) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise CannotCreate(f"{transport.root} belongs to somebody else", f"remove {transport.root}")
+
+
+def release_memory(run_dir: Path) -> None:
+    """Give back the shared memory of a run that ended; whoever has a version mapped keeps it. A repeat does nothing.
+
+    For the supervisor, when no role is left: a run that is resumed publishes its weights again.
+    """
+    shutil.rmtree(ShmTransport.of_run(run_dir).root, ignore_errors=True)
 
 
 def check_room(transport: Transport, need: int) -> None:

@@ -397,6 +397,22 @@ def test_a_start_removes_stale_versions_but_the_newest(config, tmp_path):
     second.root.rmdir()
 
 
+def test_the_supervisor_gives_the_memory_of_an_ended_run_back_without_torch(tmp_path):
+    publisher = Publisher(WeightsConfig(), "r", tmp_path)
+    manifest = decode(publish(publisher, 1))
+    mapped = map_version(publisher.root / "v-1-1", manifest)
+    program = """
+import pathlib, sys
+from streamrl.weight_sync.transports import release_memory
+release_memory(pathlib.Path(sys.argv[1]))
+release_memory(pathlib.Path(sys.argv[1]))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert not publisher.root.exists()
+    assert same(mapped, tensors(1))
+
+
 def test_one_version_is_published_once(publisher, config, tmp_path):
     other = Publisher(config, "r", tmp_path)
     publish(publisher, 1)

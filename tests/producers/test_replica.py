@@ -1,0 +1,343 @@
+"""A real tiny model answers prompts through a real Redis, while weights change and replicas die."""
+
+import asyncio
+import math
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from producer_kit import Hands, kill, payload, tiny_model, until
+
+from streamrl.errors import ConfigError, Unreachable
+from streamrl.producers import replica as replica_module
+from streamrl.producers.admission import Admitter, Terms
+from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.engines import make_engine
+from streamrl.producers.replica import Replica, lease_width, replica_seed, run_rollout
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.weight_sync import Publisher
+from streamrl.wire import Prompt, Sample, decode
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+class Learner:
+    """Publishes versions of the tiny model: version N has the weights of seed N."""
+
+    def __init__(self, run, ledgers):
+        self.hands = Hands(ledgers.train)
+        self.publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
+
+    async def publish(self, version, seed=None):
+        tensors = dict(tiny_model(version if seed is None else seed).named_parameters())
+        data = await asyncio.to_thread(
+            self.publisher.publish, epoch=1, version=version, step=version, tensors=tensors.items()
+        )
+        await self.hands.ledger.consume(self.hands.nonce, 0, version, data)
+
+
+async def admit(run, ledger, count, samples=2):
+    config = run.config
+    path = run.held_out if ledger.evaluation else run.train
+    data = load_prompts(path, Tokenizer.load(config.model), Limits(16, config.model.context))
+    admitter = Admitter(ledger, Terms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)])
+    await admitter.locate()
+    await admitter.admit(1, limit=count)
+
+
+@pytest.fixture
+def small(run):
+    """Small enough to be quick, slow enough to be caught in the middle."""
+    return (
+        run.set("engine", decode="slots", slots=4, threads=1)
+        .set("sampling", group_size=4, max_new_tokens=12)
+        .set("lease", seconds=0.6)
+    )
+
+
+async def samples_of(ledger, gid):
+    """Samples that are in the hash of a group."""
+    fields = await ledger.connection.read("HGETALL", ledger.keys.group(gid))
+    pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
+    return {int(key[2:]): value for key, value in pairs if key.startswith(b"s:")}
+
+
+async def emitted(ledger, count):
+    return sum([len(await samples_of(ledger, gid)) for gid in await ledger.oldest_live(100)]) >= count
+
+
+async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_right(small):
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await admit(small, ledgers.train, 5, samples=4)
+        await admit(small, ledgers.evaluation, 3, samples=1)
+        async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
+            await asyncio.sleep(0)
+            assert not role.is_ready  # nothing is leased before the first version
+            await learner.publish(1)
+            await until(lambda: emitted(ledgers.train, 20))
+            await until(lambda: emitted(ledgers.evaluation, 3))
+            assert role.is_ready
+        model = tiny_model(1).eval()
+        for gid in range(5):
+            found = await samples_of(ledgers.train, gid)
+            assert sorted(found) == [0, 1, 2, 3]
+            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(gid), "prompt"), Prompt)
+            for data in found.values():
+                check_sample(model, prompt, decode(data, Sample))
+        assert len({bytes(data) for gid in range(5) for data in (await samples_of(ledgers.train, gid)).values()}) == 20
+        assert role.status["tokens"] == 23 * 12
+        assert role.status["version"] == 1
+    rows = [orjson.loads(row) for row in (small.run_dir / "metrics" / "rollout.0.jsonl").read_bytes().splitlines()]
+    assert sum(delta for row in rows for _, delta in row["timeline"]) == 23 * 12 == rows[-1]["tokens"]
+    moments = [moment for row in rows for moment, _ in row["timeline"]]
+    assert moments == sorted(moments)
+    assert all(row["idle_seconds"] >= 0 for row in rows)
+
+
+def check_sample(model, prompt, sample):
+    """Log-probabilities are those of a plain forward pass, the text is the decoded ids, the version is the one."""
+    ids = torch.tensor([[*prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0].numpy()
+    np.testing.assert_allclose(sample.token_logprobs, expected, atol=1e-5)
+    assert (sample.finish, sample.runs, sample.engine) == ("length", [(0, 1)], "rollout.0")
+    assert len(sample.token_ids) == 12
+    printable = [chr(token) for token in sample.token_ids.tolist() if 32 <= token < 127 or token == 10]
+    assert [character for character in sample.text if character != " "] == [c for c in printable if c != " "]
+
+
+async def test_a_swap_in_flight_gives_spans(small):
+    small.set("model", context=1024).set("sampling", max_new_tokens=900)
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        await admit(small, ledgers.train, 1, samples=4)
+        async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("tokens", 0) > 0)
+            version = 1
+            while not await emitted(ledgers.train, 4):
+                version += 1
+                await learner.publish(version)
+        spans = [decode(data, Sample) for data in (await samples_of(ledgers.train, 0)).values()]
+        assert all(len(sample.runs) > 1 for sample in spans)
+        for sample in spans:
+            versions = [number for _, number in sample.runs]
+            assert versions == sorted(set(versions))
+            assert versions[0] == 1
+            assert versions[-1] <= version
+
+
+async def test_kill_9_in_mid_group_generates_only_what_is_missing(small):
+    small.set("engine", slots=1).set("sampling", group_size=8, max_new_tokens=40)
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        await admit(small, ledgers.train, 1, samples=8)
+        process = small.spawn("streamrl.producers.replica:run_rollout", "rollout.0")
+        try:
+            await until(lambda: emitted(ledgers.train, 1), 60)
+        finally:
+            kill(process)
+        before = await samples_of(ledgers.train, 0)
+        assert 1 <= len(before) < 8
+        async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
+            await until(lambda: emitted(ledgers.train, 8))
+        after = await samples_of(ledgers.train, 0)
+        assert {sample: after[sample] for sample in before} == before
+        assert role.status["tokens"] == (8 - len(before)) * 40
+        assert len({bytes(data) for data in after.values()}) == 8  # two lives, no response twice
+        assert await ledgers.connection.read("XLEN", ledgers.train.keys.prompts) == 0
+
+
+async def test_drain_hands_back_without_counting_a_delivery(small, monkeypatch):
+    monkeypatch.setattr(replica_module, "_DRAIN_SHARE", 0.0)
+    small.set("model", context=1024).set("engine", slots=1).set("sampling", max_new_tokens=900)
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        await admit(small, ledgers.train, 1, samples=4)
+        async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("tokens", 0) > 0)
+        assert not await emitted(ledgers.train, 4)
+        [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 10)
+        assert row[1] == b"handed-back"
+        assert row[3] == 0
+
+
+async def test_drain_finishes_what_is_in_flight(small):
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        await admit(small, ledgers.train, 1, samples=4)
+        async with small.running(run_rollout, "rollout.0", ledgers) as (role, task):
+            await until(lambda: role.status.get("running", 0) > 0 or role.status.get("tokens", 0) > 0)
+            role.stop.set()
+            await asyncio.wait_for(task, 30)
+        assert await emitted(ledgers.train, 4)
+
+
+async def test_a_stop_before_the_first_version_ends_at_once(small):
+    async with small.open() as ledgers, small.running(run_rollout, "rollout.0", ledgers) as (role, task):
+        await asyncio.sleep(0)
+        role.stop.set()
+        await asyncio.wait_for(task, 30)
+        assert not role.is_ready
+
+
+class Faulty:
+    """A real engine whose `generate` fails as told; what else it does is the real thing."""
+
+    def __init__(self, engine, faults):
+        self._engine = engine
+        self._faults = faults
+        self.calls = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def generate(self, request):
+        self.calls += 1
+        fault = self._faults.pop(0) if self._faults else None
+        if fault is not None:
+            raise fault
+        return await self._engine.generate(request)
+
+    async def health(self):
+        await self._engine.health()
+
+
+async def with_faults(small, ledgers, faults, check):
+    learner = Learner(small, ledgers)
+    await learner.hands.fence()
+    await learner.publish(1)
+    await admit(small, ledgers.train, 1, samples=2)
+    engine = make_engine(small.config, 1)
+    await engine.start()
+    faulty = Faulty(engine, faults)
+    role = small.role("rollout.0", ledgers)
+    task = asyncio.create_task(Replica(role, faulty, Tokenizer.load(small.config.model)).run())
+    try:
+        return await check(faulty, role, task)
+    finally:
+        role.stop.set()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.close()
+
+
+async def test_a_failing_request_is_tried_again(small):
+    small.set("sampling", group_size=2)
+    async with small.open() as ledgers:
+
+        async def check(engine, role, task):
+            await until(lambda: settled(ledgers.train))
+            assert not task.done()
+
+        await with_faults(small, ledgers, [RuntimeError("broken"), RuntimeError("broken")], check)
+        assert len(await samples_of(ledgers.train, 0)) == 2
+        assert not await ledgers.train.dead_letters()
+
+
+async def settled(ledger):
+    return await ledger.connection.read("XLEN", ledger.keys.prompts) == 0
+
+
+async def test_a_request_that_always_fails_is_a_dead_letter_with_its_traceback(small):
+    small.set("sampling", group_size=2, min_group=1)
+    async with small.open() as ledgers:
+
+        async def check(engine, role, task):
+            await until(lambda: settled(ledgers.train))
+            assert engine.calls == 6
+            assert not task.done()
+            return await ledgers.train.dead_letters()
+
+        letters = await with_faults(small, ledgers, [RuntimeError("the cause")] * 6, check)
+    own = [letter for letter in letters if letter.sample is not None]
+    assert {letter.sample for letter in own} == {0, 1}
+    assert all("the cause" in letter.why and "Traceback" in letter.detail for letter in own)
+
+
+async def test_the_death_of_the_engine_is_the_death_of_the_replica(small):
+    async with small.open() as ledgers:
+
+        async def check(engine, role, task):
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await asyncio.wait_for(asyncio.shield(task), 30)
+            return caught.value
+
+        error = await with_faults(small, ledgers, [Unreachable("the engine died")], check)
+        assert error.subgroup(Unreachable) is not None
+        [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 10)
+        assert row[3] == 1  # it died holding this: that counts
+
+
+async def test_a_prompt_that_is_no_message_is_a_dead_letter(small):
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        terms = Terms("f", 2, 1, 100, 100, 100)
+        await Admitter(ledgers.train, terms, lambda gid: payload(1) if gid else b"\x00garbage").admit(1, limit=2)
+        async with small.running(run_rollout, "rollout.0", ledgers):
+            await until(lambda: settled(ledgers.train))
+        letters = await ledgers.train.dead_letters()
+        assert {letter.gid for letter in letters} == {0, 1}
+        assert any(letter.why == "not a prompt" for letter in letters)
+
+
+async def test_no_model_is_a_configuration_error(small, tmp_path):
+    small.set("model", path=str(tmp_path / "none"))
+    async with small.open() as ledgers:
+        with pytest.raises(ConfigError) as caught:
+            await run_rollout(small.role("rollout.0", ledgers))
+    assert caught.value.exit_code == 78
+
+
+async def test_a_bad_version_is_shown_and_the_old_one_goes_on(small):
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
+            await until(lambda: role.is_ready)
+            await ledgers.train.consume(learner.hands.nonce, 0, 2, b"not a manifest")
+            await until(lambda: role.status.get("weights_refused") == 1)
+            assert role.status["version"] == 1
+            await learner.publish(3)
+            await until(lambda: role.status["version"] == 3)
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 64),
+    st.integers(0, 50),
+    st.integers(0, 1000),
+    st.integers(0, 50),
+)
+def test_the_width_fills_the_slots_and_not_much_more(slots, group, unopened, missing, opened):
+    held = unopened + opened
+    width = lease_width(held, unopened, missing, slots, group)
+    work = missing + (unopened + width - held) * group
+    assert width >= held
+    assert work >= slots  # every slot has work
+    assert width == held or work < slots + math.ceil(slots / 4) + group
+
+
+def test_seeds_differ_between_replicas_and_lives():
+    seeds = {replica_seed(s, f"rollout.{n}", e) for s in range(3) for n in range(3) for e in range(3)}
+    assert len(seeds) == 27
+    assert replica_seed(0, "rollout.0", 0) == replica_seed(0, "rollout.0", 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
