@@ -78,6 +78,7 @@ class Ending:
         if limit is None or time.monotonic() < self._look_at:
             return None
         self._look_at = time.monotonic() + _ACCURACY_SECONDS
-        shown = (await self._roles.read()).get("feeder.0", {}).get("accuracy")
-        self.accuracy = float(shown) if shown else None
+        fields = (await self._roles.read()).items()
+        shown = [field["accuracy"] for name, field in fields if name.startswith("feeder") and "accuracy" in field]
+        self.accuracy = float(shown[0]) if shown else None
         return "accuracy" if self.accuracy is not None and self.accuracy >= limit else None

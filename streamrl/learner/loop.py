@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from streamrl.errors import CannotCreate, Fenced, unwrap
+from streamrl.errors import CannotCreate, Fenced, Forgotten, unwrap
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Ending, Finished, Reason, read_finished, write_finished
@@ -71,39 +71,40 @@ async def run_learner(role: Role) -> None:
 
 async def _lead(role: Role, trainer: Trainer, torch: TorchThread) -> None:
     crew = Crew(trainer, torch)
+    start = await take_over(role.ledgers.train, Checkpoints(role.run_dir / "checkpoints"))
     try:
-        await Leader(role, crew).run()
-    except BaseExceptionGroup as group:
-        # The first error is the cause; who awaits the role wants that one, with its exit code.
-        first = unwrap(group)
-        if isinstance(first, Fenced):
-            await crew.tell(Command.STOP)
-        raise first from group
-    except Fenced:
+        try:
+            await Leader(role, crew, start).run()
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
+    except Fenced as error:
         await crew.tell(Command.STOP)
+        if (await role.ledgers.train.state()).epoch < start.epoch:
+            raise Forgotten(
+                f"Redis forgot epoch {start.epoch} of the learner", "the supervisor starts it again"
+            ) from error
         raise
 
 
 class Leader:
     """Rank 0: decides what is trained, writes the ledger, publishes and saves."""
 
-    def __init__(self, role: Role, crew: Crew) -> None:
+    def __init__(self, role: Role, crew: Crew, start: Start) -> None:
         self._role, self._config = role, role.config
         self._crew, self._trainer, self._torch = crew, crew.trainer, crew.torch
         self._ending = Ending(role.config, role.ledgers.roles)
         self._meter = StepMeter()
         self._acquittable: list[TrainGroup] = []
-        self._version = 0
-        self._start: Start
+        self._version = start.version
+        self._start = start
         self._intake: Intake
         self._publishing: Publishing
         self._saver: Saver
 
     async def run(self) -> None:
-        """Take over, train, and leave everything durable."""
+        """Load, train, and leave everything durable."""
         checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
-        start = self._start = await take_over(self._role.ledgers.train, checkpoints)
-        self._version = start.version
+        start = self._start
         if start.meta is not None:
             await self._crew.tell(Command.LOAD, *start.meta.position)
             await self._torch.run(self._trainer.load, checkpoints.path(start.meta.position), start.meta)
