@@ -1,0 +1,52 @@
+"""Rewards that behave in every way a reward can behave, by the text of the response."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from streamrl.consumers import Score
+
+
+async def by_text(sample):
+    """Right, or wrong in the way that the text names."""
+    text = sample.text
+    if text == "raise":
+        raise ValueError("the judge is not amused")
+    if text == "hang":
+        await asyncio.Event().wait()
+    if text == "nan":
+        return float("nan")
+    if text == "string":
+        return "1.0"
+    return 1.0 if text == sample.prompt.answer else 0.0
+
+
+def hangs_in_a_thread(sample):
+    if sample.text == "hang":
+        threading.Event().wait()
+    return 1.0
+
+
+async def kills_its_process(sample):
+    if sample.text == "poison":
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(0.001)
+    return 1.0
+
+
+async def waits_in_the_middle(sample):
+    """Writes its process id, then waits until the test lets it go on."""
+    folder = Path(sample.prompt.metadata["folder"])
+    (folder / f"in-{os.getpid()}").touch()
+    while not (folder / "go").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return Score(1.0, {"late": 1})
+
+
+async def never_yields(sample):
+    if sample.text == "block":
+        time.sleep(3600)  # noqa: ASYNC251
+    return 1.0
