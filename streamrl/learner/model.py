@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model, unmodified, as a module that gives log-probabilities and is sharded by FSDP.
+"""Any Hugging Face causal language model, unmodified, as a module that gives log-probabilities.
 
 `LogProbModel` wraps the model. Everything from token ids to log-probabilities happens inside its `forward`, so that
 the output layer is used while FSDP holds the whole parameters. Parameters keep their Hugging Face names below `model.`.
@@ -8,41 +8,36 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import PreTrainedModel
 
-from streamrl.config import ModelConfig, RunConfig
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.batch import PADDING, PROMPT, Limits
 from streamrl.learner.logprobs import token_logprobs
 
 logger = logging.getLogger(__name__)
 
-SMALL = 1 << 26
-"""Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
-while each unit costs a gather and a scatter."""
-
-
 LONGEST_SHARED_ROW = 2048
 """A shared row needs a mask of width^2; beyond this the mask costs more than the prompts it saves."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-@dataclass
-class _Hidden(BaseModelOutputWithPast):
+class _Hidden:
     """Hidden states and nothing else; whatever more a model looks for (router logits, cross attentions) is None."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
             raise AttributeError(name)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[place]
 
 
 class _PassThrough(nn.Module):
@@ -54,7 +49,7 @@ class _PassThrough(nn.Module):
         return self
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Hidden:
-        return _Hidden(last_hidden_state=inputs_embeds)
+        return _Hidden(inputs_embeds)
 
 
 class LogProbModel(nn.Module):
@@ -189,54 +184,6 @@ def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal up to the rounding of another order of float32 operations, relative to the largest value."""
     scale = float(expected.abs().max())
     return ours.shape == expected.shape and torch.allclose(ours, expected, rtol=1e-4, atol=1e-4 * scale)
-
-
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load the causal language model of a run in float32 on the CPU: the master weights.
-
-    Raises:
-        ConfigError: the directory is missing or holds no causal language model. Code that comes with a model is never
-            executed.
-    """
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, attn_implementation=config.attention
-        )
-    except (OSError, ValueError, KeyError) as error:
-        hint = "set model.path to a directory of a Hugging Face causal language model"
-        where = "exists" if Path(config.path).exists() else "does not exist"
-        raise ConfigError(f"model.path {config.path} ({where}) cannot be loaded: {error}", hint) from error
-    return model
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def shard(model: LogProbModel, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL) -> bool:
-    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
-
-    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
-
-    Args:
-        model: on the CPU or on the device of the mesh; its parameters move there.
-        mesh: one dimension, all ranks.
-        dtype: type of forward and backward.
-        small: models with fewer parameters than this become one unit.
-
-    Returns:
-        True when the model became one unit that stays whole between forward and backward.
-    """
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    whole = sum(parameter.numel() for parameter in model.parameters()) < small
-    if not whole:
-        for layer in reversed(decoder_layers(model.model)):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    assert isinstance(model, FSDPModule)
-    return whole
 
 
 def row_limits(config: RunConfig, model: LogProbModel) -> Limits:

@@ -26,10 +26,11 @@ from streamrl.errors import StreamrlError
 from streamrl.learner.batch import PADDING, Microbatch, TrainSample, dummy, layout
 from streamrl.learner.export import full_tensors, write_model
 from streamrl.learner.losses import TOKEN_SUMS, TokenSums, decoupled_ppo
-from streamrl.learner.model import SMALL, LogProbModel, load_model, row_limits, shard
+from streamrl.learner.model import LogProbModel, row_limits
 from streamrl.learner.optimizer import ShardedAdamW
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
+from streamrl.learner.sharding import SMALL, load_model, shard
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class Policy:
         model.check()
         torch.set_float32_matmul_precision(learner.matmul_precision)
         self._limits = row_limits(config, model)
-        self._whole = shard(model, ranks.mesh, getattr(torch, config.model.dtype), small=small)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._whole = shard(model, ranks.mesh, self._dtype, small=small)
         self._model = model
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
         with torch.no_grad():
@@ -184,6 +186,13 @@ class Policy:
 
         Collective: all ranks must go through all items; see `export.full_tensors`.
         """
+        if self._whole and self._dtype in (torch.float32, dtype):
+            # One gather for all, which the next forward needs anyway.
+            self._fsdp.unshard()
+            return (
+                (name.removeprefix("model."), parameter.detach().to(device="cpu", dtype=dtype, copy=True))
+                for name, parameter in self._model.named_parameters()
+            )
         return full_tensors(self._parameters, dtype)
 
     def shard_state(self) -> dict[str, torch.Tensor]:
@@ -205,13 +214,13 @@ class Policy:
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face directory with its tokenizer. Collective; rank 0 writes."""
-        dtype = getattr(torch, self.config.model.dtype)
+        tensors = self.full_tensors(self._dtype)
         if self.ranks.rank:
-            for _ in self.full_tensors(dtype):
+            for _ in tensors:
                 pass
             return
         tokenizer = self.config.model.tokenizer or self.config.model.path
-        write_model(folder, self._model.model, dict(self.full_tensors(dtype)), tokenizer, dtype)
+        write_model(folder, self._model.model, dict(tensors), tokenizer, self._dtype)
 
     @property
     def _fsdp(self) -> FSDPModule:
@@ -231,12 +240,17 @@ class Policy:
 
     def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
         """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
+        if not batch:
+            return None
+        # One look at all token ids first: it is what every good batch costs.
+        ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
+        known = ids.min() >= 0 and ids.max() < self._model.vocabulary
         for sample in batch:
-            top = max(sample.prompt.max(), sample.tokens.max(initial=0))
-            if min(sample.prompt.min(), sample.tokens.min(initial=0)) < 0 or top >= self._model.vocabulary:
-                return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
             if sample.width > self._limits.longest:
                 return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self._limits.longest}")
+            both = () if known else np.concatenate([sample.prompt, sample.tokens])
+            if any(token < 0 or token >= self._model.vocabulary for token in both):
+                return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
         return None
 
     def _forward(self, part: Microbatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,67 @@
+"""From a directory to a model whose parameters are spread over the ranks (FSDP2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from streamrl.config import ModelConfig
+from streamrl.errors import ConfigError
+from streamrl.learner.model import LogProbModel
+
+SMALL = 1 << 26
+"""Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
+while each unit costs a gather and a scatter."""
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Load the causal language model of a run in float32 on the CPU: the master weights.
+
+    Raises:
+        ConfigError: the directory is missing or holds no causal language model. Code that comes with a model is never
+            executed.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=torch.float32, attn_implementation=config.attention
+        )
+    except (OSError, ValueError, KeyError) as error:
+        hint = "set model.path to a directory of a Hugging Face causal language model"
+        where = "exists" if Path(config.path).exists() else "does not exist"
+        raise ConfigError(f"model.path {config.path} ({where}) cannot be loaded: {error}", hint) from error
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def shard(model: LogProbModel, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL) -> bool:
+    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
+
+    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
+
+    Args:
+        model: on the CPU or on the device of the mesh; its parameters move there.
+        mesh: one dimension, all ranks.
+        dtype: type of forward and backward.
+        small: models with fewer parameters than this become one unit.
+
+    Returns:
+        True when the model became one unit that stays whole between forward and backward.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    whole = sum(parameter.numel() for parameter in model.parameters()) < small
+    if not whole:
+        for layer in reversed(decoder_layers(model.model)):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    return whole
