@@ -1,0 +1,24 @@
+"""Loaded by every process of the chaos run (PYTHONPATH): plays engine faults for marked prompts.
+
+A prompt that kills or breaks its engine cannot be made with a real model at will, so the fault is played here; the
+process that dies is the real replica, by a real SIGKILL.
+"""
+
+import os
+import signal
+import sys
+
+if "rollout" in getattr(sys, "orig_argv", []):
+    from streamrl.producers.replica import Replica
+
+    generate = Replica._generate
+
+    async def poisoned(self, prompt):
+        fault = prompt.metadata.get("poison")
+        if fault == "kill rollout":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "break rollout":
+            raise RuntimeError("played: the engine fails on this prompt")
+        return await generate(self, prompt)
+
+    Replica._generate = poisoned

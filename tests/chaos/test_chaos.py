@@ -1,0 +1,105 @@
+"""Promise 1 under fire: the demo's model in training while every role is killed, and Redis comes back in the past.
+
+At least three kill -9 of each role and of both learner ranks, one of them inside a step and one inside a checkpoint,
+two roll-backs of Redis, one kill of the supervisor, an old learner that wakes up next to its successor, and prompts
+that kill or break whoever touches them. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chaos.fire import Fire, until
+
+POISONED = {60: "break rollout", 75: "break reward", 90: "nan reward", 110: "kill reward", 130: "kill rollout"}
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
+
+
+def write_run(folder: Path, cache: Path) -> Path:
+    prompts = [json.loads(line) for line in (cache / "train.jsonl").read_text().splitlines()]
+    lines = [row | ({"poison": POISONED[place]} if place in POISONED else {}) for place, row in enumerate(prompts)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = yaml.safe_load((cache.parent / "run.yaml").read_text())
+    config |= {"name": "chaos", "model": config["model"] | {"path": str(cache / "model")}}
+    config["data"] |= {"train": "train.jsonl", "held_out": str(cache / "held_out.jsonl"), "shuffle": False}
+    config["sampling"] |= {"group_size": 4}
+    config["rewards"] = [{"use": "poisoned_reward:Poisoned", "name": "poisoned"}]
+    config["learner"] |= {"ranks": 2, "groups_per_step": 8, "steps": None, "stop_at_accuracy": None}
+    config["learner"] |= {"collective_deadline": 30}
+    config["checkpoint"] = {"every": 2}
+    config["evaluation"] = {"every": 10, "prompts": 16}
+    config["lease"] = {"seconds": 2, "max_deliveries": 3}
+    config["supervisor"] = {"max_restarts": 500, "backoff": 0.1, "max_backoff": 0.5}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1500)
+def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path):
+    fire = Fire(write_run(tmp_path, sort_cache), tmp_path / "run", SEED)
+    try:
+        fire.up()
+        fire.moves_on(2)
+        blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0") for _ in range(3)]
+        blows += [lambda: fire.kill("learner.0"), fire.kill_in_step, fire.kill_in_checkpoint]
+        blows += [lambda: fire.kill("learner.1") for _ in range(3)]
+        blows += [lambda: fire.kill("redis"), lambda: fire.roll_back_redis(1.5), lambda: fire.roll_back_redis(4.0)]
+        blows += [fire.replace_paused_learner]
+        fire.random.shuffle(blows)
+        middle = len(blows) // 2
+        for place, blow in enumerate(blows):
+            blow()
+            if place == middle:
+                fire.kill_supervisor()
+                check(fire)
+                fire.up()
+            fire.moves_on()
+        cursor_past_poison(fire)
+        assert fire.drain() == 0
+        audit = check(fire)
+    finally:
+        fire.close()
+        print(f"\nseed {SEED}, kills {dict(fire.kills)}, {fire.steps()} steps")
+        print("\n".join(f"{seconds:8.1f}  {what}" for seconds, what in fire.log))
+    print("audit", audit)
+    assert all(
+        fire.kills[role] >= 3 for role in ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
+    )
+    assert fire.kills["inside a step"]
+    assert fire.kills["inside a checkpoint"]
+    assert fire.kills["woken zombie"]
+    assert fire.kills["roll-back"] == 2
+    assert fire.kills["supervisor"] == 1
+    assert audit["trained"] >= 10 * 8
+    _, letters = fire.streamrl("dead", "ls")
+    guilty = {letter["gid"] for letter in letters["letters"]}
+    assert guilty <= set(POISONED), f"prompts died that were not poisoned: {guilty - set(POISONED)}"
+    assert {60, 75, 90, 110, 130} <= guilty
+
+
+def cursor_past_poison(fire: Fire) -> None:
+    """Every poisoned prompt has been admitted and has met its end."""
+    store = fire.store()
+    last = max(POISONED)
+
+    def over() -> bool:
+        live = {int(gid) for gid in store.zrange("{sr:chaos}:live", 0, -1)}
+        return int(store.hget("{sr:chaos}:state", "cursor") or 0) > last and not live & set(POISONED)
+
+    until(over, "the end of all poisoned prompts", 240)
+
+
+def check(fire: Fire) -> dict:
+    code, audit = fire.streamrl("audit")
+    assert (audit["lost"], audit["twice"], audit["faults"]) == (0, 0, []), audit
+    assert code == 0
+    parts = sum(audit[key] for key in ("trained", "dropped", "dead", "evaluated", "live", "lost"))
+    assert audit["admitted"] == parts
+    return audit
