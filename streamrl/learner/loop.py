@@ -80,9 +80,7 @@ async def _lead(role: Role, trainer: Trainer, torch: TorchThread) -> None:
     except Fenced as error:
         await crew.tell(Command.STOP)
         if (await role.ledgers.train.state()).epoch < start.epoch:
-            raise Forgotten(
-                f"Redis forgot epoch {start.epoch} of the learner", "the supervisor starts it again"
-            ) from error
+            raise Forgotten(f"Redis forgot epoch {start.epoch} of the learner", "start the learner again") from error
         raise
 
 

@@ -93,6 +93,7 @@ class Player:
         self.config, self.end, self.spoil = config, end, spoil or {}
         self.open_only: set[int] = set()
         self.working = asyncio.Lock()
+        self.cursor = 0
 
     async def run(self) -> None:
         while True:
@@ -120,6 +121,7 @@ class Player:
         """Admit until there is no room, at most `limit`."""
         config, state = self.config, await self.ledger.state()
         cursor, admitted = state.cursor, 0
+        self.cursor = cursor
         while cursor != self.end and admitted != limit:
             prompt = wire.Prompt(tokens=wire.pack_int32([1 + cursor % (VOCABULARY - 1), 2, 3]), line=cursor)
             answer = await self.ledger.admit(

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -288,8 +289,6 @@ async def test_killed_five_times_in_a_row(run):
 
 async def test_redis_goes_back_while_the_learner_is_away(run):
     """The whole append-only file of an earlier moment comes back: retired groups are live again."""
-    import shutil
-
     run.configure(steps=None)
     async with run.play(end=24):
         assert await run.learn("streamrl.queues.ledger:Ledger.retire:before:2") == -signal.SIGKILL, run.log()
@@ -307,6 +306,29 @@ async def test_redis_goes_back_while_the_learner_is_away(run):
         assert await run.learn() == 0, run.log()
     found = await run.audit()
     assert (found.admitted, found.trained) == (24, 24)
+
+
+async def test_redis_forgets_a_living_learner(run):
+    """Redis comes back from before the take-over: the learner says so and is started again, nobody else is there."""
+    run.configure(steps=None)
+    async with run.play():
+        await run.until(lambda: run.players[0].cursor >= 8)
+    run.redis_run.kill()
+    redis = run.run_dir / "redis"
+    shutil.copytree(redis, run.run_dir / "earlier")
+    run.redis_run.start()
+    async with run.play():
+        pid = run.start()
+        await run.until(lambda: len(run.steps()) >= 5)
+        run.redis_run.kill()
+        shutil.rmtree(redis)
+        (run.run_dir / "earlier").rename(redis)
+        run.redis_run.start()
+        assert await run.wait(pid) == 75, run.log()
+        steps = run.newest().step + 3
+        run.configure(steps=steps)
+        assert await run.learn() == 0, run.log()
+    assert (await run.audit()).trained == 4 * steps
 
 
 @pytest.mark.parametrize("place", ["begin", "finish"])
