@@ -33,7 +33,7 @@ def log_as_json(role: str, level: int = logging.INFO) -> None:
 
 @contextlib.contextmanager
 def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO) -> Iterator[None]:
-    """Send what streamrl logs in this process to a file of JSON lines, for the length of this block.
+    """Send what is logged in this process to a file of JSON lines, for the length of this block.
 
     The file is rotated at `max_bytes`; one old file is kept. `CannotCreate` when it cannot be opened.
     """
@@ -43,7 +43,7 @@ def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO
     except OSError as error:
         raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
     handler.setFormatter(_formatter(role))
-    target = logging.getLogger("streamrl")
+    target = logging.getLogger()
     before = target.level
     target.addHandler(handler)
     target.setLevel(level)

@@ -1,0 +1,259 @@
+"""Real roles as real processes: what they tell, how they end; alone and under a supervisor with the run's own Redis."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import psutil
+import pytest
+
+from streamrl import wire
+from streamrl.config import LoadedConfig, RedisConfig, RunConfig, save
+from streamrl.errors import ExitCode
+from streamrl.queues import open_ledgers
+from streamrl.runtime.instance import State
+from streamrl.runtime.plan import plan
+from tests.consumers.samples import prompt, response
+from tests.queues.ledger_kit import admit, faults, lease
+from tests.runtime.test_supervisor import Run
+
+REWARDS = Path(__file__).parent.parent / "consumers"
+
+
+def make_config(redis=None, use="exact_match", **sections):
+    return RunConfig.model_validate(
+        {
+            "name": "t",
+            "redis": (redis or RedisConfig(patience=20, maxmemory=256 << 20)).model_dump(),
+            "rewards": [{"use": use}],
+            "reward_worker": {"deadline": 60.0, "attempts": 1},
+            "plugin_paths": [str(REWARDS)],
+            **sections,
+        }
+    )
+
+
+def save_run(config, run_dir):
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
+    return config
+
+
+@contextlib.contextmanager
+def role(kind, run_dir):
+    """A role with pipes, as the supervisor starts it: (process, file of its status, writing end of its lifeline)."""
+    told, telling = os.pipe()
+    lifeline, held = os.pipe()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMRL_")}
+    environ |= {"STREAMRL_STATUS_FD": str(telling), "STREAMRL_LIFELINE_FD": str(lifeline)}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "streamrl.runtime", kind, "0", str(run_dir)],
+        env=environ, pass_fds=(telling, lifeline), stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    os.close(telling)
+    os.close(lifeline)
+    try:
+        with os.fdopen(told) as status, os.fdopen(held, "w") as line:
+            yield process, status, line
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_role_says_ready_beats_and_drains_on_sigterm(redis_run):
+    save_run(make_config(redis_run.config), redis_run.run_dir)
+    with role("reward", redis_run.run_dir) as (process, status, _):
+        assert [status.readline() for _ in range(3)] == ["READY=1\n", "BEAT=1\n", "BEAT=1\n"]
+        process.terminate()
+        output = process.stderr.read()
+        assert process.wait(30) == 0
+    lines = [orjson.loads(line) for line in output.splitlines()]
+    assert lines[-1]["event"] == "role ended"
+    assert {line["role"] for line in lines} == {"reward.0"}
+    assert all({"at", "level", "logger"} <= set(line) for line in lines)
+
+
+def test_what_a_restart_cannot_mend_is_said_and_has_its_exit_code(redis_run, tmp_path):
+    cases = [
+        (
+            make_config(redis_run.config, "exact_mach"),
+            78,
+            "ERROR=reward exact_mach is unknown (did you mean exact_match?)",
+        ),
+        (make_config(RedisConfig(url=f"unix://{tmp_path}/none.sock", patience=0.2)), 69, "ERROR="),
+    ]
+    for config, code, told in cases:
+        save_run(config, redis_run.run_dir)
+        with role("reward", redis_run.run_dir) as (process, status, _):
+            assert told in status.read()
+            assert process.wait(30) == code
+    with role("reward", tmp_path / "nowhere") as (process, status, _):
+        assert "is no run directory" in status.read()
+        assert process.wait(30) == 78
+
+
+def test_the_second_sigterm_cancels_and_sigusr1_shows_the_stacks(redis_run, tmp_path):
+    config = save_run(make_config(redis_run.config, "rewards_for_tests:waits_in_the_middle"), redis_run.run_dir)
+
+    async def put():
+        async with open_ledgers(config, redis_run.run_dir) as ledgers:
+            await put_group(ledgers.train, 0, ["a"], metadata={"folder": str(tmp_path)})
+
+    asyncio.run(put())
+    with role("reward", redis_run.run_dir) as (process, status, _):
+        assert status.readline() == "READY=1\n"
+        end = time.monotonic() + 30
+        while not list(tmp_path.glob("in-*")):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR1)
+        process.terminate()
+        while b'"count":1' not in (line := process.stderr.readline()):
+            assert line, "the role ended before it noted the signal"
+        process.terminate()
+        rest = process.stderr.read()
+        assert process.wait(30) == ExitCode.TERMINATED
+    assert b"handed back" in rest
+
+
+def test_a_role_ends_when_its_lifeline_is_cut(redis_run):
+    save_run(make_config(redis_run.config, supervisor={"term_grace": 20.0}), redis_run.run_dir)
+    with role("reward", redis_run.run_dir) as (process, status, line):
+        assert status.readline() == "READY=1\n"
+        line.close()
+        assert process.wait(30) == 0  # it took it as the first SIGTERM
+
+
+def test_a_role_that_hangs_without_its_supervisor_is_killed_after_the_grace(redis_run, tmp_path):
+    config = make_config(redis_run.config, "rewards_for_tests:waits_in_the_middle", supervisor={"term_grace": 0.3})
+    save_run(config, redis_run.run_dir)
+
+    async def put():
+        async with open_ledgers(config, redis_run.run_dir) as ledgers:
+            await put_group(ledgers.train, 0, ["a"], metadata={"folder": str(tmp_path)})
+
+    asyncio.run(put())
+    with role("reward", redis_run.run_dir) as (process, _, line):
+        end = time.monotonic() + 30
+        while not list(tmp_path.glob("in-*")):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        line.close()
+        assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_wrong_command_line_is_usage():
+    done = subprocess.run(
+        [sys.executable, "-m", "streamrl.runtime", "cook", "0", "."], capture_output=True, check=False
+    )
+    assert done.returncode == ExitCode.USAGE
+
+
+async def put_group(ledger, cursor, texts, **fields):
+    await admit(ledger, cursor, samples=len(texts), prompt=wire.encode(prompt(**fields)))
+    (held,) = await lease(ledger, "prompts")
+    for number, text in enumerate(texts):
+        assert await ledger.emit(held, number, wire.encode(response(text)))
+
+
+async def until_closed(ledger, gid, seconds=60):
+    async with asyncio.timeout(seconds):
+        while gid not in await ledger.closed():
+            await ledger.wait_closed(0.2)
+
+
+def supervised(config, run_dir, *kinds, **supervisor):
+    save_run(config, run_dir)
+    units = [unit for unit in plan(config, run_dir) if unit.kind in kinds]
+    return Run(run_dir, *units, **supervisor)
+
+
+async def test_redis_that_is_killed_comes_back_with_its_data_and_the_worker_rides_it_out(tmp_path):
+    config, run_dir = make_config(), tmp_path / "run"
+    async with supervised(config, run_dir, "redis", "reward") as run:
+        await run.until(lambda: run.now("reward.0") is State.READY)
+        async with open_ledgers(config, run_dir) as ledgers:
+            for cursor in range(3):
+                await put_group(ledgers.train, cursor, ["4", "5"])
+                await until_closed(ledgers.train, cursor)
+                redis = run.pid("redis")
+                os.kill(redis, signal.SIGKILL)
+                await run.until(lambda redis=redis: run.now("redis") is State.READY and run.pid("redis") != redis)
+            assert await ledgers.train.closed() == [0, 1, 2]
+            assert not await faults(ledgers.train)
+        os.kill(os.getpid(), signal.SIGINT)
+        outcome = await run.outcome()
+    assert outcome.exit_code == ExitCode.OK
+    assert outcome.restarts == {"redis": 3, "reward.0": 0}
+    assert not psutil.pid_exists(run.pid("redis"))
+
+
+@pytest.mark.slow
+async def test_a_reward_that_blocks_the_loop_is_killed_until_its_sample_is_dead(tmp_path):
+    config = make_config(
+        use="rewards_for_tests:never_yields", lease={"seconds": 0.6, "max_deliveries": 3}
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    async with supervised(config, run_dir, "redis", "reward", liveness_deadline=2.5) as run:
+        await run.until(lambda: run.now("reward.0") is State.READY)
+        async with open_ledgers(config, run_dir) as ledgers:
+            await put_group(ledgers.train, 0, ["fine", "block", "fine"])
+            await until_closed(ledgers.train, 0)
+            group = await ledgers.train.read_group(0)
+            assert (set(group.samples), set(group.causes)) == ({0, 2}, {1})
+    log = (run_dir / "logs" / "reward.0.jsonl").read_text()
+    assert "never_yields" in log  # the stacks it was asked for before it was killed
+
+
+async def test_a_reward_that_cannot_be_loaded_ends_the_run_with_its_reason(tmp_path):
+    async with supervised(make_config(use="rewards_for_tests:by_txt"), tmp_path / "run", "redis", "reward") as run:
+        outcome = await run.outcome()
+    assert outcome.exit_code == ExitCode.CONFIG
+    assert "did you mean by_text?" in outcome.reason
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from streamrl.config import read_saved
+from streamrl.runtime.plan import plan
+from streamrl.runtime.supervisor import supervise
+run_dir = Path(sys.argv[1])
+config = read_saved(run_dir / "run.json").config
+units = [unit for unit in plan(config, run_dir) if unit.kind in {"redis", "reward"}]
+def show(event):
+    print(getattr(event, "role", ""), getattr(event, "state", ""), getattr(event, "pid", ""), flush=True)
+asyncio.run(supervise(config, run_dir, show, units=units))
+"""
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing_behind_and_the_next_one_starts(tmp_path):
+    run_dir = tmp_path / "run"
+    save_run(make_config(supervisor={"term_grace": 3.0}), run_dir)
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, str(run_dir)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        pids = {}
+        for line in process.stdout:
+            name, state, pid = line.split(" ")
+            if pid.strip().isdecimal():
+                pids[name] = int(pid)
+            if (name, state) == ("reward.0", "ready"):
+                break
+        assert set(pids) == {"redis", "reward.0"}, "it did not become ready"
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        end = time.monotonic() + 30
+        for pid in pids.values():
+            while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < end, f"{pids} outlived the supervisor"
+                time.sleep(0.02)
