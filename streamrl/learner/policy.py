@@ -57,8 +57,9 @@ class Policy:
             load_model(config.model), temperature=config.sampling.temperature, chunk=learner.logprob_chunk
         )
         model.check()
-        torch.set_float32_matmul_precision(learner.matmul_precision)
         self._limits = row_limits(config, model)
+        # After the two trials above, which compare numbers and want them exact.
+        torch.set_float32_matmul_precision(learner.matmul_precision)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._whole = shard(model, ranks.mesh, self._dtype, small=small)
         self._model = model
@@ -152,10 +153,11 @@ class Policy:
         if tokens < 1:
             raise ValueError(f"an update needs the token count of its step, got {tokens}")
         packet = torch.cat([self._optimizer.squared_norm()[None], self._sums])
-        squared, *sums = self.ranks.all_sum(packet).tolist()
+        packet = self.ranks.all_sum(packet).cpu()
+        trained = TokenSums.from_tensor(packet[1:])
         # FSDP averages over ranks, but the loss is a sum over all of them.
         scale = self.ranks.world / tokens
-        norm = math.sqrt(squared) * scale
+        norm = math.sqrt(float(packet[0])) * scale
         rate, skipped = self._optimizer.lr, not math.isfinite(norm)
         if skipped:
             logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
@@ -165,7 +167,6 @@ class Policy:
             self._optimizer.step(scale * min(1.0, limit / norm) if norm > 0 else scale)
             self._fsdp.reshard()
         self._sums.zero_()
-        trained = TokenSums(**dict(zip(TOKEN_SUMS, sums, strict=True)))
         return UpdateStats(
             update=self.updates, loss=trained.loss / tokens, grad_norm=norm, lr=rate, skipped=skipped, trained=trained
         )

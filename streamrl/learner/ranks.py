@@ -120,10 +120,6 @@ class Ranks:
                 dist.all_reduce(tensor)
         return tensor
 
-    def barrier(self) -> None:
-        """Return when all ranks have called this."""
-        self.all_max(0)
-
     def close(self) -> None:
         """Leave the process group; no collective may follow. Calling it again does nothing."""
         if dist.is_initialized():
