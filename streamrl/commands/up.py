@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from streamrl.monitor.board import Board, Goal
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import Snapshot, take
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
-from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import Outcome, supervise
 
@@ -111,7 +109,6 @@ def _announce(prepared: PreparedRun) -> None:
 
 
 def _supervise(prepared: PreparedRun, screen: str) -> Outcome:
-    _log_to(prepared.run_dir / "logs" / "supervisor.jsonl")
     if screen == "auto":
         screen = "live" if sys.stdout.isatty() else "plain"
     board = Board(
@@ -152,14 +149,6 @@ class Look:
                 self._probe.close()
             self._probe = None
             return None
-
-
-def _log_to(path: Path) -> None:
-    """Send the supervisor's own log to a file of its own: the terminal belongs to the screen."""
-    log_as_json("supervisor")
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(path.open("a"))
 
 
 def _explain(run_dir: Path, outcome: Outcome) -> None:
