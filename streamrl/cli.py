@@ -343,8 +343,7 @@ def _unexpected(error: BaseException) -> int:
     """Render what is no error of ours: a wrong command line (2), or a bug (70)."""
     render = getattr(error, "format_message", None)
     if type(error).__name__ == "NoArgsIsHelpError":
-        sys.stderr.write(f"{error}\n")
-        return int(ExitCode.USAGE)
+        return int(ExitCode.USAGE)  # the help has been shown
     if render is not None:
         context = getattr(error, "ctx", None)
         _complain(str(render()).strip(), f"{context.command_path} --help" if context is not None else "")

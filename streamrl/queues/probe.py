@@ -76,12 +76,11 @@ class Probe:
         """
         try:
             self._socket.sendall(b"".join(map(_encode, commands)))
-            replies = [self._reply() for _ in commands]
+            replies = [self._checked_reply() for _ in commands]
+        except TimeoutError as error:
+            raise Unreachable(f"Redis at {self.where} gave no reply within {self._deadline:g} s") from error
         except OSError as error:
             raise Unreachable(f"Redis at {self.where} stopped answering: {error}") from error
-        for reply in replies:
-            if isinstance(reply, hiredis.ReplyError):
-                self._refuse(str(reply))
         return replies
 
     def call(self, *command: str | bytes | float) -> Any:
@@ -124,12 +123,19 @@ class Probe:
         while (reply := self._reader.gets()) is False:
             left = until - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"no reply within {self._deadline:g} s")
+                raise TimeoutError
             self._socket.settimeout(left)
             data = self._socket.recv(_CHUNK)
             if not data:
                 raise ConnectionError("connection closed")
             self._reader.feed(data)
+        return reply
+
+    def _checked_reply(self) -> Any:
+        # Checked one by one: a server that wants a password hangs up after the first long command it refuses.
+        reply = self._reply()
+        if isinstance(reply, hiredis.ReplyError):
+            self._refuse(str(reply))
         return reply
 
     def _refuse(self, reply: str) -> None:

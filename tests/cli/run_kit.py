@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import orjson
 
 from streamrl import wire
+from streamrl.cli import run
 from streamrl.config import RunConfig, load, save
 from streamrl.queues import Lease, Ledger, embedded, open_ledgers, replies
 
@@ -27,14 +32,40 @@ def make_run(run_dir: Path, *settings: str) -> RunConfig:
     return loaded.config
 
 
-def cli(
-    *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """One command in a process of its own; the terminal's size and colours of the tester do not matter."""
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def _environment(env: dict[str, str] | None) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("STREAMRL_", "NO_COLOR"))}
-    clean |= {"COLUMNS": "20", "TERM": "xterm"} | (env or {})
+    return clean | {"COLUMNS": "100", "TERM": "xterm"} | (env or {})
+
+
+def cli(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Done:
+    """One command in this process (not in a running event loop), with nothing of the tester's terminal."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, _environment(env), clear=True),
+        contextlib.chdir(cwd or Path.cwd()),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = run(arguments)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def process(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Done:
+    """One command in a process of its own."""
     command = [sys.executable, "-m", "streamrl", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=clean, cwd=cwd, timeout=60)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=_environment(env), cwd=cwd, timeout=60
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def data_of(output: str, schema: str) -> Any:

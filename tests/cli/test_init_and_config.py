@@ -1,0 +1,101 @@
+"""What a new user meets first: init, config, version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from streamrl.config import load
+from streamrl.consumers.plugins import load_rewards
+from streamrl.consumers.reward import RewardPrompt, RewardSample
+from streamrl.wire import pack_int32, unpack_int32
+
+from .run_kit import cli, data_of, make_run
+
+
+async def test_init_writes_files_that_work(tmp_path: Path):
+    done = cli("init", str(tmp_path / "new"))
+    assert done.returncode == 0
+    assert [line.split("/")[-1] for line in done.stdout.split("\n")[:-1]] == [
+        "run.yaml",
+        "my_rewards.py",
+        "train.jsonl",
+        ".env.example",
+    ]
+    config = load(tmp_path / "new" / "run.yaml", (), {}).config
+    rewards = {reward.name: reward for reward in load_rewards(config)}
+    prompts = [orjson.loads(line) for line in config.data.train.read_bytes().splitlines()]
+    assert all(("prompt" in line) != ("messages" in line) and line["answer"] for line in prompts)
+    prompt = RewardPrompt(text="", messages=None, answer="1234", metadata={}, tokens=None, line=0, evaluation=False)
+    tokens = unpack_int32(pack_int32([1] * 50))
+    sample = RewardSample(text="so it is 1,234", prompt=prompt, tokens=tokens, finish="stop")
+    (first, second) = rewards.values()
+    assert (await first.call(sample)).value == 1.0
+    assert second.call(sample) == 0.75
+
+
+def test_init_overwrites_nothing_unless_told(tmp_path: Path):
+    (tmp_path / "my_rewards.py").write_text("mine")
+    done = cli("init", str(tmp_path))
+    assert (done.returncode, "my_rewards.py already" in done.stderr) == (73, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["my_rewards.py"]
+    assert cli("init", str(tmp_path), "--force").returncode == 0
+    assert (tmp_path / "my_rewards.py").read_text() != "mine"
+
+
+def test_init_where_no_directory_can_be(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert cli("init", str(tmp_path / "file" / "new")).returncode == 73
+
+
+def test_config_show_says_where_each_value_comes_from(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("name: mine\nlearner: {lr: 0.5}\n")
+    done = cli(
+        "config",
+        "show",
+        str(tmp_path / "run.yaml"),
+        "--origin",
+        "--set",
+        "seed=7",
+        env={"STREAMRL_LEARNER__WARMUP_STEPS": "3"},
+    )
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in done.stdout.splitlines()}
+    assert lines["name"][0] == '"mine"'
+    assert lines["name"][1].startswith("file ")
+    assert lines["learner.lr"][0] == "0.5"
+    assert lines["learner.warmup_steps"] == ["3", "env STREAMRL_LEARNER__WARMUP_STEPS"]
+    assert lines["seed"] == ["7", "--set"]
+    assert lines["max_staleness"] == ["1", "default"]
+    data = data_of(cli("config", "show", str(tmp_path / "run.yaml"), "--json").stdout, "streamrl.config/1")
+    assert data["config"]["learner"]["lr"] == 0.5
+
+
+def test_config_show_of_a_run(tmp_path: Path):
+    make_run(tmp_path, "seed=9")
+    data = data_of(cli("config", "show", "--run", str(tmp_path), "--json").stdout, "streamrl.config/1")
+    assert (data["config"]["seed"], data["origins"]["seed"]) == (9, "--set")
+    assert cli("config", "show", "--run", str(tmp_path), "--set", "seed=1").returncode == 2
+    assert cli("config", "show", "run.yaml", "--run", str(tmp_path)).returncode == 2
+
+
+def test_config_validate(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("name: mine\n")
+    assert data_of(cli("config", "validate", str(file), "--json").stdout, "streamrl.config.validate/1")["valid"]
+    file.write_text("lerner: {lr: 1}\n")
+    done = cli("config", "validate", str(file))
+    assert (done.returncode, "did you mean learner?" in done.stderr) == (78, True)
+    assert cli("config", "validate", str(tmp_path / "none.yaml")).returncode == 78
+
+
+def test_config_schema_is_a_json_schema():
+    schema = orjson.loads(cli("config", "schema").stdout)
+    assert schema["properties"]["learner"]
+    assert schema["additionalProperties"] is False
+
+
+def test_version():
+    data = data_of(cli("version", "--json").stdout, "streamrl.version/1")
+    assert data["streamrl"]
+    assert cli("version").stdout.startswith(f"streamrl {data['streamrl']}\n")
