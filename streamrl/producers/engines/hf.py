@@ -56,6 +56,7 @@ class HfEngine:
         self._vocabulary = 0
         self._version = 0
         self._failure: BaseException | None = None
+        self._started = False
         self._closed = False
         self._tickets = itertools.count(1)
         self._named: dict[str, int] = {}
@@ -73,7 +74,8 @@ class HfEngine:
     async def start(self) -> None:
         """See `Engine.start`."""
         self._loop = asyncio.get_running_loop()
-        self._decoder = await self._run(LOAD_SECONDS, self._build)
+        self._started = True
+        await self._run(LOAD_SECONDS, self._build)
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
 
     async def close(self) -> None:
@@ -84,14 +86,13 @@ class HfEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._decoder is not None:
+        if self._started:
             self._flush()
             try:
-                ended = await self._run(self._patience, self._tear_down, self._decoder)
+                # on the control thread, so after a start that was cancelled half-way
+                self._resolve(await self._run(self._patience, self._tear_down))
             except DeadlineExceeded:
                 logger.exception("engine does not stop")
-                ended = []
-            self._resolve(ended)
         self._fail_open(Unreachable("the engine was closed"))
         self._control.shutdown(wait=False, cancel_futures=True)
 
@@ -254,7 +255,7 @@ class HfEngine:
 
     # --- control thread --------------------------------------------------------------------------------------------
 
-    def _build(self) -> Decoder:
+    def _build(self) -> None:
         model = load_model(self._config)
         self._model = model
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -281,14 +282,17 @@ class HfEngine:
                 loop=self._loop,
             )
         decoder.start()
-        return decoder
+        self._decoder = decoder
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._resolve, outcomes)
 
-    def _tear_down(self, decoder: Decoder) -> list[Outcome]:
+    def _tear_down(self) -> list[Outcome]:
         ended: list[Outcome] = []
+        decoder = self._decoder
+        if decoder is None:
+            return ended
         try:
             with decoder.exclusive():
                 ended = decoder.take(None)

@@ -109,6 +109,27 @@ async def test_a_swap_before_the_first_token_leaves_one_run(start, decode):
     np.testing.assert_allclose(completion.logprobs, plain(random_model("qwen2", 2), prompt(4), completion), atol=1e-5)
 
 
+async def test_a_paged_cache_that_is_too_small_changes_no_number(start):
+    """Room for one full request and six want it: transformers throws requests out and computes them again."""
+    engine = await start("continuous", kv_cache="1KiB")
+    model = random_model("qwen2", 0)
+    asked = [request(str(k), prompt(40, k), 120) for k in range(6)]
+    for one, completion in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+        assert len(completion.tokens) == 120
+        np.testing.assert_allclose(completion.logprobs, plain(model, one.tokens.tolist(), completion), atol=1e-5)
+    asked = [request(str(k), prompt(40, k), 120) for k in range(6)]
+    async with gated(engine) as gate:
+        tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
+        for version in (1, 2, 3):
+            await gate.passed(20)
+            await gate.during(engine.apply(version, named(random_model("qwen2", version))))
+    for task in tasks:
+        completion = await task
+        assert len(completion.tokens) == 120
+        assert versions(completion) == sorted(versions(completion))
+        assert versions(completion)[-1] == 3
+
+
 # --- sampling ---
 
 

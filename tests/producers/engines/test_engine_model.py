@@ -132,6 +132,18 @@ async def test_a_start_that_fails_raises_and_close_works(tmp_path):
     await engine.close()
 
 
+async def test_close_after_a_cancelled_start_leaves_no_thread(model_dir):
+    engine = HfEngine(engine_config(model_dir("qwen2"), "continuous"), seed=0)
+    task = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.close()
+    assert engine._decoder is not None
+    assert engine._decoder._manager is None
+
+
 def test_devices():
     assert pick_device("cpu").type == "cpu"
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
