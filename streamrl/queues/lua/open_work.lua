@@ -11,7 +11,7 @@ if h[1] == 'open' and h[2] == ARGV[2] and h[3] == ARGV[1] then
   for k = 0, tonumber(h[4]) - 1 do
     if not have['s:' .. k] and not have['x:' .. k] then missing[#missing + 1] = k end
   end
-  return {h[5], tonumber(h[4]), missing}
+  if #missing > 0 then return {h[5], tonumber(h[4]), missing} end
 end
 redis.call('XACK', KEYS[2], 'g', ARGV[1])
 redis.call('XDEL', KEYS[2], ARGV[1])

