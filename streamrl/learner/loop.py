@@ -183,6 +183,7 @@ class Leader:
         owners = share(groups, world)
         gids = [group.gid for group in groups]
         mine = [sample for group, owner in zip(groups, owners, strict=True) if owner == 0 for sample in group.samples]
+        self._meter.begin()
         await self._intake.begin(groups)
         await self._crew.tell(Command.TRAIN, *[number for pair in zip(gids, owners, strict=True) for number in pair])
         async with asyncio.TaskGroup() as tasks:
@@ -228,7 +229,7 @@ class Leader:
         self._version += 1
         self._start.branch.note(self._version, self._trainer.step)
         await self._crew.tell(Command.GATHER)
-        tensors = await self._torch.run(self._trainer.weights)
+        tensors = await self._torch.compute(self._trainer.weights)
         await self._publishing.start(self._version, self._trainer.step, tensors)
 
     async def _abandon(self) -> None:

@@ -15,19 +15,23 @@ from streamrl.learner.results import UpdateStats
 
 
 class StepMeter:
-    """Measures from the end of one step to the end of the next.
-
-    `idle_fraction` is that of the whole time since the start.
-    """
+    """Measures from the end of one step to the end of the next; the first step begins with its first groups."""
 
     def __init__(self) -> None:
-        self._began = self._since = time.monotonic()
+        self._began: float | None = None
+        self._since = 0.0
         self._computed = 0.0
+
+    def begin(self) -> None:
+        """The first groups are there. Later calls do nothing."""
+        if self._began is None:
+            self._began = self._since = time.monotonic()
 
     @property
     def idle_fraction(self) -> float:
-        """Share of the time since the start in which torch did nothing."""
-        return 1 - self._computed / max(self._since - self._began, 1e-9)
+        """Share of the time since the first groups came in which torch did nothing."""
+        total = self._since - self._began if self._began is not None else 0.0
+        return 1 - self._computed / total if total else 0.0
 
     def line(
         self,

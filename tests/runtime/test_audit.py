@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import orjson
 import pytest
 
@@ -214,3 +217,8 @@ async def test_a_line_that_is_none_is_named(book):
     (book.run_dir / "evaluation.jsonl").write_bytes(b'{"gid": 1}\nrubbish\n{"gid": 2}\n')
     with pytest.raises(WireError, match="line 2"):
         await book.audit()
+
+
+def test_the_audit_needs_no_torch():
+    code = "import sys, streamrl.runtime.audit; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
