@@ -85,7 +85,7 @@ class Instance:
         elif self.state in {State.PENDING, State.BACKOFF}:
             self.state, self.reason = State.STOPPED, reason
 
-    def died(self, now: float, code: int, cause: str, jitter: float) -> None:
+    def died(self, now: float, code: int, cause: str, jitter: float, *, fenced: bool = False) -> None:
         """Its process ended.
 
         Args:
@@ -93,6 +93,8 @@ class Instance:
             code: exit code, negative for a signal.
             cause: one line on why, shown to people.
             jitter: from [0, 1), for the length of the pause.
+            fenced: it left because a newer process elsewhere has taken over. That is not the end of its work: it comes
+                back and takes over in turn, as often as any crash may be repeated.
         """
         self._expect(*ALIVE)
         self.exit_code = code
@@ -100,7 +102,7 @@ class Instance:
         if self.state is State.DRAINING:
             # What dies while it is asked to end is not brought back; its leases run out, its work goes to others.
             self.state, self.reason = State.STOPPED, "" if kind is ExitClass.FINISHED else cause
-        elif kind is ExitClass.FINISHED and self.finishes:
+        elif kind is ExitClass.FINISHED and self.finishes and not fenced:
             self.state, self.reason = State.STOPPED, cause
         elif kind is ExitClass.HOPELESS:
             self.state, self.reason = State.FAILED, cause

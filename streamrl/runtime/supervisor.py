@@ -204,9 +204,6 @@ class Supervisor:
                 Outcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
             )
             self._send(Notice(f"{unit.spec.name} failed for good: {instance.reason}", error=True))
-        elif unit.fenced:
-            reason = f"{unit.spec.name} was replaced by a newer process: {unit.fenced}"
-            self._end(Outcome(ExitCode.FAILURE, finished=False, reason=reason))
         elif unit.spec.kind == "learner":
             self._end(Outcome(ExitCode.OK, finished=True, reason="finished"))
 

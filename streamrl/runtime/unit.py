@@ -39,7 +39,6 @@ class Unit:
         spec: what it runs.
         instance: its state.
         ready: set while it is ready.
-        fenced: why it left, when a newer process elsewhere has taken over.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Unit:
         self.spec = spec
         self.instance = Instance(RestartPolicy.of(config), spec.finishes)
         self.ready = asyncio.Event()
-        self.fenced = ""
+        self._fenced = False
         self._config = config
         self._lifeline = lifeline
         self._send = send
@@ -83,7 +82,7 @@ class Unit:
             self._changed()
             code = await self._live()
             self.ready.clear()
-            self.instance.died(self._now(), code, self._cause, random.random())  # noqa: S311 (jitter)
+            self.instance.died(self._now(), code, self._cause, random.random(), fenced=self._fenced)  # noqa: S311
             self._changed()
             if code != ExitCode.OK:
                 self._show_tails()
@@ -139,7 +138,7 @@ class Unit:
 
     async def _live(self) -> int:
         """Run the processes of one start until all are gone; return the exit code that decides, and set the cause."""
-        self._cause = ""
+        self._cause, self._fenced = "", False
         self._told_ready.clear()
         waits: dict[asyncio.Task[int], str] = {}
         watch = asyncio.create_task(self._watch())
@@ -202,7 +201,7 @@ class Unit:
 
     def _explain(self, name: str, code: int) -> None:
         process = self._processes[name]
-        self.fenced = self.fenced or process.fenced
+        self._fenced = bool(process.fenced)
         said = process.fenced or process.error
         ended = f"killed by {_signal_name(-code)}" if code < 0 else f"exit {code}"
         who = f"{name}: " if len(self.spec.processes) > 1 else ""

@@ -267,14 +267,15 @@ async def test_the_better_reason_of_two_ranks_counts(tmp_path):
     assert "learner.0: exit 78" in outcome.reason
 
 
-async def test_a_learner_replaced_by_a_newer_one_is_not_a_finished_run(tmp_path):
+async def test_a_learner_replaced_by_a_newer_one_is_no_finished_run_and_comes_back(tmp_path):
     units = whole_run(tmp_path, ("ready", "wait-for:go", "fenced:epoch 3 took over", "exit:0"))
-    async with Run(tmp_path, *units) as run:
+    async with Run(tmp_path, *units, max_restarts=2) as run:
         await run.until(lambda: run.now("feeder.0") is State.READY)
         (tmp_path / "go").touch()
         outcome = await run.outcome()
     assert (outcome.exit_code, outcome.finished) == (ExitCode.FAILURE, False)
-    assert "epoch 3 took over" in outcome.reason
+    assert outcome.restarts["learner.0"] == 2
+    assert "epoch 3 took over; 3 deaths" in outcome.reason
 
 
 async def test_a_learner_that_cannot_save_at_its_end_makes_the_drain_a_failure(tmp_path):
