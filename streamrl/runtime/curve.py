@@ -62,7 +62,8 @@ def draw_curve(
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1]))
     axes.margins(x=0.06)
     axes.grid(visible=True, alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
+    if numbers or rounds:
+        axes.legend(loc="lower right", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     try:

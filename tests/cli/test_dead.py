@@ -1,0 +1,86 @@
+"""Dead letters: list, show, replay under a new attempt, drop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from streamrl.queues import embedded, open_ledgers
+
+from .run_kit import admit, cli, data_of, fill, make_run
+
+
+async def run(*arguments: str):
+    return await asyncio.to_thread(cli, *arguments)
+
+
+async def letters(run_dir: Path) -> list[dict]:
+    data = data_of((await run("dead", "ls", "--run", str(run_dir), "--json")).stdout, "streamrl.dead/1")
+    assert data["count"] >= len(data["letters"])
+    return data["letters"]
+
+
+async def whole(run_dir: Path) -> dict:
+    return next(letter for letter in await letters(run_dir) if letter["sample"] is None)
+
+
+async def test_ls_and_show_name_group_stage_cause_and_prompt(live_run: Path):
+    letter = await whole(live_run)
+    assert (letter["group"], letter["prompt"]["text"]) == (1, "prompt 1")
+    samples = [one for one in await letters(live_run) if one["sample"] is not None]
+    assert {one["why"] for one in samples} == {"too long for the engine"}
+    some = next(one["id"] for one in await letters(live_run) if one["detail"])
+    data = data_of((await run("dead", "show", some, "--run", str(live_run), "--json")).stdout, "streamrl.dead.show/1")
+    assert data["detail"].endswith("line two")
+    shown = (await run("dead", "show", some, "--run", str(live_run))).stdout
+    assert "line two" in shown
+    assert "\x1b" not in shown
+    assert len((await run("dead", "ls", "-n", "1", "--run", str(live_run))).stdout.splitlines()) == 1
+
+
+async def test_a_letter_that_is_not_there_is_2(live_run: Path):
+    for command in ("show", "replay", "drop"):
+        extra = ("--yes",) if command == "drop" else ()
+        done = await run("dead", command, "1-1", "--run", str(live_run), *extra)
+        assert (done.returncode, "no dead letter 1-1" in done.stderr) == (2, True)
+
+
+async def test_replay_admits_the_group_again_under_a_new_attempt(live_run: Path):
+    letter = await whole(live_run)
+    done = await run("dead", "replay", letter["id"], "--run", str(live_run), "--json")
+    assert (done.returncode, data_of(done.stdout, "streamrl.dead.replay/1")) == (
+        0,
+        [{"group": 1, "outcome": "replayed"}],
+    )
+    trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+    assert (trace["state"], trace["attempt"]) == ("open", 2)
+    again = await run("dead", "replay", letter["id"], "--run", str(live_run))
+    assert again.returncode == 2
+    audit = data_of((await run("audit", "--run", str(live_run), "--json")).stdout, "streamrl.audit/1")
+    assert (audit["dead"], audit["live"], audit["lost"]) == (0, 5, 0)
+
+
+async def test_replay_without_room_says_so_and_loses_nothing(tmp_path: Path):
+    config = make_run(tmp_path, "max_staleness=0")
+    async with embedded.running(config.redis, tmp_path):
+        await fill(config, tmp_path)
+        async with open_ledgers(config, tmp_path) as ledgers:
+            await admit(ledgers.train, 5)
+        letter = await whole(tmp_path)
+        done = await run("dead", "replay", letter["id"], "--run", str(tmp_path))
+        assert done.returncode == 1
+        assert "full: no room in the budget now" in done.stdout
+        assert (await whole(tmp_path))["id"] == letter["id"]
+
+
+async def test_drop_wants_a_yes_and_keeps_the_group_accounted_for(live_run: Path):
+    letter = await whole(live_run)
+    refused = await run("dead", "drop", letter["id"], "--run", str(live_run))
+    assert (refused.returncode, "--yes" in refused.stderr) == (2, True)
+    done = await run("dead", "drop", "all", "--yes", "--run", str(live_run), "--json")
+    assert data_of(done.stdout, "streamrl.dead.drop/1")["removed"] >= 1
+    assert await letters(live_run) == []
+    audit = data_of((await run("audit", "--run", str(live_run), "--json")).stdout, "streamrl.audit/1")
+    assert (audit["dead"], audit["dropped"], audit["lost"]) == (0, 1, 0)
+    trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+    assert trace["state"] == "dropped"

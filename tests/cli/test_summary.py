@@ -1,0 +1,177 @@
+"""The figures of `summary.json`, from lines computed by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import load
+from streamrl.errors import CannotCreate
+from streamrl.runtime.curve import draw_curve
+from streamrl.runtime.figures import merged, read_learner, read_rollouts, share_within
+from streamrl.runtime.summary import Accuracies, read_rounds, summarize
+
+KEYS = [
+    "accuracy_before",
+    "accuracy_after",
+    "train_seconds",
+    "steps",
+    "samples_per_second",
+    "completion_tokens_per_second",
+    "learner_idle_fraction",
+    "rollout_idle_fraction",
+    "share_of_tokens_sampled_during_learner_steps",
+    "samples_spanning_versions",
+    "staleness_max",
+    "staleness_mean",
+    "groups_admitted",
+    "groups_trained",
+    "groups_dropped",
+    "groups_dead",
+    "groups_evaluated",
+]
+COUNTS = {"admitted": 30, "trained": 8, "dropped": 1, "dead": 2, "evaluated": 9, "live": 10, "lost": 0, "twice": 0}
+
+
+def write(path: Path, lines: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines) + b'{"torn')
+
+
+def step(number: int, busy: list[list[float]], **changed: object) -> dict:
+    line = {
+        "step": number,
+        "version": number + 1,
+        "loss": 0.0,
+        "reward_mean": 0.5,
+        "groups": 4,
+        "tokens": 1000,
+        "samples_spanning_versions": 3,
+        "staleness": {"0": 600, "1": 400},
+        "busy": busy,
+    }
+    return line | changed
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Two steps from second 10 to 20 with 2 seconds of waiting; a replica that samples all the time."""
+    write(
+        tmp_path / "metrics" / "learner.0.jsonl",
+        [step(1, [[10.0, 14.0]]), step(2, [[15.0, 16.0], [17.0, 20.0]], staleness={"1": 500, "2": 500})],
+    )
+    ticks = [[10 + 0.05 * n, 10] for n in range(1, 201)]
+    rollout = [
+        {"mono": 8.0, "tokens": 0, "idle_seconds": 0.0, "timeline": [[9.0, 500]]},
+        {"mono": 10.0, "tokens": 500, "idle_seconds": 1.0, "timeline": []},
+        {"mono": 15.0, "tokens": 1500, "idle_seconds": 2.0, "timeline": ticks[:100]},
+        {"mono": 20.0, "tokens": 2500, "idle_seconds": 2.5, "timeline": ticks[100:]},
+        {"mono": 25.0, "tokens": 2500, "idle_seconds": 7.5, "timeline": []},
+    ]
+    write(tmp_path / "metrics" / "rollout.0.jsonl", rollout)
+    rounds = [
+        {"kind": "evaluation", "version": 1, "accuracy": 0.4, "responses": 100},
+        {"other": 1},
+        {"kind": "evaluation", "version": 3, "accuracy": 0.8, "responses": 100},
+    ]
+    write(tmp_path / "metrics" / "feeder.0.jsonl", rounds)
+    return tmp_path
+
+
+def test_the_summary_by_hand(run_dir: Path):
+    config = load(None, ["sampling.group_size=8"], {}).config
+    summary = summarize(config, run_dir, read_learner(run_dir), COUNTS, Accuracies(0.4, 0.9))
+    assert list(summary) == KEYS
+    assert summary == {
+        "accuracy_before": 0.4,
+        "accuracy_after": 0.9,
+        "train_seconds": 10.0,
+        "steps": 2,
+        "samples_per_second": 6.4,  # 2 steps x 4 groups x 8 samples in 10 s
+        "completion_tokens_per_second": 200.0,
+        "learner_idle_fraction": 0.2,
+        "rollout_idle_fraction": 0.15,  # 1.5 of the 10 s from 10 to 20; what is before and after does not count
+        "share_of_tokens_sampled_during_learner_steps": 0.64,  # 0.8 x 2000 of 2500 tokens
+        "samples_spanning_versions": 6,
+        "staleness_max": 2,
+        "staleness_mean": 0.95,  # (400 + 500 + 1000) / 2000
+        "groups_admitted": 30,
+        "groups_trained": 8,
+        "groups_dropped": 1,
+        "groups_dead": 2,
+        "groups_evaluated": 9,
+    }
+
+
+def test_a_run_without_a_step_has_zeros_and_no_accuracy(tmp_path: Path):
+    config = load(None, [], {}).config
+    summary = summarize(config, tmp_path, read_learner(tmp_path), COUNTS, Accuracies())
+    assert list(summary) == KEYS
+    assert (summary["accuracy_before"], summary["steps"], summary["train_seconds"]) == (None, 0, 0.0)
+
+
+def test_a_step_that_was_done_again_counts_once_but_its_time_does(run_dir: Path):
+    path = run_dir / "metrics" / "learner.0.jsonl"
+    lines = [step(1, [[10.0, 14.0]]), step(2, [[15.0, 20.0]]), step(2, [[30.0, 31.0]], tokens=7)]
+    write(path, lines)
+    figures = read_learner(run_dir)
+    assert (sorted(figures.steps), figures.total("tokens")) == ([1, 2], 1007)
+    assert figures.train_seconds == 21.0
+
+
+def test_a_replica_that_was_restarted_counts_from_zero_again(tmp_path: Path):
+    lines = [
+        {"mono": float(s), "tokens": s, "idle_seconds": idle} for s, idle in ((0, 5.0), (1, 6.0), (2, 0.0), (3, 0.5))
+    ]
+    write(tmp_path / "metrics" / "rollout.0.jsonl", lines)
+    figures = read_rollouts(tmp_path, (0.0, 10.0))
+    assert (figures.covered_seconds, figures.idle_seconds) == (2.0, 1.5)
+
+
+intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
+
+
+@given(intervals)
+def test_merged_intervals_cover_the_same_seconds_once(parts: list[tuple[int, int]]):
+    result = merged([(float(start), float(end)) for start, end in parts])
+    assert all(end < start for (_, end), (start, _) in pairwise(result))
+    covered = {second for start, end in parts for second in range(start, end)}
+    assert sum(end - start for start, end in result) == len(covered)
+
+
+@given(intervals, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 100)), min_size=1, max_size=30))
+def test_share_within_agrees_with_counting(parts: list[tuple[int, int]], ticks: list[tuple[int, int]]):
+    """Each tick ends in the middle of a second, so it is wholly inside or wholly outside."""
+    busy = merged([(float(start), float(end)) for start, end in parts])
+    placed = [(at + 0.5, tokens) for at, tokens in ticks]
+    seconds = {second for start, end in parts for second in range(start, end)}
+    inside = sum(tokens for at, tokens in ticks if at in seconds)
+    assert share_within(placed, busy) == pytest.approx(inside / sum(tokens for _, tokens in ticks))
+
+
+def test_nothing_sampled_or_nothing_trained_is_a_share_of_zero():
+    assert share_within([], [(0.0, 1.0)]) == 0.0
+    assert share_within([(1.0, 5)], []) == 0.0
+
+
+def test_rounds_belong_to_the_step_that_made_their_version(run_dir: Path):
+    assert read_rounds(run_dir, read_learner(run_dir)) == [(0, 0.4, 100), (2, 0.8, 100)]
+
+
+@pytest.mark.parametrize("accuracies", [Accuracies(0.4, 0.9), Accuracies()])
+def test_the_curve_is_a_picture(run_dir: Path, accuracies: Accuracies):
+    config = load(None, [], {}).config
+    learner = read_learner(run_dir)
+    summary = summarize(config, run_dir, learner, COUNTS, accuracies)
+    draw_curve(run_dir / "curve.png", "demo", learner.steps, summary, read_rounds(run_dir, learner))
+    data = (run_dir / "curve.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+    draw_curve(run_dir / "empty.png", "demo", {}, summary, [])
+    with pytest.raises(CannotCreate):
+        draw_curve(run_dir / "nowhere" / "curve.png", "demo", learner.steps, summary, [])

@@ -1,0 +1,179 @@
+"""`streamrl up`: what it refuses, its plan, and a whole small run with real roles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+import yaml
+
+from streamrl.runtime.lock import supervisor_lock
+
+from .run_kit import cli, data_of, process
+from .test_summary import KEYS
+
+REWARD = """
+from streamrl.consumers import Score
+
+def spread(sample):
+    return float(len(set(sample.tokens.tolist())) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random model of 50 thousand parameters, prompts, a reward and a run file."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{chr(code): code for code in range(32, 127)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).save_pretrained(folder / "model")
+    lines = b"".join(orjson.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + b"\n" for n in range(64))
+    (folder / "train.jsonl").write_bytes(lines)
+    (folder / "held_out.jsonl").write_bytes(lines)
+    (folder / "spread_reward.py").write_text(REWARD)
+    settings = {
+        "name": "tiny",
+        "model": {"path": "model", "context": 64},
+        "data": {"train": "train.jsonl", "held_out": "held_out.jsonl", "max_prompt_tokens": 16},
+        "sampling": {"group_size": 4, "max_new_tokens": 8},
+        "engine": {"slots": 16, "threads": 1},
+        "rewards": [{"use": "spread_reward:spread"}],
+        "learner": {"groups_per_step": 4, "steps": 3, "lr": 1e-3, "threads": 1},
+        "checkpoint": {"every": 2},
+        "evaluation": {"every": 1, "prompts": 4, "final_prompts": 16},
+        "redis": {"fsync_period": 0.1},
+        "weights": {"transport": "directory"},
+        "supervisor": {"max_restarts": 0},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp_path: Path):
+    done = cli("up", str(tiny / "run.yaml"), "--dry-run", "--set", "learner.ranks=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    started = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("start ")]
+    assert started == ["redis", "learner.0", "learner.1", "rollout.0", "reward.0", "feeder.0"]
+    assert "value  learner.ranks = 2  (--set)" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_fails_with_the_first_failed_check(tiny: Path, tmp_path: Path):
+    run_file = str(tiny / "run.yaml")
+    done = cli("up", run_file, "--dry-run", "--set", "model.path=./none", cwd=tmp_path)
+    assert done.returncode == 78
+    assert "check  model: FAILED" in done.stdout
+    assert "none does not exist" in done.stderr
+
+
+def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
+    run_file = str(tiny / "run.yaml")
+    assert cli("up", cwd=tmp_path).returncode == 2
+    assert cli("up", run_file, "--fresh", "--resume", cwd=tmp_path).returncode == 2
+    assert cli("up", run_file, "--resume", cwd=tmp_path).returncode == 2
+    assert cli("up", "--resume", cwd=tmp_path).returncode == 78
+    assert cli("up", str(tmp_path / "none.yaml")).returncode == 78
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert cli("up", run_file, "--run", str(tmp_path / "full")).returncode == 73
+
+
+def test_a_second_up_on_the_same_run_is_refused_and_says_who_has_it(tiny: Path, tmp_path: Path):
+    from streamrl.config import load, save
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    save(load(tiny / "run.yaml", (), {}), run_dir / "run.json")
+    with supervisor_lock(run_dir):
+        done = process("up", str(tiny / "run.yaml"), "--run", str(run_dir))
+    assert done.returncode == 78
+    assert f"supervised by process {os.getpid()}" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_path: Path):
+    done = process("up", str(tiny / "run.yaml"), "--screen", "logs", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    run_dir = tmp_path / "runs" / "tiny"
+    assert "feeder.0   | ready" in done.stdout
+    summary = orjson.loads((run_dir / "summary.json").read_bytes())
+    assert list(summary) == KEYS
+    assert (summary["steps"], summary["groups_trained"]) == (3, 12)
+    assert 0 <= summary["accuracy_before"] <= 1
+    assert 0 < summary["train_seconds"] < 60
+    assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out accuracy after" in done.stdout
+    commands = [line.strip().split()[1:] for line in done.stdout.partition("next:")[2].splitlines() if line.strip()]
+    assert len(commands) == 3
+    for command in commands:
+        assert cli(*command, cwd=tmp_path).returncode == 0, command
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
+    assert data["evaluated"] == summary["groups_evaluated"]
+    status = data_of(cli("status", "--json", cwd=tmp_path).stdout, "streamrl.status/1")
+    assert (status["verdict"], status["summary"]) == ("down", summary)
+    assert cli("lag", cwd=tmp_path).returncode == 0
+    assert cli("logs", "learner", cwd=tmp_path).stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_drains_and_resume_goes_on(tiny: Path, tmp_path: Path):
+    run_file = str(tiny / "run.yaml")
+    command = [sys.executable, "-m", "streamrl", "up", run_file, "--screen", "plain", "--set", "learner.steps=100000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        try:
+            for line in up.stdout:
+                if "feeder.0 ready" in line:
+                    break
+            status = data_of(cli("status", "--json", cwd=tmp_path).stdout, "streamrl.status/1")
+            assert (status["verdict"], status["supervised"]) == ("ready", True)
+            up.send_signal(signal.SIGINT)
+            rest, errors = up.communicate(timeout=60)
+        finally:
+            up.kill()
+    assert up.returncode == 0, rest + errors
+    assert "stopped; go on with: streamrl up --resume" in errors
+    done = process("up", run_file, "--resume", "--screen", "plain", "--set", "evaluation.final_prompts=0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = orjson.loads((tmp_path / "runs" / "tiny" / "summary.json").read_bytes())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, None)
+    assert summary["steps"] >= 3
+    assert data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")["twice"] == 0
+
+
+@pytest.mark.slow
+def test_a_role_that_cannot_start_fails_the_run(tiny: Path, tmp_path: Path):
+    (tiny / "broken.jsonl").write_bytes((tiny / "train.jsonl").read_bytes() + b"no json\n")
+    broken = f"data.train={tiny / 'broken.jsonl'}"
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", "--set", broken, cwd=tmp_path)
+    assert done.returncode == 78
+    assert "broken.jsonl:65: no JSON" in done.stdout + done.stderr
