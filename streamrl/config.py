@@ -142,7 +142,9 @@ class LeaseConfig(Section):
 
     seconds: Duration = Field(15.0, description="a holder that is silent for this long has lost its work")
     max_hold: Duration = Field(900.0, description="longest time one piece of work may be held and renewed")
-    max_deliveries: Positive = Field(4, description="holders that may die of one piece of work before it is dead")
+    max_deliveries: Annotated[int, Field(ge=3)] = Field(
+        4, description="holders that may die of one piece of work before it is dead; from the third on it runs alone"
+    )
 
 
 class RewardSpec(Section):
@@ -246,7 +248,9 @@ class SupervisorConfig(Section):
     drain_deadline: Duration = Field(60.0, description="longest time of the whole drain after the first Ctrl-C")
     liveness_deadline: Duration = Field(60.0, description="a ready role whose event loop is silent this long is killed")
     term_grace: Duration = Field(10.0, description="time between SIGTERM and SIGKILL when a role has to go")
-    log_bytes: Size = Field(32 << 20, description="size at which the log file of a role is rotated; one old file is kept")
+    log_bytes: Size = Field(
+        32 << 20, description="size at which the log file of a role is rotated; one old file is kept"
+    )
 
 
 class RunConfig(Section):

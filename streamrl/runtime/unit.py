@@ -26,6 +26,8 @@ LEAVE_TOGETHER: Final = 15.0
 """Seconds that the other ranks may take to end after rank 0 has finished."""
 LAST_WORDS: Final = 1.0
 """Seconds that the other ranks get after one has died: one that is about to give a better reason may do so."""
+_LOOK_SECONDS: Final = 0.2
+"""How often a unit is held to its deadlines."""
 KILL_SECONDS: Final = 5.0
 """Seconds until a process is gone after SIGKILL; one that is stuck in the kernel is left behind."""
 
@@ -225,9 +227,16 @@ class Unit:
                 return
             for name in self.spec.processes:
                 self._ready(name)
+        looked = self._now()
         while True:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_LOOK_SECONDS)
             now = self._now()
+            if (paused := now - looked - _LOOK_SECONDS) > 1.0:
+                # The supervisor itself stood still (Ctrl-Z, a suspended machine): silence then proves nothing.
+                started += paused
+                for process in self._processes.values():
+                    process.beat_at = None if process.beat_at is None else now
+            looked = now
             if self.instance.state is State.STARTING and now - started > self._config.start_deadline:
                 self._give_up(f"not ready within {self._config.start_deadline:g} s")
                 return

@@ -33,7 +33,7 @@ def write_run(folder: Path, cache: Path) -> Path:
     config["learner"] |= {"collective_deadline": 30}
     config["checkpoint"] = {"every": 2}
     config["evaluation"] = {"every": 10, "prompts": 16}
-    config["lease"] = {"seconds": 2, "max_deliveries": 3}
+    config["lease"] = {"seconds": 2, "max_deliveries": 5}
     config["supervisor"] = {"max_restarts": 500, "backoff": 0.1, "max_backoff": 0.5}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -60,7 +60,8 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
                 fire.kill_supervisor()
                 check(fire)
                 fire.up()
-            fire.moves_on()
+            # Past a checkpoint now and then: or each learner would die over the same groups, and those would be blamed.
+            fire.moves_on(fire.random.randint(1, 4))
         cursor_past_poison(fire)
         assert fire.drain() == 0
         audit = check(fire)
@@ -79,7 +80,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
     assert fire.kills["supervisor"] == 1
     assert audit["trained"] >= 10 * 8
     _, letters = fire.streamrl("dead", "ls")
-    guilty = {letter["gid"] for letter in letters["letters"]}
+    guilty = {letter["group"] for letter in letters["letters"]}
     assert guilty <= set(POISONED), f"prompts died that were not poisoned: {guilty - set(POISONED)}"
     assert {60, 75, 90, 110, 130} <= guilty
 

@@ -1,6 +1,7 @@
 """A tiny process that stands for a role: `standin.py NAME BEHAVIOUR...`; no streamrl import except the lifeline.
 
-Behaviours: ready, beat, serve (until SIGTERM), finish:SECONDS, exit:CODE, deaf (ignores SIGTERM), crash-first:CODE,
+Behaviours: ready, beat, beats and serve (both until SIGTERM), finish:SECONDS, exit:CODE, deaf (ignores SIGTERM),
+crash-first:CODE,
 gone-first, chatter:LINES, grandchild, say:TEXT, error:TEXT, fenced:TEXT, wait-for:FILE, hang.
 Each appends what happens to it to the file `journal` in the working directory.
 """
@@ -56,6 +57,10 @@ for behaviour in behaviours:
         tell("READY=1")
     elif verb == "beat":
         tell("BEAT=1")
+    elif verb == "beats":
+        while not asked.wait(0.1):
+            tell("BEAT=1")
+            note("beat")
     elif verb == "serve":
         while not asked.wait(0.02):
             pass

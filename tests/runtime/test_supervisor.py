@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -196,6 +197,16 @@ async def test_a_ready_role_whose_loop_is_silent_is_killed_and_restarted(tmp_pat
         await run.until(lambda: run.states("reward.0").count(State.READY) >= 2)
         reasons = [event.reason for event in run.events if isinstance(event, StateChanged)]
         assert any("event loop silent" in reason for reason in reasons)
+
+
+async def test_a_supervisor_that_stood_still_blames_nobody(tmp_path):
+    async with Run(tmp_path, unit(tmp_path, "reward.0", "ready", "beats"), liveness_deadline=0.6) as run:
+        await run.until(lambda: run.now("reward.0") is State.READY)
+        time.sleep(2.0)  # noqa: ASYNC251  the fault: the event loop of the supervisor stands still, as after Ctrl-Z
+        beats = len(run.journal("beat"))
+        await run.until(lambda: len(run.journal("beat")) > beats + 5)
+        assert run.journal("start") == [("reward.0", "start")]
+        assert State.BACKOFF not in run.states("reward.0")
 
 
 async def test_a_role_that_ignores_sigterm_is_killed_when_its_budget_is_over(tmp_path):
