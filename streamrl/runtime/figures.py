@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from streamrl.producers.meter import TICK_SECONDS
@@ -27,23 +27,25 @@ class LearnerFigures:
 
     Attributes:
         steps: by number, the last line of each step (a step of a lost branch is done again).
-        busy: intervals of computing, of all learners of the run, ascending and apart.
+        spans: for each learner of the run, from its first groups to the end of its last step; ascending.
+        busy: intervals of computing within the spans, ascending and apart.
         staleness: trained tokens by age in steps.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    spans: list[Interval] = field(default_factory=list)
     busy: list[Interval] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
 
     @property
     def train_seconds(self) -> float:
-        """From the first work on a leased group to the end of the last step."""
-        return self.busy[-1][1] - self.busy[0][0] if self.busy else 0.0
+        """Length of all spans: a pause between two learners of a resumed run is no training."""
+        return length(self.spans)
 
     @property
     def idle_fraction(self) -> float:
         """Share of `train_seconds` in which the learner did not compute."""
-        return 1 - sum(end - start for start, end in self.busy) / self.train_seconds if self.train_seconds else 0.0
+        return 1 - length(self.busy) / self.train_seconds if self.train_seconds else 0.0
 
     def total(self, key: str) -> float:
         """Sum of a number over all steps."""
@@ -53,15 +55,41 @@ class LearnerFigures:
 def read_learner(run_dir: Path) -> LearnerFigures:
     """Add up the lines of the learner's first rank; zeros when it never made a step."""
     figures = LearnerFigures()
+    spans: dict[int, Interval] = {}
     busy: list[Interval] = []
     for line in read_lines(run_dir / "metrics" / LEARNER_FILE):
-        busy.extend((float(start), float(end)) for start, end in line.get("busy", ()))
-        if "loss" in line and "step" in line:
-            figures.steps[int(line["step"])] = line
-    figures.busy = merged(busy)
+        if "loss" not in line or "step" not in line:
+            continue
+        figures.steps[int(line["step"])] = line
+        # A line is written at the end of its step, and its step began that much earlier: the first one with the
+        # first groups. What was computed before (loading, the first version) is no training.
+        began = line["mono"] - line["step_seconds"]
+        work = [(max(float(start), began), float(end)) for start, end in line["busy"] if end > began]
+        busy.extend(work)
+        ended = max((end for _, end in work), default=began)
+        first, last = spans.get(line["epoch"], (began, ended))
+        spans[line["epoch"]] = (min(first, began), max(last, ended))
+    figures.spans, figures.busy = merged(spans.values()), merged(busy)
     for line in figures.steps.values():
         figures.staleness.update({int(age): int(tokens) for age, tokens in line["staleness"].items()})
     return figures
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds in intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(
+    starts: npt.NDArray[np.float64], ends: npt.NDArray[np.float64], intervals: Sequence[Interval]
+) -> npt.NDArray[np.float64]:
+    """Seconds of each `(start, end)` that lie in `intervals`, which are ascending and do not overlap."""
+    if not intervals:
+        return np.zeros_like(starts)
+    edges = np.asarray([edge for interval in intervals for edge in interval])
+    spent = np.asarray([part for start, end in intervals for part in (0.0, end - start)]).cumsum()
+    within: npt.NDArray[np.float64] = np.interp(ends, edges, spent) - np.interp(starts, edges, spent)
+    return within
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -81,8 +109,8 @@ class RolloutFigures:
 
     Attributes:
         ticks: `(seconds, tokens sampled in the tick that ends then)` of all replicas.
-        idle_seconds: time within the window in which a replica's engine had nothing to decode, summed over replicas.
-        covered_seconds: time within the window that the lines speak of, summed over replicas.
+        idle_seconds: time within the learner's spans in which a replica's engine had nothing to decode, of all replicas.
+        covered_seconds: time within the spans that the lines speak of, of all replicas.
     """
 
     ticks: list[tuple[float, int]] = field(default_factory=list)
@@ -91,25 +119,27 @@ class RolloutFigures:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of the replicas' time within the window in which they had nothing to decode."""
+        """Share of the replicas' time within the spans in which they had nothing to decode."""
         return self.idle_seconds / self.covered_seconds if self.covered_seconds else 0.0
 
 
-def read_rollouts(run_dir: Path, window: Interval) -> RolloutFigures:
-    """Add up the lines of all replicas; idle time is counted within `window` only (the learner's train time)."""
+def read_rollouts(run_dir: Path, spans: Sequence[Interval]) -> RolloutFigures:
+    """Add up the lines of all replicas; idle time is counted within `spans` only (the learner's)."""
     figures = RolloutFigures()
     for path in sorted((run_dir / "metrics").glob("rollout.*.jsonl")):
-        lines = list(read_lines(path))
+        lines = [line for line in read_lines(path) if "idle_seconds" in line]
         for line in lines:
             figures.ticks.extend((float(at), int(tokens)) for at, tokens in line.get("timeline", ()))
-        for before, after in pairwise(line for line in lines if "idle_seconds" in line):
-            idle = after["idle_seconds"] - before["idle_seconds"]
-            seconds = after["mono"] - before["mono"]
-            if idle < 0 or seconds <= 0:
-                continue  # another process of the same replica, which counts from 0
-            covered = max(0.0, min(after["mono"], window[1]) - max(before["mono"], window[0]))
-            figures.covered_seconds += covered
-            figures.idle_seconds += covered * min(1.0, idle / seconds)
+        if len(lines) < 2:
+            continue
+        at = np.asarray([line["mono"] for line in lines], dtype=np.float64)
+        idle = np.diff(np.asarray([line["idle_seconds"] for line in lines], dtype=np.float64))
+        seconds = np.diff(at)
+        # A count that falls is another process of the same replica, which counts from 0.
+        same = (idle >= 0) & (seconds > 0)
+        covered = overlap(at[:-1], at[1:], spans)[same]
+        figures.covered_seconds += float(covered.sum())
+        figures.idle_seconds += float((covered * np.minimum(1.0, idle[same] / seconds[same])).sum())
     return figures
 
 
@@ -124,10 +154,8 @@ def share_within(ticks: Sequence[tuple[float, int]], busy: Sequence[Interval]) -
     if not total or not busy:
         return 0.0
     ends, tokens = (np.asarray(column, dtype=np.float64) for column in zip(*ticks, strict=True))
-    edges = np.asarray([edge for interval in busy for edge in interval])
-    spent = np.asarray([part for start, end in busy for part in (0.0, end - start)]).cumsum()
-    overlap = np.interp(ends, edges, spent) - np.interp(ends - TICK_SECONDS, edges, spent)
-    return float((tokens * overlap / TICK_SECONDS).sum() / total)
+    inside = overlap(ends - TICK_SECONDS, ends, busy) / TICK_SECONDS
+    return float((tokens * inside).sum() / total)
 
 
 def read_lines(path: Path) -> Iterable[dict[str, Any]]:

@@ -79,8 +79,7 @@ def summarize(
 ) -> dict[str, Any]:
     """The content of `summary.json`. Fractions are of `train_seconds`, the share is of all sampled tokens."""
     seconds = learner.train_seconds
-    window = (learner.busy[0][0], learner.busy[-1][1]) if learner.busy else (0.0, 0.0)
-    rollouts = read_rollouts(run_dir, window)
+    rollouts = read_rollouts(run_dir, learner.spans)
     samples = sum(line.get("samples", line["groups"] * config.sampling.group_size) for line in learner.steps.values())
     stale_tokens = sum(learner.staleness.values())
     staleness = sum(age * tokens for age, tokens in learner.staleness.items())

@@ -54,6 +54,9 @@ def step(number: int, busy: list[list[float]], **changed: object) -> dict:
         "samples_spanning_versions": 3,
         "staleness": {"0": 600, "1": 400},
         "busy": busy,
+        "epoch": 1,
+        "mono": busy[-1][1] + 0.001,
+        "step_seconds": busy[-1][1] + 0.001 - busy[0][0],
     }
     return line | changed
 
@@ -63,7 +66,10 @@ def run_dir(tmp_path: Path) -> Path:
     """Two steps from second 10 to 20 with 2 seconds of waiting; a replica that samples all the time."""
     write(
         tmp_path / "metrics" / "learner.0.jsonl",
-        [step(1, [[10.0, 14.0]]), step(2, [[15.0, 16.0], [17.0, 20.0]], staleness={"1": 500, "2": 500})],
+        [
+            step(1, [[2.0, 3.0], [10.0, 14.0]], mono=14.0, step_seconds=4.0),  # what is before is loading, no training
+            step(2, [[15.0, 16.0], [17.0, 20.0]], staleness={"1": 500, "2": 500}),
+        ],
     )
     ticks = [[10 + 0.05 * n, 10] for n in range(1, 201)]
     rollout = [
@@ -115,13 +121,14 @@ def test_a_run_without_a_step_has_zeros_and_no_accuracy(tmp_path: Path):
     assert (summary["accuracy_before"], summary["steps"], summary["train_seconds"]) == (None, 0, 0.0)
 
 
-def test_a_step_that_was_done_again_counts_once_but_its_time_does(run_dir: Path):
+def test_a_step_that_was_done_again_counts_once_and_the_pause_before_it_not_at_all(run_dir: Path):
     path = run_dir / "metrics" / "learner.0.jsonl"
-    lines = [step(1, [[10.0, 14.0]]), step(2, [[15.0, 20.0]]), step(2, [[30.0, 31.0]], tokens=7)]
+    lines = [step(1, [[10.0, 14.0]]), step(2, [[15.0, 20.0]]), step(2, [[3600.0, 3601.0]], tokens=7, epoch=2)]
     write(path, lines)
     figures = read_learner(run_dir)
     assert (sorted(figures.steps), figures.total("tokens")) == ([1, 2], 1007)
-    assert figures.train_seconds == 21.0
+    assert figures.train_seconds == pytest.approx(11.0)
+    assert figures.idle_fraction == pytest.approx(1 / 11)
 
 
 def test_a_replica_that_was_restarted_counts_from_zero_again(tmp_path: Path):
@@ -129,7 +136,7 @@ def test_a_replica_that_was_restarted_counts_from_zero_again(tmp_path: Path):
         {"mono": float(s), "tokens": s, "idle_seconds": idle} for s, idle in ((0, 5.0), (1, 6.0), (2, 0.0), (3, 0.5))
     ]
     write(tmp_path / "metrics" / "rollout.0.jsonl", lines)
-    figures = read_rollouts(tmp_path, (0.0, 10.0))
+    figures = read_rollouts(tmp_path, [(0.0, 10.0)])
     assert (figures.covered_seconds, figures.idle_seconds) == (2.0, 1.5)
 
 
