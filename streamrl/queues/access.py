@@ -12,7 +12,7 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
 
 from streamrl.config import RedisConfig
 from streamrl.errors import ConfigError, StreamrlError
@@ -104,6 +104,15 @@ def error_text(error: BaseException) -> str:
     code = getattr(error, "status_code", None)
     message = str(error) or type(error).__name__
     return f"{code} {message}" if code and not message.startswith(code) and isinstance(error, RedisError) else message
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Whether password or rights are why a connection failed; redis-py hides that in a plain connection error."""
+    while error is not None:
+        if isinstance(error, (AuthenticationError, AuthorizationError)):
+            return True
+        error = error.__cause__
+    return False
 
 
 async def check_server(connection: AbstractConnection, url: str) -> None:

@@ -23,13 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    NoScriptError,
-    ResponseError,
-)
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from streamrl.config import RedisConfig
@@ -42,6 +37,7 @@ from streamrl.queues.access import (
     connection_options,
     error_code,
     error_text,
+    is_denied,
     open_socket,
     pack,
     read_reply,
@@ -137,11 +133,10 @@ class Connection:
                     await open_socket(connection)
                 await connection.send_packed_command(packed, check_health=False)
                 reply = await read_reply(connection)
-        except (AuthenticationError, AuthorizationError) as error:
-            await connection.disconnect(nowait=True)
-            raise self._no_access(error) from error
         except _TRANSIENT as error:
             await connection.disconnect(nowait=True)
+            if is_denied(error):
+                raise self._no_access(error) from error
             await self._block_failed(error)
             return None
         except BaseException:
@@ -208,10 +203,10 @@ class Connection:
                 await connection.send_packed_command([call.packed for call in batch], check_health=False)
                 for call in batch:
                     self._settle(call, await read_reply(connection))
-        except (AuthenticationError, AuthorizationError) as error:
-            self._queue.extendleft(reversed(batch))
-            raise self._no_access(error) from error
         except _TRANSIENT as error:
+            if is_denied(error):
+                self._queue.extendleft(reversed(batch))
+                raise self._no_access(error) from error
             await self._failed(error, batch)
         except BaseException:
             self._queue.extendleft(reversed(batch))  # whoever ends this task tells them

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from streamrl.queues import Lease, Ledger, replies
 from streamrl.queues.records import Admission
 
 GROUP = "g"
+
+
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait for a condition that other tasks make true; `TimeoutError` after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.002)
 
 
 async def admit(ledger: Ledger, cursor: int, **changed: Any) -> Admission:

@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced
@@ -413,13 +420,23 @@ class LedgerMachine70(LedgerMachine):
     version = "7.0"
 
 
-SETTINGS = settings(
-    max_examples=15,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-)
+def thorough(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+
+
 TestLedgerOn62 = LedgerMachine.TestCase
-TestLedgerOn62.settings = SETTINGS
+TestLedgerOn62.settings = thorough(8)
 TestLedgerOn70 = LedgerMachine70.TestCase
-TestLedgerOn70.settings = SETTINGS
+TestLedgerOn70.settings = thorough(8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("machine", [LedgerMachine, LedgerMachine70])
+def test_the_ledger_thoroughly(machine):
+    run_state_machine_as_test(machine, settings=thorough(100))
