@@ -23,14 +23,15 @@ def show(file: Path | None, run: Path | None, overrides: Sequence[str], *, origi
     if run is not None and overrides:
         raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
     loaded = read_saved(run / "run.json") if run is not None else load(file, overrides)
+    values = without_secrets(loaded)
     if json:
-        output.write_json(SHOW_SCHEMA, loaded.model_dump(mode="json"))
+        output.write_json(SHOW_SCHEMA, {"config": values, "origins": loaded.origins})
         return 0
-    rows = list(leaves(loaded.config.model_dump(mode="json")))
+    rows = list(leaves(values))
     width = max(len(key) for key, _ in rows)
-    values = [orjson.dumps(value).decode() for _, value in rows]
-    value_width = min(60, max(len(value) for value in values))
-    for (key, _), value in zip(rows, values, strict=True):
+    shown = [orjson.dumps(value).decode() for _, value in rows]
+    value_width = min(60, max(len(value) for value in shown))
+    for (key, _), value in zip(rows, shown, strict=True):
         source = f"  {origin_of(loaded, key)}" if origin else ""
         output.write(f"{key:{width}}  {value:{value_width}}{source}".rstrip())
     return 0
@@ -50,6 +51,16 @@ def schema() -> int:
     """Print the JSON Schema of a run file: itself, not in an envelope, because editors read it."""
     output.write(orjson.dumps(RunConfig.model_json_schema(), option=orjson.OPT_INDENT_2).decode())
     return 0
+
+
+def without_secrets(loaded: LoadedConfig) -> dict[str, Any]:
+    """The configuration as JSON values; a password in `redis.url` is not shown."""
+    values = loaded.config.model_dump(mode="json")
+    if values["redis"]["url"] is not None:
+        from streamrl.queues.access import redact
+
+        values["redis"]["url"] = redact(values["redis"]["url"])
+    return values
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ class LogFile:
     """The log of one role."""
 
     def __init__(self, path: Path) -> None:
-        self.role = path.name.removesuffix(".jsonl")
+        self.role = path.name.partition(".jsonl")[0]
         self._tail = Tail(path)
         self._at = 0.0
 
@@ -51,7 +51,8 @@ def logs(chosen: Path | None, roles: Sequence[str], *, lines: int, follow: bool,
     if not files and roles and not follow:
         known = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "none yet"
         raise UsageError(f"no log of {' '.join(roles)} in {folder}", f"known: {known}")
-    past = sorted((line for file in files for line in file.read()), key=lambda line: line.at)
+    rotated = [LogFile(old) for path in _wanted(folder, roles) if (old := path.with_name(f"{path.name}.1")).exists()]
+    past = sorted((line for file in [*rotated, *files] for line in file.read()), key=lambda line: line.at)
     width = max((len(file.role) for file in files), default=8)
     for line in deque(past, maxlen=lines):
         _show(line, width, json=json)

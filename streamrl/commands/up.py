@@ -83,7 +83,7 @@ def _configuration(
 
 def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
     """Print what would be started, the checks and the configuration; the first failed check decides the exit code."""
-    from streamrl.commands.config import leaves, origin_of
+    from streamrl.commands.config import leaves, origin_of, without_secrets
 
     folder = run_dir if run_dir is not None else RUNS / loaded.config.name
     output.write(f"run {loaded.config.name} in {folder}")
@@ -92,7 +92,7 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
     checks = check_all(loaded.config, folder)
     for check in checks:
         output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
-    for key, value in leaves(loaded.config.model_dump(mode="json")):
+    for key, value in leaves(without_secrets(loaded)):
         output.write(f"value  {key} = {value!r}  ({origin_of(loaded, key)})")
     failed = next((check.error for check in checks if check.error is not None), None)
     if failed is not None:

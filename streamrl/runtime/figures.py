@@ -109,7 +109,7 @@ class RolloutFigures:
 
     Attributes:
         ticks: `(seconds, tokens sampled in the tick that ends then)` of all replicas.
-        idle_seconds: time within the learner's spans in which a replica's engine had nothing to decode, of all replicas.
+        idle_seconds: time of all replicas, within the learner's spans, in which an engine had nothing to decode.
         covered_seconds: time within the spans that the lines speak of, of all replicas.
     """
 

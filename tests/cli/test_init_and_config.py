@@ -99,3 +99,11 @@ def test_version():
     data = data_of(cli("version", "--json").stdout, "streamrl.version/1")
     assert data["streamrl"]
     assert cli("version").stdout.startswith(f"streamrl {data['streamrl']}\n")
+
+
+def test_a_password_in_the_url_is_never_shown(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("redis: {url: 'redis://me:secret@host:6379/0'}\n")
+    for more in ([], ["--json"], ["--origin"]):
+        done = cli("config", "show", str(tmp_path / "run.yaml"), *more)
+        assert "secret" not in done.stdout
+        assert "redis://me:***@host:6379/0" in done.stdout

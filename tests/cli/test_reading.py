@@ -218,6 +218,9 @@ async def test_logs_are_merged_by_time_filtered_and_safe(stopped_run: Path):
     some = await run("logs", "rollout", "-n", "2", "--run", str(stopped_run), "--json")
     data = [data_of(line, "streamrl.logs/1") for line in some.stdout.splitlines()]
     assert [(line["role"], line["event"]) for line in data] == [("rollout.1", "two"), ("rollout.0", "three")]
+    (folder / "feeder.0.jsonl.1").write_bytes(b'{"at": 0, "event": "before the rotation"}\n')
+    old = (await run("logs", "feeder", "--run", str(stopped_run))).stdout.splitlines()
+    assert [text.split(" | ")[1] for text in old] == ["before the rotation", "fo\\x1b[2Jur"]
     missing = await run("logs", "learner", "--run", str(stopped_run))
     assert (missing.returncode, "known: feeder.0, rollout.0, rollout.1" in missing.stderr) == (2, True)
 

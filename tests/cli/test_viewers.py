@@ -1,0 +1,125 @@
+"""What `up` shows for the supervisor's events, and what it leaves for `status` in another shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from streamrl.commands import viewers
+from streamrl.commands.rolestates import RoleStates, read_states
+from streamrl.commands.viewers import LogViewer, PlainViewer, Viewer, describe
+from streamrl.monitor.board import Board, Goal
+from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
+from streamrl.runtime.instance import State
+
+from .run_kit import cli, data_of, make_run
+
+
+def line(level: str, event: str, **fields: object) -> bytes:
+    return orjson.dumps({"at": 1.5e9, "level": level, "event": event, **fields})
+
+
+def viewer_of(kind: type[Viewer], run_dir: Path) -> Viewer:
+    board = Board("demo", run_dir, Goal(), lambda: None)
+    return kind(board, RoleStates(run_dir))
+
+
+EVENTS = [
+    StateChanged("redis", State.READY, pid=os.getpid()),
+    StateChanged("rollout.0", State.STARTING, pid=os.getpid()),
+    LogLine("rollout.0", line("info", "model loaded", seconds=2)),
+    LogLine("rollout.0", line("error", "no \x1b[2J memory")),
+    LogLine("rollout.0", line("info", "shown again"), tail=True),
+    StateChanged("rollout.0", State.BACKOFF, "exit 1: no memory", 1, None, 1, 0.5),
+    LinesDropped(7),
+    DrainStage(("feeder.0",), 3.0),
+    Notice("run finished"),
+]
+
+
+def test_the_log_viewer_prints_each_line_once_with_the_name_of_its_role(tmp_path: Path, capsys):
+    with viewer_of(LogViewer, tmp_path) as viewer:
+        for event in EVENTS:
+            viewer.on_event(event)
+    shown = [text.partition(" | ")[2] for text in capsys.readouterr().out.splitlines()]
+    assert shown[:5] == [
+        "ready",
+        "starting",
+        "model loaded seconds=2",
+        "ERROR no \\x1b[2J memory",
+        "backoff: exit 1: no memory",
+    ]
+    assert shown[6:] == ["draining feeder.0: up to 3 s (Ctrl-C again to stop now)", "run finished"]
+
+
+def test_the_plain_viewer_prints_news_only(tmp_path: Path, capsys):
+    with viewer_of(PlainViewer, tmp_path) as viewer:
+        for event in EVENTS:
+            viewer.on_event(event)
+    shown = capsys.readouterr().out
+    assert "! " in shown
+    for words in ("redis ready", "rollout.0 backoff: exit 1: no memory, again in 0.5 s", "run finished"):
+        assert words in shown
+    assert "model loaded" not in shown
+    assert "\x1b" not in shown
+
+
+def test_what_is_worth_a_line():
+    assert describe(EVENTS[2]) == ("", False)
+    assert describe(EVENTS[4]) == ("", False)
+    assert describe(EVENTS[3]) == ("rollout.0: no \\x1b[2J memory", True)
+    assert describe(Notice("stopping", hint="again to kill")) == ("stopping (again to kill)", False)
+
+
+def test_a_screen_that_fails_does_not_take_the_run_with_it(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise KeyError("surprise")
+
+    viewer = viewer_of(PlainViewer, tmp_path)
+    monkeypatch.setattr(viewers.PlainViewer, "seconds", 0.001)
+    monkeypatch.setattr(viewer.board, "look", broken)
+    with viewer:
+        end = time.monotonic() + 10
+        while "the screen failed" not in (said := capsys.readouterr().err):
+            assert time.monotonic() < end, said
+        viewer.on_event(EVENTS[0])
+    assert "the screen failed" not in capsys.readouterr().err
+
+
+def test_another_shell_sees_the_states_while_the_supervisor_lives(tmp_path: Path):
+    make_run(tmp_path)
+    assert read_states(tmp_path).alive is False
+    with viewer_of(LogViewer, tmp_path) as viewer:
+        for event in EVENTS:
+            viewer.on_event(event)
+        data = data_of(cli("status", "--run", str(tmp_path), "--json").stdout, "streamrl.status/1")
+        roles = {role["name"]: role for role in data["roles"]}
+        assert (data["verdict"], data["supervised"], data["redis"]) == ("degraded", True, False)
+        assert (roles["rollout.0"]["state"], roles["rollout.0"]["restarts"]) == ("backoff", 1)
+        assert roles["rollout.0"]["reason"] == "exit 1: no memory"
+        assert roles["feeder.0"]["state"] == "down"
+    assert read_states(tmp_path).alive is False
+
+
+def test_a_supervisor_that_was_killed_is_not_believed(tmp_path: Path):
+    code = (
+        "import sys, os, signal, pathlib\n"
+        "from streamrl.commands.rolestates import KnownRole, RoleStates\n"
+        "RoleStates(pathlib.Path(sys.argv[1])).note('redis', KnownRole('ready', 1.0))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    found = read_states(tmp_path)
+    assert (found.alive, found.roles["redis"].state) == (False, "ready")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"roles": {"redis": {"unknown": 1}}}', b'{"pid": 1}'])
+def test_a_broken_supervisor_file_is_no_supervisor(tmp_path: Path, content: bytes):
+    (tmp_path / "supervisor.json").write_bytes(content)
+    assert read_states(tmp_path).alive is False
