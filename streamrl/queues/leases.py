@@ -107,7 +107,7 @@ class Leases:
         self._drain_seconds = drain
         self._held: dict[_Place, _Held] = {}
         self._freed = asyncio.Event()
-        self._strays: list[tuple[_Place, int]] = []
+        self._strays: list[tuple[_Place, int, int]] = []
         self._suspects: set[_Place] = set()
         self._handled: tuple[set[_Place], set[_Place]] = (set(), set())
         self._look_at = 0.0
@@ -264,12 +264,9 @@ class Leases:
         """Begin entries that are pending as ours without our knowing: the reply that gave them to us was lost."""
         if not self._strays or len(self._held) >= self._width():
             return False
-        place, deliveries = self._strays.pop()
-        if place in self._held:
-            return True
-        # A handler that ended without settling its entry had its turn; a lost reply is nobody's fault.
-        again = any(place in generation for generation in self._handled)
-        await self._accept(place, deliveries, deliveries + 1 if again else deliveries)
+        place, before, count = self._strays.pop()
+        if place not in self._held:
+            await self._accept(place, before, count)
         return True
 
     async def _accept(self, place: _Place, before: int, count: int) -> bool:
@@ -359,8 +356,10 @@ class Leases:
             if place in self._held:
                 continue
             found.add(place)
-            if place in self._suspects and all(place != known for known, _ in self._strays):
-                self._strays.append((place, deliveries))
+            if place in self._suspects and all(place != known for known, _, _ in self._strays):
+                # A handler that ended without settling its entry had its turn; a lost reply is nobody's fault.
+                handled = any(place in generation for generation in self._handled)
+                self._strays.append((place, deliveries, deliveries + handled))
         return found
 
     def _lose(self, held: _Held, why: str) -> None:
