@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,12 @@ def engine_config(path: Path, decode: str, **engine: Any) -> RunConfig:
 
 
 class Gate:
-    """Blocks the decode thread before every forward pass until the test lets it through."""
+    """Blocks the decode thread before every forward pass until the test lets it through; never two passes ahead."""
 
     def __init__(self, engine: HfEngine) -> None:
+        self._engine = engine
         self._permits = threading.Semaphore(0)
+        self._released = 0
         self.entered = 0
         self._hook = engine._model.register_forward_pre_hook(self._wait)
 
@@ -79,19 +81,40 @@ class Gate:
         self.entered += 1
         assert self._permits.acquire(timeout=60)
 
-    async def passed(self, forwards: int) -> None:
-        """Let this many forwards through; return when the thread stands before the next one."""
-        goal = self.entered + forwards if self.entered else forwards + 1
-        for _ in range(forwards):
+    def _release(self) -> None:
+        """Let the thread through when it stands at the gate."""
+        if self.entered > self._released:
+            self._released += 1
             self._permits.release()
-        await until(lambda: self.entered >= goal)
 
-    async def during(self, awaitable: Any) -> Any:
-        """Await something that needs the loop to reach the end of a step; forwards pass one by one meanwhile."""
-        task = asyncio.ensure_future(awaitable)
+    def _hold_wanted(self) -> bool:
+        decoder: Any = self._engine._decoder
+        if self._engine.decode == "slots":
+            return decoder._holds > 0
+        manager = decoder._manager
+        return manager is not None and manager.background_thread_status.is_pause_requested()
+
+    async def passed(self, forwards: int) -> None:
+        """Let exactly this many forwards through; return when the thread stands before the next one."""
+        for _ in range(forwards):
+            await until(lambda: self.entered > self._released)
+            self._release()
+        await until(lambda: self.entered > self._released)
+
+    async def during(self, control: Awaitable[Any]) -> Any:
+        """Await a call that needs the loop to stand still: the step at the gate may end once it has asked for that."""
+        return await self._await(control, self._hold_wanted)
+
+    async def running(self, result: Awaitable[Any]) -> Any:
+        """Await something that needs steps."""
+        return await self._await(result, lambda: True)
+
+    async def _await(self, what: Awaitable[Any], may_pass: Callable[[], bool]) -> Any:
+        task = asyncio.ensure_future(what)
         while not task.done():
-            self._permits.release()
-            await asyncio.wait([task], timeout=0.002)
+            if may_pass():
+                self._release()
+            await asyncio.wait([task], timeout=0.001)
         return await task
 
     def open(self) -> None:

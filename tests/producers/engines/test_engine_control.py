@@ -82,13 +82,13 @@ async def test_cancelling_frees_the_place(start, decode):
         await gate.passed(2)
         never.cancel()
         long[0].cancel()
-        done = await gate.during(third)
+        done = await gate.running(third)
         assert len(done.tokens) == 3
         assert not long[1].done()
         for task in (long[0], never):
             with pytest.raises(asyncio.CancelledError):
                 await task
-        again = await gate.during(engine.generate(request("r0", prompt(3), 2)))
+        again = await gate.running(engine.generate(request("r0", prompt(3), 2)))
         assert len(again.tokens) == 2
     assert len((await long[1]).tokens) == 190
     assert engine.load().running == 0
@@ -271,7 +271,7 @@ async def test_close_aborts_what_is_in_flight(start, decode):
     async with gated(engine) as gate:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
         await gate.passed(5)
-        await gate.during(engine.close())
+        await gate.running(engine.close())
     done = await task
     assert done.finish == "abort"
     assert 4 <= len(done.tokens) < LONG
