@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.queues import Lease, Ledger, replies
@@ -18,6 +18,13 @@ async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.002)
+
+
+async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> None:
+    """Like `until`, for a condition that has to be asked for."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)
 
 
 async def admit(ledger: Ledger, cursor: int, **changed: Any) -> Admission:

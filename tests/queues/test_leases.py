@@ -17,7 +17,7 @@ import pytest
 from streamrl.config import LeaseConfig, LoadedConfig, RunConfig, save
 from streamrl.queues import Lease, Leases, Ledger, Ledgers, embedded, open_ledgers
 from streamrl.queues.leases import KEEPER
-from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, until
+from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, until, until_async
 from tests.queues.proxy import open_proxy
 from tests.redis_kit import RedisRun
 
@@ -66,12 +66,6 @@ async def pending(ledger: Ledger, stage: str = "prompts") -> list[tuple[bytes, i
     """Owner and deliveries of each pending entry."""
     rows = await ledger.connection.read("XPENDING", getattr(ledger.keys, stage), "g", "-", "+", 100)
     return [(owner, deliveries) for _, owner, _, deliveries in rows]
-
-
-async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def is_empty(stream: str, ledgers: Ledgers) -> bool:
