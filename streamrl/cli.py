@@ -105,14 +105,18 @@ def up(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the configuration; start nothing.")] = (
         False
     ),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what is in the run directory.")] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Check everything and make the run directory; start nothing.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Put aside what is in the run directory.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the run directory.")] = False,
     screen: Annotated[ScreenChoice, typer.Option(help="What is shown meanwhile.")] = ScreenChoice.auto,
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished."""
     from streamrl.commands.up import up as command
 
-    return command(file, run, overrides or [], dry_run=dry_run, fresh=fresh, resume=resume, screen=screen.value)
+    start = "plan" if dry_run else "prepare" if prepare else "run"
+    return command(file, run, overrides or [], start=start, fresh=fresh, resume=resume, screen=screen.value)
 
 
 @app.command("run")

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from streamrl.commands import output
 from streamrl.commands.attach import live_probe
@@ -32,14 +32,15 @@ def up(
     run: Path | None,
     overrides: Sequence[str],
     *,
-    dry_run: bool,
+    start: Literal["run", "prepare", "plan"],
     fresh: bool,
     resume: bool,
     screen: str,
 ) -> int:
     """Run a whole run on this machine.
 
-    The run file is `file`, else `run.yaml` when there is one; with `resume` and neither, the run goes on as it is.
+    With `start` "plan" it only prints what it would do, with "prepare" it makes the run directory and stops there, for
+    whoever places `streamrl run ROLE` elsewhere. The run file is `file`, else `run.yaml` when there is one; with `resume` and neither, the run goes on as it is.
 
     Returns:
         0 finished, or drained after the first Ctrl-C; 1 a role failed for good (78, 73: configuration, disk); 130 or
@@ -49,10 +50,12 @@ def up(
         StreamrlError: configuration, data, model or directory do not allow the start.
     """
     loaded, run_dir = _configuration(file, run, overrides, resume=resume)
-    if dry_run:
+    if start == "plan":
         return _plan(loaded, run_dir)
     prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume)
     _announce(prepared)
+    if start == "prepare":
+        return 0
     outcome = _supervise(prepared, screen)
     if not outcome.finished:
         if outcome.exit_code == ExitCode.OK:

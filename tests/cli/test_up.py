@@ -94,6 +94,15 @@ def test_dry_run_fails_with_the_first_failed_check(tiny: Path, tmp_path: Path):
     assert "none does not exist" in done.stderr
 
 
+def test_prepare_makes_the_run_directory_and_starts_nothing(tiny: Path, tmp_path: Path):
+    done = cli("up", str(tiny / "run.yaml"), "--prepare", "--run", str(tmp_path / "r"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r" / "run.json").exists()
+    assert not (tmp_path / "r" / "redis").exists()
+    again = cli("up", str(tiny / "run.yaml"), "--prepare", "--run", str(tmp_path / "r"), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
 def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
     run_file = str(tiny / "run.yaml")
     assert cli("up", cwd=tmp_path).returncode == 2
