@@ -40,7 +40,8 @@ def up(
     """Run a whole run on this machine.
 
     With `start` "plan" it only prints what it would do, with "prepare" it makes the run directory and stops there, for
-    whoever places `streamrl run ROLE` elsewhere. The run file is `file`, else `run.yaml` when there is one; with `resume` and neither, the run goes on as it is.
+    whoever places `streamrl run ROLE` elsewhere. The run file is `file`, else `run.yaml` when there is one; with
+    `resume` and neither, the run goes on as it is.
 
     Returns:
         0 finished, or drained after the first Ctrl-C; 1 a role failed for good (78, 73: configuration, disk); 130 or
