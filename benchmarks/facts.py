@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 
 def machine_facts() -> dict[str, Any]:
     """CPU, cores, memory, load, versions of what matters, and the commit measured."""
@@ -42,3 +44,9 @@ def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip()
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    """Write figures with the facts they depend on (key `facts`)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(results | {"facts": machine_facts()}, option=orjson.OPT_INDENT_2))

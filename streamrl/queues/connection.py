@@ -52,6 +52,8 @@ ROUND_TRIP: Final = 10.0
 """Seconds after which a server that holds the connection and says nothing counts as gone."""
 _BATCH_CALLS: Final = 512
 _BATCH_BYTES: Final = 4 << 20
+_SLOWEST: Final = 1 << 20
+"""Bytes per second below which sending counts as hanging."""
 _TRANSIENT: Final = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError)
 # Replies that say "not now": the same command may succeed later. OOM and MISCONF are back-pressure.
 _LATER: Final = frozenset({"OOM", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY"})
@@ -198,7 +200,7 @@ class Connection:
 
     async def _round_trip(self, batch: list[_Call]) -> None:
         try:
-            async with asyncio.timeout(ROUND_TRIP):
+            async with asyncio.timeout(ROUND_TRIP + sum(len(call.packed) for call in batch) / _SLOWEST):
                 connection = await self._connected()
                 await connection.send_packed_command([call.packed for call in batch], check_health=False)
                 for call in batch:
@@ -212,7 +214,9 @@ class Connection:
             self._queue.extendleft(reversed(batch))  # whoever ends this task tells them
             raise
         else:
-            self._outage.recovered()
+            if self._outage.since is not None:
+                logger.info("redis answers again", extra={"url": self._url, "failures": self._outage.failures})
+                self._outage.recovered()
 
     async def _connected(self) -> AbstractConnection:
         if self._connection is not None and (self._stale or not self._connection.is_connected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from streamrl.errors import Fenced, Refused
@@ -275,6 +277,17 @@ async def test_retire_names_the_checkpoint_and_takes_closed_groups_only(ledgers:
     await same_again(train, lambda: train.retire("n", "1-10", 4, [0, 1, 99]))
     assert await train.retire("n", "1-20", 0, []) == 0
     assert (await train.fence("m", 0)).checkpoint == "1-20"
+
+
+async def test_the_first_retire_after_a_fence_waits_for_the_disk_of_redis(ledgers: Ledgers):
+    """Hole 6: only then is the fence itself safe from a crash of Redis. A lower bound, so no clock decides."""
+    train = Ledger(ledgers.connection, ledgers.train.keys, fsync_period=0.2)
+    await close_group(train, 0)
+    loop = asyncio.get_running_loop()
+    await train.fence("n", 0)
+    fenced = loop.time()
+    assert await train.retire("n", "1-1", 0, [0]) == 1
+    assert loop.time() - fenced >= 0.19
 
 
 async def test_retire_goes_in_chunks(ledgers: Ledgers):
