@@ -44,11 +44,3 @@ def checkpoint_due(steps: int, every: int, held: int, budget: int, hard_cap: int
         hard_cap: bound of the live groups.
     """
     return steps > 0 and (steps >= every or held >= hard_cap - budget)
-
-
-def can_run(groups_per_step: int, max_staleness: int, filtered: float) -> bool:
-    """Whether the budget holds a step although a share `filtered` in [0, 1) of the groups never reaches it.
-
-    Below this the learner would wait for groups that admission does not let in.
-    """
-    return budget(max_staleness, groups_per_step) >= groups_per_step * (1 + filtered)

@@ -73,12 +73,6 @@ def test_failing_checkpoints_stop_admission_at_the_hard_cap(staleness, groups, e
     assert live == cap
 
 
-def test_a_budget_below_one_step_with_its_losses_cannot_run():
-    assert budget.can_run(groups_per_step=8, max_staleness=0, filtered=0.0)
-    assert not budget.can_run(groups_per_step=8, max_staleness=0, filtered=0.3)
-    assert budget.can_run(groups_per_step=8, max_staleness=1, filtered=0.99)
-
-
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
 def test_pauses_are_jittered_and_bounded(failures, chance):
     assert 0 <= pause(failures, chance) <= LONGEST_PAUSE
