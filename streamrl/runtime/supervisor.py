@@ -23,6 +23,7 @@ from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, RENDEZVOUS, U
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.restarts import ExitClass, classify
 from streamrl.runtime.unit import Unit
+from streamrl.weight_sync.transports import release_memory
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ async def supervise(
     """Run all roles of a run on this machine until it is finished, stopped by a signal, or failed.
 
     Must be called in the main thread: it takes SIGINT and SIGTERM for as long as it runs. The first drains, the second
-    sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process of the run is left; and if
-    this process is killed, its children notice and end by themselves.
+    sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process and no shared memory of the
+    run is left; and if this process is killed, its children notice and end by themselves.
 
     Args:
         config: resolved configuration; the roles read the same from `run.json`.
@@ -94,6 +95,7 @@ async def supervise(
                 return await supervisor.run()
         finally:
             lifeline.close()
+            release_memory(run_dir)
             if pump.broken is not None:
                 logger.error("the reader of events failed", exc_info=pump.broken)
 

@@ -18,6 +18,7 @@ from streamrl.runtime.instance import State
 from streamrl.runtime.plan import UnitSpec
 from streamrl.runtime.process import Command
 from streamrl.runtime.supervisor import supervise
+from streamrl.weight_sync.transports import ShmTransport
 
 STANDIN = Path(__file__).parent / "standin.py"
 
@@ -368,7 +369,9 @@ async def test_a_terminal_that_does_not_read_blocks_no_role(tmp_path):
     assert dropped > 0
 
 
-async def test_cancelling_the_supervisor_leaves_no_process(tmp_path):
+async def test_cancelling_the_supervisor_leaves_no_process_and_no_shared_memory(tmp_path):
+    memory = ShmTransport.of_run(tmp_path).root
+    (memory / "v-1-1").mkdir(parents=True)
     async with Run(tmp_path, *whole_run(tmp_path)) as run:
         await run.until(lambda: run.now("feeder.0") is State.READY)
         pids = [run.pid(role) for role in ("redis", "learner.0", "rollout.0", "reward.0", "feeder.0")]
@@ -377,6 +380,7 @@ async def test_cancelling_the_supervisor_leaves_no_process(tmp_path):
             await run.task
         for pid in pids:
             await _gone(pid)
+    assert not memory.exists()
 
 
 async def _gone(pid):
