@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,17 +24,23 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load the causal language model of a run in float32 on the CPU: the master weights.
 
     Raises:
-        ConfigError: the directory is missing or holds no causal language model. Code that comes with a model is never
-            executed.
+        ConfigError: the directory is missing or holds no causal language model, a file of it is cut off, or a weight is
+            not finite. Code that comes with a model is never executed.
     """
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.path, dtype=torch.float32, attn_implementation=config.attention
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         hint = "set model.path to a directory of a Hugging Face causal language model"
         where = "exists" if Path(config.path).exists() else "does not exist"
         raise ConfigError(f"model.path {config.path} ({where}) cannot be loaded: {error}", hint) from error
+    broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    if broken:
+        raise ConfigError(
+            f"model.path {config.path}: {', '.join(broken[:3])} has values that are not finite",
+            "take another checkpoint of this model: nothing can be sampled or learned from this one",
+        )
     return model
 
 

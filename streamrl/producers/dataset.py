@@ -26,10 +26,14 @@ _CHUNK: Final = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Longest prompt in tokens (`max_prompt_tokens`), and of prompt plus response (`context`)."""
+    """Longest prompt in tokens (`max_prompt_tokens`), of prompt plus response (`context`); `vocabulary` of the model.
+
+    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
+    """
 
     max_prompt_tokens: int
     context: int
+    vocabulary: int | None = None
 
 
 @dataclass
@@ -165,13 +169,13 @@ def _encode_chunk(
     encoded = []
     for row in rows:
         text, tokens = found[row.line]
-        _check_length(tokens, limits, f"{path}:{row.line + 1}")
+        _check_tokens(tokens, limits, f"{path}:{row.line + 1}")
         digest.update(tokens.tobytes())
         encoded.append(_encode_prompt(row, text, tokens, f"{path}:{row.line + 1}", evaluation=evaluation))
     return encoded
 
 
-def _check_length(tokens: Int32Array, limits: Limits, where: str) -> None:
+def _check_tokens(tokens: Int32Array, limits: Limits, where: str) -> None:
     if tokens.size == 0:
         raise DataError(f"{where}: the prompt has no tokens")
     if tokens.size > limits.max_prompt_tokens:
@@ -183,6 +187,11 @@ def _check_length(tokens: Int32Array, limits: Limits, where: str) -> None:
         raise DataError(
             f"{where}: the prompt has {tokens.size} tokens, which leaves no room in model.context {limits.context}",
             "leave the line out, or raise model.context",
+        )
+    if limits.vocabulary is not None and int(tokens.max()) >= limits.vocabulary:
+        raise DataError(
+            f"{where}: token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}",
+            "the tokenizer is another model's: set model.tokenizer to the one that belongs to model.path",
         )
 
 

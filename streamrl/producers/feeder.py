@@ -19,7 +19,7 @@ from streamrl.errors import Refused, unwrap
 from streamrl.producers.admission import BURST, Admitter, Terms
 from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
-from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome
@@ -42,7 +42,8 @@ async def run_feeder(role: Role) -> None:
     """
     config = role.config
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-    limits = Limits(config.data.max_prompt_tokens, config.model.context)
+    vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
+    limits = Limits(config.data.max_prompt_tokens, config.model.context, vocabulary)
     data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)
     bell = VersionBell(role.ledgers.weights)
     training = Training(role, data, bell)

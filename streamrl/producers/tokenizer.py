@@ -92,3 +92,18 @@ class Tokenizer:
         # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
         encoded = self._backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def vocabulary_of(config: ModelConfig) -> int | None:
+    """Return how many token ids the model knows, from its configuration alone; None when that does not say.
+
+    A model that cannot be found is for those who load it to report.
+    """
+    from transformers import AutoConfig
+
+    try:
+        described = AutoConfig.from_pretrained(config.path).get_text_config()
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+    size = getattr(described, "vocab_size", None)
+    return size if isinstance(size, int) else None

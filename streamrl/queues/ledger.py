@@ -16,6 +16,7 @@ from typing import Any, Final
 from streamrl.errors import Fenced, Refused
 from streamrl.queues import replies
 from streamrl.queues.connection import Connection
+from streamrl.queues.foreign import read_ours
 from streamrl.queues.keys import Keys
 from streamrl.queues.records import (
     Admission,
@@ -244,7 +245,7 @@ class Ledger:
 
     async def closed(self) -> list[int]:
         """Ids of all closed groups, ascending. All are read each time: positions in a stream go back with Redis."""
-        rows = replies.entries(await self.connection.read("XRANGE", self.keys.scored, "-", "+"))
+        rows = await read_ours(self.connection, self.keys.scored, ("XRANGE", "-", "+"), (b"g",))
         self._last_closed = rows[-1][0] if rows else "0-0"
         return sorted({int(fields[b"g"]) for _, fields in rows})
 
@@ -378,8 +379,9 @@ class Ledger:
         """
         limit = ("COUNT", count) if count is not None else ()
         start = after if after == "-" else f"({after}"
-        rows = await self.connection.read("XRANGE", self.keys.dead, start, "+", *limit)
-        return [replies.dead_letter(entry, fields) for entry, fields in replies.entries(rows)]
+        command = ("XRANGE", start, "+", *limit)
+        rows = await read_ours(self.connection, self.keys.dead, command, (b"g", b"k"), (b"why", b"stage"))
+        return [replies.dead_letter(entry, fields) for entry, fields in rows]
 
     async def replay(self, gid: int, *, budget: int, hard_cap: int) -> ReplayOutcome:
         """Admit a dead group again under a new attempt, and remove its letters. A repeat answers GONE.

@@ -11,6 +11,7 @@ from pathlib import Path
 from streamrl.config import RunConfig
 from streamrl.queues import embedded, replies
 from streamrl.queues.connection import Connection, open_connection
+from streamrl.queues.foreign import read_ours
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
 
@@ -27,7 +28,8 @@ class WeightsStream:
 
     async def newest(self) -> tuple[int, bytes] | None:
         """Number and manifest of the newest version; None before the first."""
-        rows = replies.entries(await self._connection.read("XREVRANGE", self._keys.weights, "+", "-", "COUNT", 1))
+        command = ("XREVRANGE", "+", "-", "COUNT", 1)
+        rows = await read_ours(self._connection, self._keys.weights, command, (b"v",), (b"m",))
         if not rows:
             return None
         self._last = rows[0][0]

@@ -111,7 +111,7 @@ class Probe:
         parts = self._parts
         password = unquote(parts.password) if parts.password else None
         if password_file is not None:
-            password = password_file.read_text().splitlines()[0].strip()
+            password = _password(password_file)
         if password:
             self.call("AUTH", *([unquote(parts.username)] if parts.username else []), password)
         database = _database(parts)
@@ -143,6 +143,13 @@ class Probe:
             raise ConfigError(f"Redis at {self.where} refused us: {reply}", "check redis.url and redis.password_file")
         if reply.startswith(_LATER):
             raise Unreachable(f"Redis at {self.where} is not ready: {reply}", "try again in a moment")
+
+
+def _password(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"redis.password_file {path}: {error}", "name a file that holds the password") from error
 
 
 def _database(parts: ParseResult) -> int:

@@ -16,7 +16,6 @@ from typing import Any, Final
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate
 from streamrl.queues.ledgers import Ledgers, open_ledgers
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,8 @@ class Role:
     status: dict[str, int | float | str] = field(default_factory=dict)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _records: int | None = None
+    _torn: bool = False
+    _unwritable: bool = False
     _began: float = field(default_factory=time.time)
 
     def ready(self) -> None:
@@ -64,10 +65,7 @@ class Role:
         """Append one line to `metrics/<name>.jsonl`, with `at` (wall clock) and `mono` (monotonic clock), in seconds.
 
         One write per line, so that a line is whole after a kill; numbers that are not finite become null. Safe from any
-        thread.
-
-        Raises:
-            CannotCreate: the file cannot be written (full disk).
+        thread. On a full disk the line is lost, with a warning: figures are not worth a role.
         """
         data = {"at": time.time(), "mono": time.monotonic(), **line}
         try:
@@ -75,9 +73,18 @@ class Role:
                 path = self.run_dir / "metrics" / f"{self.name}.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._records = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.write(self._records, orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+            row = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+            if self._torn:
+                row = b"\n" + row
+            written = os.write(self._records, row)
+            self._torn = written != len(row)
         except OSError as error:
-            raise CannotCreate(f"metrics of {self.name}: {error}", "check space and permissions") from error
+            if not self._unwritable:
+                extra = {"error": str(error), "hint": "check space and permissions of the run directory"}
+                logger.warning("metrics cannot be written", extra=extra)
+            self._unwritable = True
+        else:
+            self._unwritable = False
 
     async def beat(self) -> None:
         """Write one heartbeat to the board of roles."""

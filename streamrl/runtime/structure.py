@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from streamrl.queues import replies
+from streamrl.queues.foreign import Row, is_ours
 from streamrl.queues.keys import GROUP
 from streamrl.queues.ledger import Ledger
 
@@ -24,16 +25,17 @@ _FIELDS: Final = ("n", "todo", "left", "nx", "st")
 async def structural_faults(ledger: Ledger) -> list[str]:
     """Every breach of the invariants in one key space, in words. Exact when no role is running."""
     space = "held-out " if ledger.evaluation else ""
-    keys, read = ledger.keys, ledger.connection.read
+    keys = ledger.keys
     live = set(await ledger.live())
     hashes = await _hashes(ledger)
-    prompts = replies.entries(await read("XRANGE", keys.prompts, "-", "+"))
-    rollouts = replies.entries(await read("XRANGE", keys.rollouts, "-", "+"))
-    scored = replies.entries(await read("XRANGE", keys.scored, "-", "+"))
+    foreign: list[str] = []
+    prompts = await _entries(ledger, keys.prompts, (b"g", b"a"), foreign)
+    rollouts = await _entries(ledger, keys.rollouts, (b"g", b"a", b"k"), foreign)
+    scored = await _entries(ledger, keys.scored, (b"g",), foreign)
     waiting = Counter(int(fields[b"g"]) for _, fields in prompts)
     samples = Counter((int(fields[b"g"]), int(fields[b"k"])) for _, fields in rollouts)
     closed = Counter(int(fields[b"g"]) for _, fields in scored)
-    faults = [f"group {gid}: in `live` or a hash, not both" for gid in sorted(hashes ^ live)]
+    faults = foreign + [f"group {gid}: in `live` or a hash, not both" for gid in sorted(hashes ^ live)]
     for name, counter in (("prompts", waiting), ("rollouts", samples), ("scored", closed)):
         faults += [f"{name}: {count} entries for {what}" for what, count in counter.items() if count > 1]
     listed = set(waiting) | set(closed) | {gid for gid, _ in samples}
@@ -44,6 +46,13 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     for name, rows in ((keys.prompts, prompts), (keys.rollouts, rollouts)):
         faults += await _stream_faults(ledger, name, {entry for entry, _ in rows})
     return [space + fault for fault in faults]
+
+
+async def _entries(ledger: Ledger, stream: str, numbers: Sequence[bytes], foreign: list[str]) -> list[Row]:
+    """Our entries of a stream; those of nobody of ours are named in `foreign` (the roles remove them, an audit not)."""
+    rows = replies.entries(await ledger.connection.read("XRANGE", stream, "-", "+"))
+    foreign += [f"{stream}: entry {entry} is none of ours" for entry, fields in rows if not is_ours(fields, numbers)]
+    return [(entry, fields) for entry, fields in rows if is_ours(fields, numbers)]
 
 
 async def _hashes(ledger: Ledger) -> set[int]:

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, Unreachable
+from streamrl.errors import Unreachable
 from streamrl.queues import open_role
 from tests.queues.ledger_kit import until_async
 from tests.redis_kit import RedisRun
@@ -48,12 +48,17 @@ async def test_records_are_whole_lines(redis_run: RedisRun):
     assert len((redis_run.run_dir / "metrics" / "learner.jsonl").read_bytes().splitlines()) == 3
 
 
-async def test_records_that_cannot_be_written(redis_run: RedisRun):
+async def test_records_that_cannot_be_written_cost_no_role(redis_run: RedisRun, caplog):
     (redis_run.run_dir / "metrics").write_text("a file in the way")
     config = RunConfig(name="test", redis=redis_run.config)
     async with open_role("learner", config, redis_run.run_dir) as role:
-        with pytest.raises(CannotCreate, match="metrics of learner"):
-            role.record({})
+        role.record({"loss": 1.0})
+        role.record({"loss": 2.0})
+        assert caplog.text.count("metrics cannot be written") == 1
+        (redis_run.run_dir / "metrics").unlink()
+        role.record({"loss": 3.0})
+    lines = (redis_run.run_dir / "metrics" / "learner.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(line)["loss"] for line in lines] == [3.0]
 
 
 async def test_a_heartbeat_that_fails_ends_the_role(redis_run: RedisRun):

@@ -25,6 +25,7 @@ def load_model(config: RunConfig) -> Any:
         ConfigError: no such model or device, or a checkpoint that lacks some of its weights.
     """
     import transformers
+    from safetensors import SafetensorError
 
     engine = config.engine
     if engine.threads is not None:
@@ -38,7 +39,7 @@ def load_model(config: RunConfig) -> Any:
             attn_implementation=engine.attention,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"model {config.model.path!r} cannot be loaded: {error}", "model.path names a Hugging Face directory"
         ) from error
