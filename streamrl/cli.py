@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -115,8 +115,8 @@ def up(
     """Start all roles of a run on this machine and supervise them until it is finished."""
     from streamrl.commands.up import up as command
 
-    start = "plan" if dry_run else "prepare" if prepare else "run"
-    return command(file, run, overrides or [], start=start, fresh=fresh, resume=resume, screen=screen.value)
+    until: Literal["plan", "prepare", "run"] = "plan" if dry_run else "prepare" if prepare else "run"
+    return command(file, run, overrides or [], until=until, fresh=fresh, resume=resume, screen=screen.value)
 
 
 @app.command("run")

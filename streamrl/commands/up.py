@@ -32,14 +32,14 @@ def up(
     run: Path | None,
     overrides: Sequence[str],
     *,
-    start: Literal["run", "prepare", "plan"],
+    until: Literal["plan", "prepare", "run"],
     fresh: bool,
     resume: bool,
     screen: str,
 ) -> int:
     """Run a whole run on this machine.
 
-    With `start` "plan" it only prints what it would do, with "prepare" it makes the run directory and stops there, for
+    With `until` "plan" it only prints what it would do, with "prepare" it makes the run directory and stops there, for
     whoever places `streamrl run ROLE` elsewhere. The run file is `file`, else `run.yaml` when there is one; with
     `resume` and neither, the run goes on as it is.
 
@@ -51,11 +51,11 @@ def up(
         StreamrlError: configuration, data, model or directory do not allow the start.
     """
     loaded, run_dir = _configuration(file, run, overrides, resume=resume)
-    if start == "plan":
+    if until == "plan":
         return _plan(loaded, run_dir)
     prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume)
     _announce(prepared)
-    if start == "prepare":
+    if until == "prepare":
         return 0
     outcome = _supervise(prepared, screen)
     if not outcome.finished:

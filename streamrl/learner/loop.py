@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -35,6 +36,8 @@ from streamrl.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
+_REPEAT_SECONDS: Final = 2.0
+"""How often a waiting learner makes sure that engines can get the newest version."""
 
 
 async def run_learner(role: Role) -> None:
@@ -93,6 +96,7 @@ class Leader:
         self._ending = Ending(role.config, role.ledgers.roles)
         self._meter = StepMeter()
         self._acquittable: list[TrainGroup] = []
+        self._repeat_at = 0.0
         self._version = start.version
         self._start = start
         self._intake: Intake
@@ -166,11 +170,16 @@ class Leader:
         return self._intake.choose(room, cost, last=last)
 
     async def _starve(self) -> None:
-        """Nothing to train: wait for groups, and use the time for a checkpoint that is due."""
+        """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
         if not self._intake.in_step and self._saver.due:
             await self._saver.save(self._version)
         if self._crew.silent_seconds > self._config.learner.collective_deadline / 4:
             await self._crew.tell(Command.IDLE)
+        if time.monotonic() >= self._repeat_at:
+            self._repeat_at = time.monotonic() + _REPEAT_SECONDS
+            if not await self._publishing.repeat():
+                logger.warning("the newest version is gone and is published again", extra={"version": self._version})
+                await self._publish()
         stopped = asyncio.create_task(self._role.stop.wait())
         changed = asyncio.create_task(self._intake.changed.wait())
         await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)

@@ -49,6 +49,7 @@ class Publishing:
         self._tasks = tasks
         self._running: asyncio.Task[None] | None = None
         self._failures = 0
+        self._manifest = b""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
     async def settle(self) -> None:
@@ -60,6 +61,18 @@ class Publishing:
         """Begin to publish a version; waits first for the one before it."""
         await self.settle()
         self._running = self._tasks.create_task(self._publish(version, step, tensors), name=f"publish {version}")
+
+    async def repeat(self) -> bool:
+        """Show the newest version again, in case Redis came back from before it; False: its files are gone too.
+
+        For a learner that waits: engines that cannot get a version generate nothing, and without groups there would
+        never be another version. A repeat changes nothing.
+        """
+        await self.settle()
+        if not self._publisher.holds_newest():
+            return False
+        await self._intake.consume(self.version, self._manifest)
+        return True
 
     def close(self) -> None:
         """End the thread. The published versions stay: engines and the evaluation at the end still need them."""
@@ -78,7 +91,7 @@ class Publishing:
             logger.warning("version not published", extra={"version": version, "error": str(error)})
             return
         self._failures = 0
-        self.version = version
+        self.version, self._manifest = version, manifest
         await self._intake.consume(version, manifest)
         self.seconds = time.monotonic() - started
 

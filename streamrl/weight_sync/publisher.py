@@ -73,6 +73,7 @@ class Publisher:
             DeadlineExceeded: it took longer than the configured deadline.
         """
         draft = self.root / f"{_DRAFT}{epoch}-{version}-{os.getpid()}"
+        create_root(self._transport)  # somebody may have cleaned up the shared memory
         self._remove_older(_KEEP - 1)  # two whole versions are then the most that memory must hold
         try:
             draft.mkdir(mode=0o700)
@@ -100,6 +101,10 @@ class Publisher:
             "weights published", extra={"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}
         )
         return data
+
+    def holds_newest(self) -> bool:
+        """Whether the files of the newest version are still there for engines that join now."""
+        return bool(self._kept) and (self.root / self._kept[-1] / "manifest.json").exists()
 
     def close(self, *, unlink: bool) -> None:
         """End the publisher. With `unlink` its versions are removed: nobody can join after that."""

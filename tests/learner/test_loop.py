@@ -331,6 +331,33 @@ async def test_redis_forgets_a_living_learner(run):
     assert (await run.audit()).trained == 4 * steps
 
 
+async def test_a_waiting_learner_brings_back_a_version_that_redis_or_the_disk_lost(run):
+    """Without it engines that start now would wait for weights, and the learner for their groups, for ever."""
+    run.configure(steps=None)
+    async with run.play():
+        run.start()
+        await run.until(lambda: len(run.steps()) >= 2)
+    weights = run.run_dir / "weights"
+    async with open_ledgers(run.config, run.run_dir) as ledgers:
+
+        async def shown(condition) -> int:
+            async with asyncio.timeout(DEADLINE):
+                while True:
+                    found = await ledgers.weights.newest()
+                    if found is not None and condition(found[0]) and (weights / decode(found[1]).folder).exists():
+                        return found[0]
+                    await asyncio.sleep(0.05)
+
+        before = await shown(lambda version: version >= 3)
+        # What a roll-back of some seconds takes from these two keys.
+        keys = ledgers.train.keys
+        await ledgers.connection.read("XTRIM", keys.weights, "MAXLEN", 0)
+        await ledgers.connection.read("HSET", keys.state, "version", 1)
+        assert await shown(lambda version: version >= before) == before
+        shutil.rmtree(weights)
+        assert await shown(lambda version: version > before) == before + 1
+
+
 @pytest.mark.parametrize("place", ["begin", "finish"])
 async def test_a_paused_learner_that_wakes_up_is_fenced(run, place):
     """It wakes up in the middle of a save, finishes it when it can, and writes nothing else; its file is void."""
