@@ -381,17 +381,23 @@ def read_saved(path: Path) -> LoadedConfig:
         raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
 
 
+_SCHEMA_HINT = "`streamrl config schema` lists every key with its type, range and meaning"
+_EXAMPLE_HINT = "`streamrl init` writes one that works"
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
+    except OSError as error:
+        raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no mapping of keys to values")
+        raise ConfigError(f"{path} is no mapping of keys to values", _EXAMPLE_HINT)
     return values
 
 
@@ -399,7 +405,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
     try:
         value = yaml.safe_load(raw)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value") from error
+        raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value", "quote it as in YAML") from error
     if isinstance(value, str):
         value = _number(value)
     *parents, last = key.split(".")
@@ -407,7 +413,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{origin} {key}: {parent} is no section")
+            raise ConfigError(f"{origin} {key}: {parent} is no section", _SCHEMA_HINT)
         node = child
     node[last] = value
     origins[key] = origin
@@ -439,7 +445,7 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
         where = f" ({origin})" if origin else ""
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
-        raise ConfigError(f"{key or 'configuration'}: {first['msg']}{where}") from error
+        raise ConfigError(f"{key or 'configuration'}: {first['msg']}{where}", _SCHEMA_HINT) from error
 
 
 def _floats(node: Any) -> Any:

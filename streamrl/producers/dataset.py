@@ -21,6 +21,7 @@ from streamrl.errors import DataError, WireError
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Int32Array, Prompt, encode, pack_int32
 
+_LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _CHUNK: Final = 1024
 
 
@@ -96,7 +97,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: Limits, *, evaluation
             chunk = []
     prompts += _encode_chunk(chunk, tokenizer, limits, digest, path, evaluation=evaluation)
     if not prompts:
-        raise DataError(f"{path} has no prompts", 'one JSON object a line: {"prompt": "...", "answer": "..."}')
+        raise DataError(f"{path} has no prompts", _LINE_HINT)
     return PromptSet(path, prompts, digest.hexdigest())
 
 
@@ -125,16 +126,16 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
         record = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: no JSON: {error}") from error
+        raise DataError(f"{where}: no JSON: {error}", _LINE_HINT) from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: not a JSON object")
+        raise DataError(f"{where}: not a JSON object", _LINE_HINT)
     prompt, messages = record.get("prompt"), record.get("messages")
     if (prompt is None) == (messages is None):
-        raise DataError(f"{where}: needs either `prompt` (text) or `messages` (chat)")
+        raise DataError(f"{where}: needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise DataError(f"{where}: `prompt` must be text and not empty")
+        raise DataError(f"{where}: `prompt` must be text and not empty", _LINE_HINT)
     if messages is not None and not _is_chat(messages):
-        raise DataError(f"{where}: `messages` must be a list of objects with `role` and `content`")
+        raise DataError(f"{where}: `messages` must be a list of objects with `role` and `content`", _LINE_HINT)
     return record
 
 

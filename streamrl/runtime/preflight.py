@@ -20,6 +20,7 @@ from streamrl.queues import embedded
 from streamrl.queues.probe import Probe
 
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
+_LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _MARGIN: Final = 64 << 20
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
@@ -117,13 +118,13 @@ def _first_prompt(path: Path) -> None:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "see data.train and data.held_out") from error
     if line is None:
-        raise DataError(f"{path} is empty", 'one JSON object per line: {"prompt": "2+2=", "answer": "4"}')
+        raise DataError(f"{path} is empty", _LINE_HINT)
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{path}, first line: no JSON: {error}") from error
+        raise DataError(f"{path}, first line: no JSON: {error}", _LINE_HINT) from error
     if not isinstance(record, dict) or not {"prompt", "messages"} & set(record):
-        raise DataError(f"{path}, first line: neither `prompt` nor `messages`")
+        raise DataError(f"{path}, first line: neither `prompt` nor `messages`", _LINE_HINT)
 
 
 def _rewards(config: RunConfig) -> str:
