@@ -177,10 +177,9 @@ class Fire:
     def replace_paused_learner(self) -> None:
         """Stop the learner's ranks, let a second learner take over and train, then wake the first: it must yield."""
         old = [until(lambda name=name: self.process(name), name) for name in ("learner.0", "learner.1")]
-        os.kill(self.supervisor.pid, signal.SIGSTOP)
         for process in old:
             process.send_signal(signal.SIGSTOP)
-        self.note("SIGSTOP learner and supervisor")
+        self.note("SIGSTOP the ranks of the learner")
         second = self._second_learner()
         try:
             goal = self.steps() + 3
@@ -195,7 +194,6 @@ class Fire:
             for process in second:
                 process.kill()
                 process.wait()
-            os.kill(self.supervisor.pid, signal.SIGCONT)
 
     def _second_learner(self) -> list[subprocess.Popen[bytes]]:
         rendezvous = f"file://{self.run_dir.parent / f'second-{time.monotonic_ns()}'}"

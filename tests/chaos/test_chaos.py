@@ -34,7 +34,7 @@ def write_run(folder: Path, cache: Path) -> Path:
     config["checkpoint"] = {"every": 2}
     config["evaluation"] = {"every": 10, "prompts": 16}
     config["lease"] = {"seconds": 2, "max_deliveries": 5}
-    config["supervisor"] = {"max_restarts": 500, "backoff": 0.1, "max_backoff": 0.5}
+    config["supervisor"] = {"max_restarts": 500, "backoff": 0.1, "max_backoff": 0.5, "liveness_deadline": 200}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

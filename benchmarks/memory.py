@@ -1,0 +1,380 @@
+"""Memory of Redis over a long run with a trivial engine: it must stay where it was after the first steps.
+
+    python benchmarks/memory.py [--json FILE] [--steps N]
+
+One asyncio process plays all roles on the real ledger of a real server: a feeder (the real `Admitter`), two rollout
+replicas and two reward workers (the real `Leases`) that come and go, a learner that trains, retires at checkpoints
+(some of them late, so that the hard cap is met) and is replaced now and then, a held-out round every few steps,
+consumers that die with a lease in their hands, samples and whole groups that die, groups dropped as stale, and a person
+who looks after the dead letters. Payloads have the sizes of the wire (`wire.py`).
+
+At 10 %, 50 % and 100 % of the steps the run is drained: nothing is live then, and what Redis still uses is what a run
+leaves behind. Growth between these marks would be a leak, whatever the phase of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from facts import write_json
+
+from streamrl.config import LeaseConfig, RedisConfig, RunConfig
+from streamrl.producers.admission import BURST, Admitter, Terms
+from streamrl.queues import Lease, Leases, Ledgers, budget, embedded, open_ledgers
+from streamrl.queues.keys import GROUP
+from streamrl.queues.records import AdmitOutcome
+
+SAMPLES, GROUPS_PER_STEP, MAX_STALENESS, CHECKPOINT_EVERY, MAX_DEAD = 4, 4, 1, 5, 100
+BUDGET = budget.budget(MAX_STALENESS, GROUPS_PER_STEP)
+HARD_CAP = budget.hard_cap(BUDGET, CHECKPOINT_EVERY, GROUPS_PER_STEP)
+HELD_OUT, HELD_OUT_BUDGET = 8, 4
+# 512 prompt tokens of 4 bytes; 64 to 2,048 sampled tokens of 8 bytes, and their text; manifest of about 70 tensors.
+PROMPT, SMALLEST, LARGEST, MANIFEST = 512 * 4, 1 << 10, 26 << 10, 6 << 10
+NOISE = np.random.default_rng(0).bytes(1 << 20)
+TRACEBACK = "x" * 5000
+MARKS = {"10%": 0.1, "50%": 0.5, "100%": 1.0}
+# The wait of a learner for the disk of Redis, once per start, is no memory.
+CONFIG = RunConfig(name="memory", redis=RedisConfig(maxmemory=1 << 30, fsync_period=1e-6))
+LEASE = LeaseConfig(seconds=2.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--steps", type=int, default=2000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = asyncio.run(measure(Path(folder) / "run", arguments.steps))
+    for name, value in results.items():
+        print(f"{name:24} {value}")
+    if arguments.json:
+        write_json(arguments.json, results)
+
+
+async def measure(run_dir: Path, steps: int) -> dict[str, Any]:
+    """Play a run of so many steps and return the figures."""
+    async with embedded.running(CONFIG.redis, run_dir), open_ledgers(CONFIG, run_dir) as ledgers:
+        began = time.perf_counter()
+        play = Play(ledgers, steps)
+        figures = await play.run()
+        return figures | {
+            "seconds": time.perf_counter() - began,
+            "server": ".".join(map(str, embedded.find_server().version)),
+        }
+
+
+def size_of(gid: int, sample: int) -> int:
+    """Bytes of a payload: skewed, as lengths of responses are."""
+    share = ((gid * SAMPLES + sample) * 2654435761 % (1 << 32)) / (1 << 32)
+    return int(SMALLEST + share * share * (LARGEST - SMALLEST))
+
+
+@dataclass
+class Seen:
+    """What the sampler saw: maxima, and the newest value of what only the server can tell."""
+
+    used: int = 0
+    peak: int = 0
+    live: int = 0
+    held_out_live: int = 0
+    dead: int = 0
+    weights: int = 0
+    consumers: int = 0
+    aof: int = 0
+    aof_now: int = 0
+    rewrites: int = 0
+    samples: int = 0
+    peaks: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Play:
+    """All roles of a run on one connection."""
+
+    def __init__(self, ledgers: Ledgers, steps: int) -> None:
+        self.ledgers, self.steps = ledgers, steps
+        self.train, self.held_out = ledgers.train, ledgers.evaluation
+        self.step = self.version = 0
+        self.trained: set[int] = set()
+        self.fresh: list[int] = []
+        self.counts: Counter[str] = Counter()
+        self.seen = Seen()
+        self.marks: dict[str, Any] = {}
+        self.open = asyncio.Event()
+        self.open.set()
+        self.over = asyncio.Event()
+        self.stops: dict[str, asyncio.Event] = {}
+        self.nonce = self.checkpoint = ""
+
+    async def run(self) -> dict[str, Any]:
+        """Play until the last step is drained; return the figures."""
+        async with asyncio.TaskGroup() as tasks:
+            for role in (self.feed(), self.evaluate(), self.watch()):
+                tasks.create_task(role)
+            for i in range(2):
+                tasks.create_task(self.serve("prompts", f"rollout.{i}", 4, self.generate))
+                tasks.create_task(self.serve("rollouts", f"reward.{i}", 16, self.score))
+            await self.learn()
+            self.over.set()
+            for wakes in (self.open, *self.stops.values()):
+                wakes.set()
+        return await self.figures()
+
+    # Feeder, engines, rewards.
+
+    async def feed(self) -> None:
+        """Admit while there is room; when the last answers were FULL, mostly one group at a time."""
+        terms = Terms("memory", SAMPLES, 2, BUDGET, HARD_CAP, MAX_DEAD)
+        admitter = Admitter(self.train, terms, lambda gid: NOISE[gid % 1000 :][:PROMPT])
+        while not self.over.is_set():
+            await self.open.wait()
+            if self.over.is_set():
+                return
+            outcome = await admitter.admit(self.version, limit=BURST if self.counts["full"] % 8 == 0 else 1)
+            self.counts["full"] += outcome is AdmitOutcome.FULL
+            if outcome in {AdmitOutcome.FULL, AdmitOutcome.TOO_MANY_DEAD}:
+                await asyncio.sleep(0.002)
+
+    async def serve(self, stage: Any, name: str, width: int, handle: Callable[[Lease], Awaitable[None]]) -> None:
+        """One process after the other under the same name: each drains, hands back, and the next one starts."""
+        while not self.over.is_set():
+            self.stops[name] = asyncio.Event()
+            ledgers = [self.train, self.held_out]
+            await Leases(ledgers, stage, name, LEASE, width, handle, drain=0.01).run(self.stops[name])
+            self.counts["restarts"] += 1
+
+    async def generate(self, lease: Lease) -> None:
+        """A trivial engine: payloads at once; some samples and some whole prompts die, once."""
+        work = await lease.ledger.open_work(lease)
+        if work is None:
+            return
+        if lease.gid % 97 == 13 and lease.attempt == 1:
+            await lease.ledger.fail_prompt(lease, "no message of ours", TRACEBACK)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for k in work.missing:
+                number = lease.gid * SAMPLES + k
+                if number % 211 == 5:
+                    tasks.create_task(lease.ledger.fail_sample(lease, k, "engine", TRACEBACK))
+                else:
+                    tasks.create_task(lease.ledger.emit(lease, k, NOISE[number % 1000 :][: size_of(lease.gid, k)]))
+
+    async def score(self, lease: Lease) -> None:
+        """A trivial reward; some samples die of it."""
+        sample = await lease.ledger.leased_sample(lease)
+        if sample is None:
+            return
+        if (lease.gid * SAMPLES + sample.sample) % 307 == 7:
+            await lease.ledger.fail_score(lease, "reward", TRACEBACK)
+        else:
+            await lease.ledger.score(lease, NOISE[:40])
+
+    async def evaluate(self) -> None:
+        """A round of held-out prompts every twenty steps, retired as they close."""
+        ledger, nonce, end, due = self.held_out, uuid4().hex, 0, 1
+        terms = Terms("held out", 1, 1, HELD_OUT_BUDGET, HELD_OUT_BUDGET, MAX_DEAD)
+        admitter = Admitter(ledger, terms, lambda gid: NOISE[gid % 1000 :][:PROMPT])
+        await ledger.fence(nonce, 0)
+        while not self.over.is_set() or await ledger.oldest_live(1):
+            if self.step >= due and self.open.is_set() and not self.over.is_set():
+                end, due = end + HELD_OUT, self.step + 20
+            await admitter.admit(self.version, limit=BURST, end=end)
+            closed = await ledger.closed()
+            self.counts["evaluated"] += await ledger.retire(nonce, "1-0", 0, closed) if closed else 0
+            await ledger.wait_closed(0.02)
+
+    # Learner and person.
+
+    async def learn(self) -> None:
+        """Train up to each mark, drain there, go on."""
+        await self.take_over()
+        for name, share in MARKS.items():
+            while self.step < self.steps * share:
+                await self.train_step()
+            await self.mark(name)
+
+    async def take_over(self) -> None:
+        """A new learner; the one before it had saved."""
+        self.nonce = uuid4().hex
+        fence = await self.train.fence(self.nonce, 0)
+        await self.train.resume(self.nonce, fence.checkpoint or "0-0", fence.epoch)
+        self.counts["epoch"] = fence.epoch
+
+    async def candidates(self) -> list[int]:
+        """The oldest closed groups that are not trained; some are dropped as stale on the way."""
+        fresh = set(self.fresh)
+        found = []
+        for gid in await self.train.closed():
+            if gid % 61 == 3 and gid not in fresh:
+                await self.train.drop(self.nonce, gid, "stale")
+            elif gid not in fresh:
+                found.append(gid)
+        return found[:GROUPS_PER_STEP]
+
+    async def train_step(self, least: int = GROUPS_PER_STEP) -> None:
+        """Train the oldest closed groups; without enough of them wait, and save when nothing else frees a place."""
+        gids = await self.candidates()
+        if len(gids) < least:
+            if len(self.fresh) >= CHECKPOINT_EVERY * GROUPS_PER_STEP and (await self.train.state()).live >= HARD_CAP:
+                await self.save()
+            await self.train.wait_closed(0.05)
+            return
+        await self.train.begin(self.nonce, gids)
+        await asyncio.gather(*(self.train.read_group(gid) for gid in gids))
+        assert self.trained.isdisjoint(gids)
+        self.trained.update(gids)
+        self.fresh += gids
+        self.step, self.version = self.step + 1, self.version + 1
+        await self.train.consume(self.nonce, len(self.fresh), self.version, NOISE[:MANIFEST], gids)
+        late = self.step // CHECKPOINT_EVERY % 20 == 0
+        if self.step % CHECKPOINT_EVERY == 0 and not late:
+            await self.save()
+        await self.events()
+
+    async def save(self) -> None:
+        """A checkpoint: all that was trained is retired."""
+        checkpoint = f"{self.counts['epoch']}-{self.step}"
+        retired = await self.train.retire(self.nonce, checkpoint, 0, self.fresh)
+        assert retired == len(self.fresh)
+        self.fresh.clear()
+
+    async def events(self) -> None:
+        """What happens to a run: restarts, deaths, a new learner, somebody who looks after the dead letters."""
+        for name in self.stops:
+            await self.ledgers.roles.beat(name, {"pid": 1, "state": "ready", "step": self.step}, 10)
+        if self.step % 25 == 0:
+            names = sorted(self.stops)
+            self.stops[names[self.step // 25 % len(names)]].set()
+        if self.step % 100 == 40:
+            await self.die_with_a_lease()
+        if self.step % 50 == 0:
+            await self.look_after_the_dead()
+        if self.step % 400 == 0:
+            await self.save()
+            await self.take_over()
+
+    async def die_with_a_lease(self) -> None:
+        """A process takes work and is never heard of again."""
+        for stream in (self.train.keys.prompts, self.train.keys.rollouts):
+            name = f"killed-{uuid4().hex[:8]}"
+            command = ("XREADGROUP", "GROUP", GROUP, name, "COUNT", 1, "BLOCK", 50, "STREAMS", stream, ">")
+            self.counts["killed"] += bool(await self.ledgers.connection.block(*command, milliseconds=50))
+
+    async def look_after_the_dead(self) -> None:
+        """Replay the oldest dead group, drop all other letters."""
+        for ledger in (self.train, self.held_out):
+            letters = await ledger.dead_letters()
+            whole = [letter.gid for letter in letters if letter.sample is None]
+            if whole and ledger is self.train and self.open.is_set():
+                await ledger.replay(whole[0], budget=BUDGET, hard_cap=HARD_CAP)
+            await ledger.drop_dead([letter.entry for letter in await ledger.dead_letters()])
+
+    # Measuring.
+
+    async def watch(self) -> None:
+        """Sample the server until the run is over."""
+        while not self.over.is_set():
+            await self.sample()
+            await asyncio.sleep(0.02)
+
+    async def sample(self) -> None:
+        """Look at the server once."""
+        read, keys, seen = self.ledgers.connection.read, self.train.keys, self.seen
+        info, live, held_out, dead, weights = await asyncio.gather(
+            read("INFO", "all"),
+            read("ZCARD", keys.live),
+            read("ZCARD", self.held_out.keys.live),
+            read("XLEN", keys.dead),
+            read("XLEN", keys.weights),
+        )
+        streams = (ledger.keys.prompts for ledger in (self.train, self.held_out))
+        names = await asyncio.gather(*(read("XINFO", "CONSUMERS", stream, GROUP) for stream in streams))
+        fields = info_fields(info)
+        seen.used = int(fields["used_memory"])
+        seen.peak = max(seen.peak, seen.used)
+        seen.peaks.append((self.step, seen.used))
+        seen.live, seen.held_out_live = max(seen.live, live), max(seen.held_out_live, held_out)
+        seen.dead, seen.weights = max(seen.dead, dead), max(seen.weights, weights)
+        seen.consumers = max(seen.consumers, *map(len, names))
+        size = int(fields["aof_current_size"])
+        seen.rewrites += size < seen.aof_now
+        seen.aof, seen.aof_now = max(seen.aof, size), size
+        seen.samples += 1
+
+    async def mark(self, name: str) -> None:
+        """Note the figures of a running run, drain it, note what is left, and let it go on."""
+        await self.sample()
+        step, used = self.step, self.seen.used
+        self.open.clear()
+        while await self.train.live() or await self.held_out.live():
+            await self.train_step(least=1)
+            if len(await self.train.live()) == len(self.fresh):
+                await self.save()
+        await self.look_after_the_dead()
+        self.marks[name] = {"step": step, "peak": self.seen.peak, "used": used, **await self.left()}
+        if name != "100%":
+            self.open.set()
+
+    async def left(self) -> dict[str, Any]:
+        """Memory of a drained run, buffers of clients and of the append-only file not counted; bytes by key."""
+        read = self.ledgers.connection.read
+        fields = info_fields(await read("INFO", "all"))
+        while int(fields["lazyfree_pending_objects"]):
+            fields = info_fields(await read("INFO", "all"))
+        buffers = sum(int(fields[name]) for name in ("mem_clients_normal", "mem_aof_buffer"))
+        names = sorted(await read("KEYS", "*"))
+        sizes = await asyncio.gather(*(read("MEMORY", "USAGE", name, "SAMPLES", 0) for name in names))
+        keys = {name.decode().partition("}:")[2]: size for name, size in zip(names, sizes, strict=True)}
+        return {"drained": int(fields["used_memory"]) - buffers, "keys": keys, "keys_bytes": sum(sizes)}
+
+    async def figures(self) -> dict[str, Any]:
+        """What was seen; it fails when a group is in no place or in two."""
+        state, seen = await self.train.state(), self.seen
+        dropped = set(await self.train.dropped())
+        assert self.trained.isdisjoint(dropped)
+        assert self.trained | dropped == set(range(state.cursor)), "a group was lost"
+        info = info_fields(await self.ledgers.connection.read("INFO", "all"))
+        first, last = self.marks["10%"], self.marks["100%"]
+        tenth = max(used for step, used in seen.peaks if step <= first["step"])
+        return {
+            "steps": self.step,
+            "live_max": seen.live,
+            "hard_cap": HARD_CAP,
+            "held_out_live_max": seen.held_out_live,
+            "held_out_cap": HELD_OUT_BUDGET,
+            "peak_bytes": {name: mark["peak"] for name, mark in self.marks.items()},
+            "used_bytes": {name: mark["used"] for name, mark in self.marks.items()},
+            "drained_bytes": {name: mark["drained"] for name, mark in self.marks.items()},
+            "drained_keys_bytes": {name: mark["keys_bytes"] for name, mark in self.marks.items()},
+            "growth_bytes_per_step": (last["drained"] - first["drained"]) / (last["step"] - first["step"]),
+            "peak_over_first_tenth": seen.peak / tenth,
+            "payload_bytes_at_hard_cap": HARD_CAP * (PROMPT + SAMPLES * LARGEST),
+            "aof": {"max_bytes": seen.aof, "rewrites": seen.rewrites, "written": int(info["total_net_input_bytes"])},
+            "dead_max": seen.dead,
+            "max_dead": MAX_DEAD,
+            "weights_max": seen.weights,
+            "consumers_max": seen.consumers,
+            "groups": {"admitted": state.cursor, "trained": len(self.trained), "dropped": len(dropped)},
+            "played": dict(self.counts),
+            "samples": seen.samples,
+            "keys": {name: mark["keys"] for name, mark in self.marks.items()},
+        }
+
+
+def info_fields(info: bytes) -> dict[str, str]:
+    """Lines of INFO as a map."""
+    pairs = (line.partition(":") for line in info.decode().splitlines())
+    return {name: value for name, colon, value in pairs if colon}
+
+
+if __name__ == "__main__":
+    main()
