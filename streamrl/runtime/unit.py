@@ -202,8 +202,11 @@ class Unit:
         return codes[name]
 
     def _explain(self, name: str, code: int) -> None:
+        fenced = [one for one, process in self._processes.items() if process.fenced]
+        self._fenced = bool(fenced)
+        if fenced and code == ExitCode.OK:
+            name = fenced[0]  # the other ranks only did as it told them
         process = self._processes[name]
-        self._fenced = bool(process.fenced)
         said = process.fenced or process.error
         ended = f"killed by {_signal_name(-code)}" if code < 0 else f"exit {code}"
         who = f"{name}: " if len(self.spec.processes) > 1 else ""

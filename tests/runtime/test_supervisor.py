@@ -290,6 +290,25 @@ async def test_a_learner_replaced_by_a_newer_one_is_no_finished_run_and_comes_ba
     assert "epoch 3 took over; 3 deaths" in outcome.reason
 
 
+async def test_a_gang_is_fenced_when_its_leader_says_so_after_the_others_have_left(tmp_path):
+    def command(position, token):
+        behaviours = ("ready", "wait-for:go", "fenced:epoch 3 took over", "wait-for:rank-1-left", "exit:0")
+        if position == 1:
+            behaviours = ("ready", "wait-for:go", "exit:0")
+        argv = (sys.executable, "-S", "-E", str(STANDIN), f"learner.{position}", *behaviours)
+        return Command(argv, {"TOKEN": token, "RANK": str(position)}, tmp_path)
+
+    gang = UnitSpec("learner", ("learner.0", "learner.1"), command, finishes=True)
+    async with Run(tmp_path, gang, max_restarts=1) as run:
+        await run.until(lambda: run.now("learner.0") is State.READY)
+        (tmp_path / "go").touch()
+        await run.until(lambda: ("learner.1", "exit-0") in run.journal())
+        (tmp_path / "rank-1-left").touch()
+        outcome = await run.outcome()
+    assert (outcome.exit_code, outcome.finished) == (ExitCode.FAILURE, False)
+    assert "learner.0: exit 0: epoch 3 took over" in outcome.reason
+
+
 async def test_a_learner_that_cannot_save_at_its_end_makes_the_drain_a_failure(tmp_path):
     units = whole_run(tmp_path, ("ready", "serve", "error:no space left", "exit:73"))
     async with Run(tmp_path, *units) as run:
