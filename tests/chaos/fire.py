@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -18,6 +19,9 @@ import redis
 
 DEADLINE = 150.0
 """Longest wait for a condition; a run that makes no progress for so long has failed."""
+
+HARD_CAP = 2 * 8 + 2 * 8
+"""(max_staleness + 1) x groups_per_step + checkpoint.every x groups_per_step of the chaos run."""
 
 
 def until(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> object:
@@ -49,7 +53,8 @@ class Fire:
         self.began = time.monotonic()
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.output = (run_dir.parent / "up.log").open("ab")
-        self.environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "poison"), "NO_COLOR": "1"}
+        paths = [str(Path(__file__).parent / "poison"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
 
     # ---- the run
 
@@ -92,9 +97,13 @@ class Fire:
             return any("redis-server" in word for word in words)
         return "streamrl.runtime" in words and words[words.index("streamrl.runtime") + 1 :][:2] == [kind, index]
 
+    @functools.cached_property
+    def _store(self) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self.run_dir / "redis.sock"), socket_timeout=5)
+
     def store(self) -> redis.Redis:
         """A client of the run's Redis, for looking only."""
-        return redis.Redis(unix_socket_path=str(self.run_dir / "redis.sock"), socket_timeout=5)
+        return self._store
 
     def steps(self) -> int:
         """Steps written to the metrics in all lives of the learner; steps that were lost and made again count twice."""
@@ -104,7 +113,16 @@ class Fire:
     def moves_on(self, steps: int = 1) -> None:
         """Wait until the learner has made more steps."""
         goal = self.steps() + steps
-        until(lambda: self.steps() >= goal, f"step {goal} of the learner")
+        until(lambda: self.within_bounds() and self.steps() >= goal, f"step {goal} of the learner")
+
+    def within_bounds(self) -> bool:
+        """Promise 2 at every look: never more live groups than the hard cap."""
+        try:
+            live = self.store().zcard("{sr:chaos}:live")
+        except redis.RedisError:
+            return True
+        assert live <= HARD_CAP, f"{live} live groups, hard cap {HARD_CAP}"
+        return True
 
     # ---- the blows
 
