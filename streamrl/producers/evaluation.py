@@ -118,9 +118,10 @@ class Evaluation:
             return False
         await self._admitter.locate()
         first = self._admitter.cursor
-        self._round = Round(version, first, first + self._config.prompts)
-        await asyncio.to_thread(self._log.write_round, self._round)
-        self._open, self._room = True, self._budget
+        begun = Round(version, first, first + self._config.prompts)
+        if not await asyncio.to_thread(self._log.write_round, begun):
+            return False
+        self._round, self._open, self._room = begun, True, self._budget
         return True
 
     async def _admit(self) -> bool:
@@ -138,7 +139,7 @@ class Evaluation:
         return outcome is not AdmitOutcome.FULL
 
     async def _collect(self) -> bool:
-        """Write and retire the groups that have closed; True when there were some."""
+        """Write and retire the groups that have closed; True when there were some and they could be written."""
         closed = await self._ledger.closed()
         if not closed:
             return False
@@ -146,7 +147,8 @@ class Evaluation:
             tasks = [group.create_task(self._ledger.read_group(gid)) for gid in closed]
         groups = [task.result() for task in tasks]
         lines = [self._evaluate(group) for group in groups if group is not None]
-        await asyncio.to_thread(self._log.append, lines)
+        if not await asyncio.to_thread(self._log.append, lines):
+            return False
         await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.gid for line in lines])
         self._room = min(self._budget, self._room + len(lines))
         self._show()

@@ -72,17 +72,29 @@ class EvaluationLog:
         """The lowest group that is not in the file."""
         return next(gid for gid in count() if gid not in self.gids)
 
-    def append(self, groups: Sequence[EvaluatedGroup]) -> None:
-        """Write the groups that are not there yet and return when they are on disk. A repeat writes nothing."""
+    def append(self, groups: Sequence[EvaluatedGroup]) -> bool:
+        """Write the groups that are not there yet and return when they are on disk. A repeat writes nothing.
+
+        Returns:
+            False when they cannot be written (full disk): then the file is as before, and the call may be repeated.
+        """
         new = [group for group in groups if group.gid not in self.gids]
         if not new:
-            return
-        with self._path.open("ab") as file:
-            file.write(b"".join(msgspec.json.encode(group) + b"\n" for group in new))
-            file.flush()
-            os.fsync(file.fileno())
+            return True
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(group) + b"\n" for group in new))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            _complain(self._path, error)
+            if self._path.exists():
+                os.truncate(self._path, size)
+            return False
         for group in new:
             self._count(group)
+        return True
 
     def read_round(self) -> Round | None:
         """Return the round that was begun last; None when there was none, or its file is unreadable."""
@@ -94,14 +106,19 @@ class EvaluationLog:
             logger.warning("evaluation round unreadable", extra={"file": str(self._round_path), "error": str(error)})
             return None
 
-    def write_round(self, current: Round) -> None:
-        """Remember the round that begins, before its first prompt is admitted."""
+    def write_round(self, current: Round) -> bool:
+        """Remember the round that begins, before its first prompt is admitted; False when it cannot be written."""
         draft = self._round_path.with_suffix(".draft")
-        with draft.open("wb") as file:
-            file.write(msgspec.json.encode(current))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(self._round_path)
+        try:
+            with draft.open("wb") as file:
+                file.write(msgspec.json.encode(current))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.rename(self._round_path)
+        except OSError as error:
+            _complain(self._round_path, error)
+            return False
+        return True
 
     def _read(self) -> None:
         try:
@@ -124,3 +141,8 @@ class EvaluationLog:
         tally = self.rounds.setdefault(group.round, Tally())
         tally.scored += len(group.scores)
         tally.right += group.right
+
+
+def _complain(path: Path, error: OSError) -> None:
+    extra = {"file": str(path), "error": str(error), "hint": "make room: it is tried again"}
+    logger.warning("evaluation cannot be written", extra=extra)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 
 import orjson
 import pytest
 import torch
 
+from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
 from streamrl.queues import open_role
 from streamrl.weight_sync import Publisher
@@ -39,33 +41,78 @@ async def test_a_version_that_is_not_finite_is_refused_and_the_old_one_samples_o
             await until(lambda: role.status["version"] == 3)
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 16 KiB, and a way to make it larger."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not command("mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder):
+        pytest.skip(
+            "mount is not allowed here; test_role, test_chain and test_record play files that cannot be written"
+        )
+    yield folder
+    assert command("umount", "-l", folder)
+
+
 def command(*words) -> bool:
     return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
-async def test_a_full_disk_costs_figures_and_no_role(run, caplog):
-    folder = run.run_dir / "metrics"
-    folder.mkdir()
-    if not command("mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder):
-        pytest.skip("mount is not allowed here; tests/queues/test_role.py plays a file that cannot be made")
-    try:
-        async with open_role("rollout.0", run.config, run.run_dir) as role:
-            written = 0
-            while "metrics cannot be written" not in caplog.text:
-                role.record({"number": written, "filler": "x" * 700})
-                written += 1
-            role.record({"number": -1})
-            assert command("mount", "-o", "remount,size=1m", folder)
-            role.record({"number": -2})
-        rows = (folder / "rollout.0.jsonl").read_bytes().splitlines()
-    finally:
-        assert command("umount", "-l", folder)
+def fill(folder) -> None:
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 512)
+
+
+async def test_a_full_disk_costs_figures_and_no_role(run, disk, caplog):
+    async with open_role("rollout.0", run.config, disk) as role:
+        number = 0
+        while "metrics cannot be written" not in caplog.text:
+            role.record({"number": number, "filler": "x" * 700})
+            number += 1
+        role.record({"number": -1})
+        assert command("mount", "-o", "remount,size=1m", disk)
+        role.record({"number": -2})
     found = []
+    rows = (disk / "metrics" / "rollout.0.jsonl").read_bytes().splitlines()
     for row in rows:
-        try:
+        with contextlib.suppress(orjson.JSONDecodeError):  # the one line that the end of the disk cut off
             found.append(orjson.loads(row)["number"])
-        except orjson.JSONDecodeError:
-            assert row.startswith(b'{"at"')  # the one line that the end of the disk cut off
-    assert found[-1] == -2
-    assert found[: len(found) - 1] == list(range(len(found) - 1))
-    assert len(rows) - len(found) <= 1
+    assert found == [*range(len(found) - 1), -2]
+    assert number - 1 <= len(rows) <= number + 1
+
+
+async def test_a_full_disk_delays_the_evaluation_and_loses_no_group(run, disk, caplog):
+    run.evaluate(every=1, prompts=4)
+    async with run.open() as ledgers:
+        learner, hands = await Hands(ledgers.train).fence(), Hands(ledgers.evaluation)
+        role = run.role("feeder.0", ledgers)
+        role.run_dir = disk
+        fill(disk)
+        task = asyncio.create_task(run_feeder(role))
+        await ledgers.train.consume(learner.nonce, 0, 1, b"{}")
+        await until(lambda: "evaluation-round.json" in complaints(caplog))
+        assert (await ledgers.evaluation.state()).cursor == 0  # no round begins that nobody would remember
+        (disk / "filler").unlink()
+        await until(lambda: held_out(ledgers, cursor=4))
+        fill(disk)
+        await hands.answer()
+        await hands.score()
+        await until(lambda: "evaluation.jsonl" in complaints(caplog))
+        assert (await ledgers.evaluation.state()).live == 4  # they wait in Redis
+        assert not task.done()
+        (disk / "filler").unlink()
+        await until(lambda: held_out(ledgers, cursor=4, live=0))
+        role.stop.set()
+        await asyncio.wait_for(task, 30)
+    lines = [orjson.loads(line) for line in (disk / "evaluation.jsonl").read_bytes().splitlines()]
+    assert [line["gid"] for line in lines] == [0, 1, 2, 3]
+
+
+def complaints(caplog) -> str:
+    return " ".join(record.file for record in caplog.records if record.msg == "evaluation cannot be written")
+
+
+async def held_out(ledgers, **expected) -> bool:
+    state = await ledgers.evaluation.state()
+    return all(getattr(state, name) == value for name, value in expected.items())
