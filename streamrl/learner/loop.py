@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from streamrl.errors import CannotCreate, Fenced, Forgotten, unwrap
+from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, unwrap
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Ending, Finished, Reason, read_finished, write_finished
@@ -36,6 +36,8 @@ from streamrl.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
+_MAX_SKIPPED: Final = 8
+"""Steps in a row with a gradient that is not finite, after which the learner gives up."""
 _REPEAT_SECONDS: Final = 2.0
 """How often a waiting learner makes sure that engines can get the newest version."""
 
@@ -51,7 +53,7 @@ async def run_learner(role: Role) -> None:
         Fenced: a newer learner took over.
         CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
         Unreachable: Redis or another rank is gone.
-        ConfigError: the model cannot be trained.
+        ConfigError: the model cannot be trained, or the training has diverged.
     """
     finished = read_finished(role.run_dir)
     if finished is not None and finished.holds(role.config):
@@ -98,6 +100,7 @@ class Leader:
         self._acquittable: list[TrainGroup] = []
         self._repeat_at = 0.0
         self._version = start.version
+        self._skipped = 0
         self._start = start
         self._intake: Intake
         self._publishing: Publishing
@@ -214,8 +217,9 @@ class Leader:
         self._acquittable = []
         step = self._trainer.step
         if stats.skipped:
-            await self._intake.discard(self._intake.in_step, "the gradient was not finite")
+            await self._skip()
             return
+        self._skipped = 0
         groups = self._intake.applied()
         gids = [group.gid for group in groups]
         branch, epoch = self._start.branch, self._start.epoch
@@ -231,6 +235,21 @@ class Leader:
         self._show(step, {**line, "dropped": self._intake.dropped, "publish_seconds": self._publishing.seconds})
         if self._saver.due:
             await self._saver.save(self._version)
+
+    async def _skip(self) -> None:
+        """The gradient was not finite, so the update was not applied: drop the step's groups, with that reason.
+
+        Raises:
+            ConfigError: too many such steps in a row: the weights have diverged, and each step would cost more groups.
+        """
+        self._skipped += 1
+        await self._intake.discard(self._intake.in_step, "the gradient was not finite")
+        if self._skipped >= _MAX_SKIPPED:
+            raise ConfigError(
+                f"the gradients of {self._skipped} steps in a row were not finite: the training has diverged after step"
+                f" {self._trainer.step}",
+                "lower learner.lr, and start afresh or from a checkpoint before it (checkpoints/)",
+            )
 
     async def _publish(self) -> None:
         """Give the present weights a number and publish them in the background; waits for the version before."""
@@ -273,7 +292,4 @@ class Leader:
                 "idle_fraction": round(self._meter.idle_fraction, 4),
             }
         )
-        try:
-            self._role.record({**head, **line})
-        except OSError as error:
-            logger.warning("metrics not written", extra={"error": str(error)})
+        self._role.record({**head, **line})

@@ -481,6 +481,17 @@ async def test_a_full_disk_stops_checkpoints_not_training(run):
         assert command("umount", "-l", folder)
 
 
+async def test_a_training_that_diverges_ends_with_its_reason(run):
+    """Steps whose gradient is not finite are dropped and accounted for; not for ever."""
+    run.configure(steps=None, lr=1e30)
+    async with run.play():
+        assert await run.learn() == 78
+    assert "8 steps in a row were not finite" in run.log()
+    assert "learner.lr" in run.log()
+    found = await run.audit()
+    assert found.dropped == 8 * 4
+
+
 async def test_two_ranks_train_and_resume(run, tmp_path):
     run.configure(ranks=2, steps=4)
     async with run.play():
