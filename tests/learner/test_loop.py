@@ -7,52 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import orjson
 import pytest
-from playing import Player, make_config, make_model
+from loop_kit import DEADLINE, Run, Zygote
+from playing import make_model
 from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, read_shard, shard_name
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.runtime.audit import audit
 from streamrl.weight_sync.manifest import decode
 from streamrl.wire import read_frames
-
-DEADLINE = 60
-
-
-class Zygote:
-    """Starts learners that can be killed."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "zygote.py")]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
-        assert self._line() == "ready"
-
-    def _line(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def ask(self, **order) -> int:
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self._line())
-
-    def start(self, run_dir: Path, **order) -> int:
-        return self.ask(start=str(run_dir), **order)
-
-    async def wait(self, pid: int) -> int:
-        """Exit code, negative for a signal."""
-        async with asyncio.timeout(DEADLINE):
-            return await asyncio.to_thread(self.ask, wait=pid)
 
 
 @pytest.fixture(scope="module")
@@ -66,73 +36,6 @@ def zygote():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-class Run:
-    """A run with a player; learners are started by the test."""
-
-    def __init__(self, redis_run, model, zygote) -> None:
-        self.run_dir, self.redis_run = redis_run.run_dir, redis_run
-        self._model, self._zygote = model, zygote
-        self.pids: list[int] = []
-        self.players: list[Player] = []
-        self.config = self.configure()
-
-    def configure(self, **learner):
-        self.config = make_config(self.redis_run.config, self._model, self.run_dir, **learner)
-        return self.config
-
-    def start(self, kill: str | None = None, **order) -> int:
-        self.pids.append(self._zygote.start(self.run_dir, kill=kill, **order))
-        return self.pids[-1]
-
-    async def wait(self, pid: int) -> int:
-        return await self._zygote.wait(pid)
-
-    async def learn(self, kill: str | None = None, **order) -> int:
-        return await self.wait(self.start(kill, **order))
-
-    @contextlib.asynccontextmanager
-    async def play(self, **options):
-        async with open_ledgers(self.config, self.run_dir) as ledgers:
-            player = Player(ledgers, self.config, **options)
-            playing = asyncio.create_task(player.run())
-            self.players.append(player)
-            try:
-                yield player
-            finally:
-                self.players.remove(player)
-                playing.cancel()
-                await asyncio.gather(playing, return_exceptions=True)
-
-    async def audit(self):
-        """Audit with every player at rest, so that no group is on the move."""
-        async with contextlib.AsyncExitStack() as rest, open_ledgers(self.config, self.run_dir) as ledgers:
-            for player in self.players:
-                await rest.enter_async_context(player.working)
-            found = await audit(self.config, self.run_dir, ledgers)
-        assert (found.lost, found.twice, found.faults) == (0, 0, []), (found, self.log())
-        return found
-
-    def log(self, name: str = "learner.0") -> str:
-        path = self.run_dir / f"{name}.log"
-        return path.read_text() if path.exists() else ""
-
-    def steps(self, name: str = "learner.0") -> list[dict]:
-        path = self.run_dir / "metrics" / f"{name}.jsonl"
-        return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-    def finished(self) -> dict:
-        return orjson.loads((self.run_dir / "finished.json").read_bytes())
-
-    def newest(self):
-        return Checkpoints(self.run_dir / "checkpoints").greatest(None, 0)
-
-    async def until(self, condition) -> None:
-        """Look until it is so; files and processes ring no bell."""
-        async with asyncio.timeout(DEADLINE):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
