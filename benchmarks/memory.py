@@ -10,6 +10,10 @@ who looks after the dead letters. Payloads have the sizes of the wire (`wire.py`
 
 At 10 %, 50 % and 100 % of the steps the run is drained: nothing is live then, and what Redis still uses is what a run
 leaves behind. Growth between these marks would be a leak, whatever the phase of the run.
+
+Buffers of clients and of the append-only file are told apart (`buffers_max_bytes`), and so is the peak while that file
+is rewritten: 6.2 then collects in memory, in blocks of 10 MiB, what is written meanwhile, and does not count it against
+`maxmemory`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -85,6 +89,8 @@ class Seen:
 
     used: int = 0
     peak: int = 0
+    rewriting_peak: int = 0
+    buffers: int = 0
     live: int = 0
     held_out_live: int = 0
     dead: int = 0
@@ -94,7 +100,6 @@ class Seen:
     aof_now: int = 0
     rewrites: int = 0
     samples: int = 0
-    peaks: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Play:
@@ -299,9 +304,11 @@ class Play:
         streams = (ledger.keys.prompts for ledger in (self.train, self.held_out))
         names = await asyncio.gather(*(read("XINFO", "CONSUMERS", stream, GROUP) for stream in streams))
         fields = info_fields(info)
-        seen.used = int(fields["used_memory"])
-        seen.peak = max(seen.peak, seen.used)
-        seen.peaks.append((self.step, seen.used))
+        seen.used, seen.buffers = data_bytes(fields), max(seen.buffers, buffer_bytes(fields))
+        if fields["aof_rewrite_in_progress"] == "1":
+            seen.rewriting_peak = max(seen.rewriting_peak, seen.used)
+        else:
+            seen.peak = max(seen.peak, seen.used)
         seen.live, seen.held_out_live = max(seen.live, live), max(seen.held_out_live, held_out)
         seen.dead, seen.weights = max(seen.dead, dead), max(seen.weights, weights)
         seen.consumers = max(seen.consumers, *map(len, names))
@@ -325,16 +332,15 @@ class Play:
             self.open.set()
 
     async def left(self) -> dict[str, Any]:
-        """Memory of a drained run, buffers of clients and of the append-only file not counted; bytes by key."""
+        """Memory of a drained run, and bytes by key."""
         read = self.ledgers.connection.read
         fields = info_fields(await read("INFO", "all"))
         while int(fields["lazyfree_pending_objects"]):
             fields = info_fields(await read("INFO", "all"))
-        buffers = sum(int(fields[name]) for name in ("mem_clients_normal", "mem_aof_buffer"))
         names = sorted(await read("KEYS", "*"))
         sizes = await asyncio.gather(*(read("MEMORY", "USAGE", name, "SAMPLES", 0) for name in names))
         keys = {name.decode().partition("}:")[2]: size for name, size in zip(names, sizes, strict=True)}
-        return {"drained": int(fields["used_memory"]) - buffers, "keys": keys, "keys_bytes": sum(sizes)}
+        return {"drained": data_bytes(fields), "keys": keys, "keys_bytes": sum(sizes)}
 
     async def figures(self) -> dict[str, Any]:
         """What was seen; it fails when a group is in no place or in two."""
@@ -344,7 +350,6 @@ class Play:
         assert self.trained | dropped == set(range(state.cursor)), "a group was lost"
         info = info_fields(await self.ledgers.connection.read("INFO", "all"))
         first, last = self.marks["10%"], self.marks["100%"]
-        tenth = max(used for step, used in seen.peaks if step <= first["step"])
         return {
             "steps": self.step,
             "live_max": seen.live,
@@ -356,7 +361,8 @@ class Play:
             "drained_bytes": {name: mark["drained"] for name, mark in self.marks.items()},
             "drained_keys_bytes": {name: mark["keys_bytes"] for name, mark in self.marks.items()},
             "growth_bytes_per_step": (last["drained"] - first["drained"]) / (last["step"] - first["step"]),
-            "peak_over_first_tenth": seen.peak / tenth,
+            "peak_while_rewriting_bytes": seen.rewriting_peak,
+            "buffers_max_bytes": seen.buffers,
             "payload_bytes_at_hard_cap": HARD_CAP * (PROMPT + SAMPLES * LARGEST),
             "aof": {"max_bytes": seen.aof, "rewrites": seen.rewrites, "written": int(info["total_net_input_bytes"])},
             "dead_max": seen.dead,
@@ -374,6 +380,16 @@ def info_fields(info: bytes) -> dict[str, str]:
     """Lines of INFO as a map."""
     pairs = (line.partition(":") for line in info.decode().splitlines())
     return {name: value for name, colon, value in pairs if colon}
+
+
+def buffer_bytes(fields: dict[str, str]) -> int:
+    """Memory of clients and of the append-only file on its way to the disk."""
+    return int(fields["mem_clients_normal"]) + int(fields["mem_aof_buffer"])
+
+
+def data_bytes(fields: dict[str, str]) -> int:
+    """`used_memory` without these buffers."""
+    return int(fields["used_memory"]) - buffer_bytes(fields)
 
 
 if __name__ == "__main__":
