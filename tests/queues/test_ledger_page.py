@@ -56,7 +56,8 @@ def test_the_page_has_every_script_as_its_header_says():
 
 def test_every_hole_is_there_with_tests_that_exist():
     rows = re.findall(r"^\| (\d+b?) \| (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert [number for number, _ in rows] == ["1", "2", "3", "4", "4b", *map(str, range(5, 38))]
+    first = ["1", "2", "3", "4", "4b", *map(str, range(5, 38))]
+    assert [number for number, _ in rows][: len(first)] == first, "later ones are welcome"
     for number, row in rows:
         state, tests = row.split(" | ")[1], re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
         assert tests or state in {"closed by argument, no test", "stated"}, f"hole {number} names no test"
