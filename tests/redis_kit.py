@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from streamrl.config import RedisConfig
+from streamrl.errors import Unreachable
 from streamrl.queues import embedded
+from streamrl.queues.probe import Probe
 
 
 class RedisRun:
@@ -26,7 +30,9 @@ class RedisRun:
 
     def start(self) -> None:
         """Check the append-only file, start the server, return when it answers."""
-        what = embedded.command(self.config, self.run_dir, self.server)
+        making = embedded.command(self.config, self.run_dir, self.server)
+        with ThreadPoolExecutor(1) as thread:  # tests call this in a running event loop too
+            what = thread.submit(asyncio.run, making).result()
         self.process = subprocess.Popen(what.argv, executable=what.executable, env=what.env)
         end = time.monotonic() + 20
         while not self.alive():
@@ -71,3 +77,67 @@ class RedisRun:
         """SIGCONT after `pause`."""
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGCONT)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class ForeignRedis:
+    """A server that somebody else runs: TCP and a password; nobody checks its append-only file before a start."""
+
+    PASSWORD = 'a "secret" \\ of theirs'
+
+    def __init__(self, folder: Path, executable: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.executable = executable
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.password_file = folder / "password"
+        self.password_file.write_text(f"{self.PASSWORD}\n")
+        self.config = RedisConfig(url=self.url, password_file=self.password_file, patience=20.0, fsync_period=0.001)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def probe(self) -> Probe:
+        """A connection to it."""
+        return Probe(self.url, self.password_file)
+
+    def start(self, **options: str) -> None:
+        """Start the server and return when it answers."""
+        quoted = self.PASSWORD.replace("\\", "\\\\").replace('"', '\\"')
+        options = {"appendonly": "yes", "save": "", **options}
+        words = [part for key, value in options.items() for part in (f"--{key}", value)]
+        self.process = subprocess.Popen(
+            ["redis-server", "-", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), *words],
+            executable=self.executable,
+            stdin=subprocess.PIPE,
+            stdout=(self.folder / "redis.log").open("wb"),
+        )
+        assert self.process.stdin is not None
+        with self.process.stdin as stdin:
+            stdin.write(f'requirepass "{quoted}"\n'.encode())
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Return when it answers."""
+        end = time.monotonic() + 20
+        while True:
+            assert self.process is not None
+            assert self.process.poll() is None, (self.folder / "redis.log").read_text()
+            try:
+                with self.probe() as probe:
+                    probe.call("PING")
+                    return
+            except Unreachable:
+                assert time.monotonic() < end, "redis did not answer PING within 20 s"
+                time.sleep(0.005)
+
+    def kill(self) -> None:
+        """Kill -9."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

@@ -1,14 +1,21 @@
-"""What `deploy/` starts exists: every command of the compose file is one the command line understands."""
+"""What `deploy/` starts exists, and its Redis keeps its password and its data."""
 
 from __future__ import annotations
 
-import re
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.queues.probe import Probe
 from streamrl.runtime.roles import KINDS
+from tests.redis_kit import ForeignRedis
 
 ROOT = Path(__file__).parent.parent
 SERVICES = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
@@ -30,10 +37,71 @@ def test_the_run_is_prepared_with_keys_that_exist():
         assert name in RunConfig.model_fields[section].annotation.model_fields
 
 
-def test_redis_never_evicts_and_its_password_is_in_no_argument():
-    line = SERVICES["redis"]["command"][2]
-    assert "noeviction" in line
-    assert re.search(r"--requirepass \"\$\$\(cat", line)
+class Container(ForeignRedis):
+    """The server of the compose file: the same shell line with other paths, and a port of its own."""
+
+    def start(self, **_: str) -> None:
+        line = SERVICES["redis"]["command"][2].replace("${REDIS_MEMORY:-4gb}", "64mb").replace("$$", "$")
+        for inside, outside in (("/run/secrets/redis_password", self.password_file), ("/data", self.folder)):
+            assert inside in line
+            line = line.replace(inside, str(outside))
+        line = line.replace(" --dir ", f" --port {self.port} --bind 127.0.0.1 --dir ")
+        log = (self.folder / "redis.log").open("ab")
+        words = [*SERVICES["redis"]["command"][:2], line]
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.wait_ready()
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[Container]:
+    if shutil.which("redis-check-aof") is None:
+        pytest.skip("no Redis on PATH: apt-get install redis-server")
+    redis = Container(tmp_path / "volume", Path("redis-server"))
+    redis.start()
+    yield redis
+    redis.kill()
+
+
+def test_redis_never_evicts_and_its_password_is_in_no_argument(container: Container):
+    process = container.process
+    assert process is not None
+    seen = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+    assert b"redis-server" in seen, "the shell became the server: it gets the signal of `docker stop`"
+    assert b"secret" not in seen
+    written = [file for file in container.folder.rglob("*") if file.is_file() and b"theirs" in file.read_bytes()]
+    assert written == [container.password_file]
+    with container.probe() as probe:
+        assert probe.call("CONFIG", "GET", "maxmemory-policy") == [b"maxmemory-policy", b"noeviction"]
+        assert probe.call("CONFIG", "GET", "maxmemory") == [b"maxmemory", b"67108864"]
+    with pytest.raises(ConfigError, match="NOAUTH"), Probe(container.url) as stranger:
+        stranger.call("PING")
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_without_a_password_there_is_no_server(container: Container):
+    container.kill()
+    container.password_file.write_text("\n\n")
+    with pytest.raises(AssertionError):
+        container.start()
+    assert container.process is not None
+    assert container.process.wait(20) != 0
+
+
+def test_a_script_torn_in_the_file_is_never_half_applied(container: Container):
+    """Hole 7: the second restart is the one that matters."""
+    with container.probe() as probe:
+        probe.call("SET", "before", 1)
+        probe.call("EVAL", "for _, k in ipairs({'a', 'b', 'c'}) do redis.call('SET', k, 1) end", 0)
+    container.kill()
+    (file,) = container.folder.rglob("*.incr.aof")
+    os.truncate(file, file.read_bytes().rindex(b"$1\r\nb\r\n") + 4)
+    for kept in ([b"before"], [b"before", b"d", b"e"]):
+        container.start()
+        with container.probe() as probe:
+            assert sorted(probe.call("KEYS", "*")) == kept
+            probe.call("EVAL", "redis.call('SET','d',1) redis.call('SET','e',1)", 0)
+        container.kill()
 
 
 def test_the_image_copies_files_that_exist():

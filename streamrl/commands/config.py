@@ -11,6 +11,7 @@ import orjson
 from streamrl.commands import output
 from streamrl.config import LoadedConfig, RunConfig, load, read_saved
 from streamrl.errors import UsageError
+from streamrl.queues.address import redact
 
 SHOW_SCHEMA = "streamrl.config/1"
 VALIDATE_SCHEMA = "streamrl.config.validate/1"
@@ -57,8 +58,6 @@ def without_secrets(loaded: LoadedConfig) -> dict[str, Any]:
     """The configuration as JSON values; a password in `redis.url` is not shown."""
     values = loaded.config.model_dump(mode="json")
     if values["redis"]["url"] is not None:
-        from streamrl.queues.access import redact
-
         values["redis"]["url"] = redact(values["redis"]["url"])
     return values
 

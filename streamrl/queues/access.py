@@ -6,16 +6,16 @@ import logging
 import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
-from urllib.parse import urlsplit, urlunsplit
 
 import hiredis
-from redis.asyncio.connection import AbstractConnection, parse_url
+from redis.asyncio.connection import AbstractConnection, Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
 
 from streamrl.config import RedisConfig
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.queues.address import URL_HINT, redact
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +40,14 @@ def error_code(message: str) -> str:
     return first.group(1) if first is not None else ""
 
 
-def redact(url: str) -> str:
-    """The URL without its password, for logs and messages."""
-    parts = urlsplit(url)
-    if not parts.password:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
-
-
 def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], type[AbstractConnection]]:
     """Arguments and class of a redis-py connection; `ConfigError` when URL or password file cannot be used."""
     try:
         options: dict[str, Any] = dict(parse_url(url))
-    except ValueError as error:
-        raise ConfigError(f"redis.url {redact(url)}: {error}") from error
-    kind = options.pop("connection_class")
+    except ValueError:
+        # The parser's own words may hold a piece of the password.
+        raise ConfigError(f"redis.url {redact(url)} is no URL of a Redis server", URL_HINT) from None
+    kind: type[AbstractConnection] = options.pop("connection_class", Connection)
     if config.password_file is not None:
         try:
             options["password"] = config.password_file.read_text("utf-8").strip()
@@ -69,6 +61,10 @@ def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], t
         "socket_connect_timeout": 5.0,
         "driver_info": None,
     }
+    try:
+        kind(**options)
+    except TypeError as error:
+        raise ConfigError(f"redis.url {redact(url)} has an unknown option: {error}", URL_HINT) from error
     return options, kind
 
 
@@ -131,3 +127,25 @@ async def check_server(connection: AbstractConnection, url: str) -> None:
             f"Redis at {url} has maxmemory-policy {policy.decode()}: it would throw work away when it is full",
             "CONFIG SET maxmemory-policy noeviction",
         )
+
+
+async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> None:
+    """Have a server that is not ours write its append-only file anew, once after each of its starts.
+
+    A tail torn inside a script is loaded correctly once, and half of the script is applied at the start after that (see
+    `embedded`, which checks the file of our own server before a start). A file written anew from memory has no such
+    tail. The server itself knows whether it has done so since its start, so processes need not remember anything, and
+    the first that comes does it for all. A repeat changes nothing; a refusal is logged and costs nothing else.
+    """
+    info = await ask(connection, "INFO", "persistence")
+    known = dict(re.findall(rb"^(aof_\w+):([\w-]+)", info, re.MULTILINE)) if isinstance(info, bytes) else {}
+    busy = b"1" in {known.get(b"aof_rewrite_in_progress"), known.get(b"aof_rewrite_scheduled")}
+    done = known.get(b"aof_last_rewrite_time_sec") != b"-1" and known.get(b"aof_last_bgrewrite_status") == b"ok"
+    if known.get(b"aof_enabled") != b"1" or busy or done:
+        return
+    answer = await ask(connection, "BGREWRITEAOF")
+    if isinstance(answer, ResponseError):
+        extra = {"url": url, "error": error_text(answer), "hint": "run redis-check-aof --fix before each of its starts"}
+        logger.warning("redis cannot write its append-only file anew", extra=extra)
+    else:
+        logger.info("redis writes its append-only file anew", extra={"url": url})

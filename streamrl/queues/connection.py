@@ -41,8 +41,9 @@ from streamrl.queues.access import (
     open_socket,
     pack,
     read_reply,
-    redact,
+    rewrite_append_only_file,
 )
+from streamrl.queues.address import redact
 from streamrl.queues.outage import Outage, pause
 from streamrl.queues.scripts import load_scripts
 
@@ -81,6 +82,7 @@ class Connection:
     def __init__(self, config: RedisConfig, url: str) -> None:
         self._url = redact(url)
         self._patience = config.patience
+        self._foreign = config.url is not None
         self._options, self._kind = connection_options(config, url)
         self._scripts = {name: script.digest for name, script in load_scripts().items()}
         self._queue: collections.deque[_Call] = collections.deque()
@@ -234,6 +236,8 @@ class Connection:
                 if error_code(error_text(reply)) in _LATER:
                     raise RedisConnectionError(error_text(reply))
                 raise self._refused(reply)
+        if self._foreign:
+            await rewrite_append_only_file(connection, self._url)
         return connection
 
     def _settle(self, call: _Call, reply: Any) -> None:

@@ -44,6 +44,8 @@ INSTALL_HINT: Final = (
 _LONGEST_SOCKET_PATH: Final = 100
 _PR_SET_PDEATHSIG: Final = 1
 _POLL: Final = 0.01
+CHECK_SECONDS: Final = 600.0
+"""Longest check of an append-only file, which is read once from end to end."""
 
 
 @dataclass(frozen=True)
@@ -143,39 +145,25 @@ def _make_directories(run_dir: Path) -> None:
         raise CannotCreate(f"{folder} is not a private directory of this user", "remove it, or use a shorter run path")
 
 
-def check_append_only_file(server: Server, folder: Path) -> int:
+async def check_append_only_file(server: Server, folder: Path, deadline: float = CHECK_SECONDS) -> int:
     """Cut a torn tail off the append-only file before a start; return the number of bytes that were cut.
 
     Handles the single file of 6.2 and the multi-part form of 7.0 and later. Nothing may be using the files. A repeat
-    finds nothing to cut.
+    finds nothing to cut. On cancellation the tool is killed first, so that nothing uses the files afterwards.
 
     Raises:
         Refused: the files belong to a newer server than this one (it would start empty), or are damaged beyond a tail.
+        DeadlineExceeded: the tool did not end within `deadline` seconds.
     """
-    manifest = folder / "appendonlydir" / "appendonly.aof.manifest"
-    single = folder / "appendonly.aof"
-    if manifest.exists() and server.version < (7, 0, 0):
-        raise Refused(
-            f"{folder} was written by Redis 7 or later, and {server.executable} would not see its data",
-            "put the redis-server of that version first on PATH",
-        )
-    target = manifest if manifest.exists() else single
-    if not target.exists() or (target is single and target.stat().st_size == 0):
+    target = _append_only_file(server, folder)
+    if target is None:
         return 0
     before = _size(folder)
-    result = subprocess.run(  # noqa: S603
-        [f"{server.family}-check-aof", "--fix", str(target)],
-        executable=server.executable,
-        input=b"y\n",
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
+    code, said = await _fix(server, target, deadline)
     cut = before - _size(folder)
-    if result.returncode:
-        said = (result.stdout + result.stderr).decode(errors="replace").strip().splitlines()[-3:]
+    if code:
         raise Refused(
-            f"the append-only file {target} is damaged: {' / '.join(said)}",
+            f"the append-only file {target} is damaged: {' / '.join(said.strip().splitlines()[-3:])}",
             f"restore {folder} from a copy, or move it away: the learner's checkpoints then decide what is trained",
         )
     if cut:
@@ -183,19 +171,58 @@ def check_append_only_file(server: Server, folder: Path) -> int:
     return cut
 
 
+def _append_only_file(server: Server, folder: Path) -> Path | None:
+    """What there is to check; None when nothing was written yet."""
+    manifest = folder / "appendonlydir" / "appendonly.aof.manifest"
+    single = folder / "appendonly.aof"
+    if not manifest.exists():
+        return single if single.exists() and single.stat().st_size else None
+    if server.version < (7, 0, 0):
+        raise Refused(
+            f"{folder} was written by Redis 7 or later, and {server.executable} would not see its data",
+            "put the redis-server of that version first on PATH",
+        )
+    return manifest
+
+
+async def _fix(server: Server, target: Path, deadline: float) -> tuple[int, str]:
+    """Run the check tool; its exit code and what it said."""
+    process = await asyncio.create_subprocess_exec(
+        f"{server.family}-check-aof",
+        "--fix",
+        str(target),
+        executable=server.executable,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(deadline):
+            said, _ = await process.communicate(b"y\n")
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the check of {target} took longer than {deadline:g} s", "is the disk well? look with `dmesg`; try again"
+        ) from error
+    finally:
+        await _kill(process)
+    return process.returncode or 0, said.decode(errors="replace")
+
+
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("appendonly.aof*"))
 
 
-def command(config: RedisConfig, run_dir: Path, server: Server | None = None) -> Command:
+async def command(config: RedisConfig, run_dir: Path, server: Server | None = None) -> Command:
     """Make the directories, check the append-only file, and say what to execute.
 
-    Only the holder of the run's server lock may call it (`exec_server` and `running` do).
+    Only the holder of the run's server lock may call it (`exec_server` and `running` do). Errors as in `find_server`
+    and `check_append_only_file`.
     """
-    server = server or find_server()
+    if server is None:
+        server = await asyncio.to_thread(find_server)
     _make_directories(run_dir)
     folder = run_dir.resolve() / "redis"
-    check_append_only_file(server, folder)
+    await check_append_only_file(server, folder)
     options = {
         "port": "0",
         "unixsocket": str(socket_path(run_dir)),
@@ -227,13 +254,14 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
     `wait_seconds` for a server that one call on the stopped run had started.
 
     Raises:
-        Refused: another server of this run is running.
+        Refused: another server of this run is running, or the append-only file is damaged.
+        DeadlineExceeded: its check took too long.
     """
     parent = os.getppid()
     lock = asyncio.run(_lock(run_dir, "server.lock", fcntl.LOCK_EX, wait_seconds))
     if lock is None:
         raise Refused(f"a Redis server of {run_dir} is already running", "stop the other `streamrl up` first")
-    what = command(config, run_dir)
+    what = asyncio.run(command(config, run_dir))
     os.set_inheritable(lock, True)  # the server process holds the lock for as long as it lives
     _die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
@@ -278,6 +306,8 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
 
     Raises:
         Unreachable: the server did not answer a PING within `deadline` seconds, or ended; the message has its log.
+        DeadlineExceeded: an earlier server does not stop, or the check of the append-only file does not end.
+        Refused: the append-only file is damaged.
     """
     if config.url is not None:
         yield config.url
@@ -305,7 +335,7 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
 
 
 async def _start(config: RedisConfig, run_dir: Path, lock: int) -> asyncio.subprocess.Process:
-    what = command(config, run_dir)
+    what = await command(config, run_dir)
     return await asyncio.create_subprocess_exec(
         what.argv[0],
         *what.argv[1:],
@@ -318,7 +348,7 @@ async def _start(config: RedisConfig, run_dir: Path, lock: int) -> asyncio.subpr
     )
 
 
-async def _stop(process: asyncio.subprocess.Process, patience: float = 20.0) -> None:
+async def _stop(process: asyncio.subprocess.Process, patience: float = 20.0, kill_patience: float = 10.0) -> None:
     if process.returncode is not None:
         return
     process.terminate()
@@ -326,8 +356,21 @@ async def _stop(process: asyncio.subprocess.Process, patience: float = 20.0) -> 
         await asyncio.wait_for(process.wait(), patience)
     except TimeoutError:
         logger.warning("redis did not stop", extra={"pid": process.pid, "seconds": patience})
+    finally:
+        await _kill(process, kill_patience)
+
+
+async def _kill(process: asyncio.subprocess.Process, patience: float = 10.0) -> None:
+    """Kill -9 a process that still runs; one that the kernel does not let go of (a hung disk) is left with an error."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
         process.kill()
-        await process.wait()
+    try:
+        await asyncio.wait_for(process.wait(), patience)
+    except TimeoutError:
+        # It holds the lock of the run until it ends, so no second server can start on its files.
+        logger.exception("process does not end after kill -9", extra={"pid": process.pid, "seconds": patience})
 
 
 async def wait_ready(run_dir: Path, deadline: float, process: asyncio.subprocess.Process | None = None) -> None:

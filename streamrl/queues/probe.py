@@ -18,6 +18,7 @@ from urllib.parse import ParseResult, parse_qs, unquote, urlparse
 import hiredis
 
 from streamrl.errors import ConfigError, StreamrlError, Unreachable
+from streamrl.queues.address import URL_HINT, redact
 
 _CHUNK: Final = 1 << 16
 _FATAL: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH")
@@ -30,17 +31,19 @@ class Probe:
     """One connection to the Redis of a run, for reading.
 
     Args:
-        url: `unix:///path/redis.sock[?db=0]`, `redis://[user:password@]host[:port][/db]` or `rediss://...`.
+        url: `unix:///path/redis.sock[?db=0]`, `redis://[user:password@]host[:port][/db]` or `rediss://...`; also with
+            `?db=`, `?username=` and `?password=`.
         password_file: file whose first line is the password; wins over the URL.
         deadline: seconds for the connection and for each round trip.
 
     Raises:
         Unreachable: nobody answers within the deadline, or the server is still loading.
-        ConfigError: the URL is none, or the server refuses the password.
+        ConfigError: the URL is none, the password file cannot be read, or the server refuses the password.
     """
 
     def __init__(self, url: str, password_file: Path | None = None, deadline: float = 5.0) -> None:
-        self._parts = urlparse(url)
+        self._parts = _parsed(url)
+        self._options = {name: values[0] for name, values in parse_qs(self._parts.query).items()}
         self._deadline = deadline
         self._reader = hiredis.Reader()
         self._socket = self._connect()
@@ -98,8 +101,6 @@ class Probe:
                 link.settimeout(self._deadline)
                 link.connect(parts.path)
                 return link
-            if parts.scheme not in ("redis", "rediss"):
-                raise ConfigError(f"{parts.scheme or 'empty'}: no scheme of a Redis URL", "write redis:// or unix://")
             link = socket.create_connection((parts.hostname or "localhost", parts.port or 6379), self._deadline)
             if parts.scheme == "rediss":
                 link = ssl.create_default_context().wrap_socket(link, server_hostname=parts.hostname)
@@ -109,14 +110,20 @@ class Probe:
 
     def _introduce(self, password_file: Path | None) -> None:
         parts = self._parts
-        password = unquote(parts.password) if parts.password else None
+        user = unquote(parts.username) if parts.username else self._options.get("username")
+        password = unquote(parts.password) if parts.password else self._options.get("password")
         if password_file is not None:
             password = _password(password_file)
         if password:
-            self.call("AUTH", *([unquote(parts.username)] if parts.username else []), password)
-        database = _database(parts)
+            self.call("AUTH", *([user] if user else []), password)
+        database = self._database()
         if database:
             self.call("SELECT", database)
+
+    def _database(self) -> int:
+        path = "" if self._parts.scheme == "unix" else self._parts.path.strip("/")
+        text = self._options.get("db", path)
+        return int(text) if text.isdigit() else 0
 
     def _reply(self) -> Any:
         until = time.monotonic() + self._deadline
@@ -152,9 +159,16 @@ def _password(path: Path) -> str:
         raise ConfigError(f"redis.password_file {path}: {error}", "name a file that holds the password") from error
 
 
-def _database(parts: ParseResult) -> int:
-    text = parse_qs(parts.query).get("db", [""])[0] if parts.scheme == "unix" else parts.path.strip("/")
-    return int(text) if text.isdigit() else 0
+def _parsed(url: str) -> ParseResult:
+    try:
+        parts = urlparse(url)
+        right = parts.scheme in {"redis", "rediss", "unix"} and (parts.port is None or parts.port > 0)
+        right = right and parse_qs(parts.query).get("db", ["0"])[0].isdigit()
+    except ValueError:
+        right = False
+    if not right:
+        raise ConfigError(f"redis.url {redact(url)} is no URL of a Redis server", URL_HINT)
+    return parts
 
 
 def _encode(command: Command) -> bytes:

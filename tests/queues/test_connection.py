@@ -14,7 +14,7 @@ import pytest
 from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.queues import Ledgers, connection, embedded, open_ledgers
-from streamrl.queues.access import ReplyError, error_code, redact
+from streamrl.queues.access import ReplyError, error_code
 from streamrl.queues.connection import open_connection
 from streamrl.queues.records import AdmitOutcome
 from tests.queues.ledger_kit import admit, close_group, faults, lease, until
@@ -322,9 +322,3 @@ async def test_weights_wait_for_a_newer_version(ledgers: Ledgers):
 )
 def test_codes_of_error_replies(message, code):
     assert error_code(message) == code
-
-
-def test_urls_are_shown_without_their_password():
-    assert redact("redis://me:secret@host:6379/1") == "redis://me:***@host:6379/1"
-    assert redact("rediss://:secret@host") == "rediss://:***@host"
-    assert redact("unix:///run/redis.sock") == "unix:///run/redis.sock"

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import RedisConfig
-from streamrl.errors import CannotCreate, ConfigError, Refused, Unreachable
+from streamrl.config import LoadedConfig, RedisConfig, RunConfig, save
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
 from streamrl.queues import embedded
 from streamrl.queues.connection import open_connection
+from streamrl.queues.probe import Probe
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import until
 from tests.redis_kit import RedisRun
@@ -66,7 +67,7 @@ def test_a_long_run_path_gets_a_short_private_socket(tmp_path: Path):
         run.kill()
         path.parent.chmod(0o777)
     with pytest.raises(CannotCreate, match="private"):
-        embedded.command(run.config, long)
+        asyncio.run(embedded.command(run.config, long))
     path.unlink(missing_ok=True)
     path.parent.rmdir()
 
@@ -74,7 +75,7 @@ def test_a_long_run_path_gets_a_short_private_socket(tmp_path: Path):
 def test_a_run_directory_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotCreate):
-        embedded.command(RedisConfig(), tmp_path / "file" / "run")
+        asyncio.run(embedded.command(RedisConfig(), tmp_path / "file" / "run"))
 
 
 async def keys(run: RedisRun) -> list[bytes]:
@@ -84,10 +85,9 @@ async def keys(run: RedisRun) -> list[bytes]:
 
 async def script_torn_in_the_file(run: RedisRun) -> None:
     """Kill Redis and cut its file in the middle of the second of three writes of one script."""
-    async with open_connection(run.config, run.config.url) as opened:
-        await opened.read("SET", "before", 1)
-        text = "redis.call('SET','a',1) redis.call('SET','b',1) redis.call('SET','c',1)"
-        await opened.read("EVAL", text, 0)
+    with Probe(run.config.url) as probe:
+        probe.call("SET", "before", 1)
+        probe.call("EVAL", "redis.call('SET','a',1) redis.call('SET','b',1) redis.call('SET','c',1)", 0)
     run.kill()
     files = [*run.run_dir.rglob("*.incr.aof"), *(run.run_dir / "redis").glob("appendonly.aof")]
     data = files[0].read_bytes()
@@ -97,11 +97,11 @@ async def script_torn_in_the_file(run: RedisRun) -> None:
 async def restart_and_write(run: RedisRun, name: str, *, check: bool, monkeypatch) -> list[bytes]:
     with monkeypatch.context() as patch:
         if not check:
-            patch.setattr(embedded, "check_append_only_file", lambda server, folder: 0)
+            patch.setattr(embedded, "_append_only_file", lambda server, folder: None)
         await asyncio.to_thread(run.restart)
-    async with open_connection(run.config, run.config.url) as opened:
-        await opened.read("EVAL", f"redis.call('SET','{name}1',1) redis.call('SET','{name}2',1)", 0)
-    return await keys(run)
+    with Probe(run.config.url) as probe:  # a `Connection` would have the file written anew
+        probe.call("EVAL", f"redis.call('SET','{name}1',1) redis.call('SET','{name}2',1)", 0)
+        return sorted(probe.call("KEYS", "*"))
 
 
 async def test_a_script_torn_in_the_append_only_file_is_never_half_applied(run: RedisRun, monkeypatch):
@@ -122,13 +122,13 @@ async def test_without_the_check_half_a_script_comes_alive(run: RedisRun, monkey
 
 
 async def test_a_clean_file_is_not_touched(run: RedisRun):
-    async with open_connection(run.config, run.config.url) as opened:
-        await opened.read("SET", "a", 1)
+    with Probe(run.config.url) as probe:
+        probe.call("SET", "a", 1)
         if run.server.version >= (7, 0, 0):
-            await opened.read("BGREWRITEAOF")
+            probe.call("BGREWRITEAOF")
     run.stop()
-    assert embedded.check_append_only_file(run.server, run.run_dir / "redis") == 0
-    assert embedded.check_append_only_file(run.server, run.run_dir / "redis" / "nothing here") == 0
+    assert await embedded.check_append_only_file(run.server, run.run_dir / "redis") == 0
+    assert await embedded.check_append_only_file(run.server, run.run_dir / "redis" / "nothing here") == 0
     await asyncio.to_thread(run.restart)
     assert await keys(run) == [b"a"]
 
@@ -166,6 +166,68 @@ def test_a_file_damaged_beyond_its_tail_is_refused(tmp_path: Path):
     base.write_bytes(b"REDIS0010 is this an RDB?")
     with pytest.raises(Refused, match="damaged"):
         run.start()
+
+
+async def tool_that_hangs(tmp_path: Path) -> embedded.Server:
+    """A run that was written once, and a server program whose check tool never ends."""
+    async with embedded.running(RedisConfig(patience=5), tmp_path / "run"):
+        pass
+    path = program(tmp_path / "bin", "redis-server", "")
+    path.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
+    return embedded.Server(path, embedded.find_server().version)
+
+
+async def test_a_check_that_does_not_end_is_75(tmp_path: Path):
+    server = await tool_that_hangs(tmp_path)
+    with pytest.raises(DeadlineExceeded, match="took longer than") as caught:
+        await embedded.check_append_only_file(server, tmp_path / "run" / "redis", deadline=0.2)
+    assert (caught.value.exit_code, bool(caught.value.hint)) == (75, True)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_check_blocks_no_event_loop_and_can_be_cancelled(tmp_path: Path, monkeypatch):
+    server = await tool_that_hangs(tmp_path)
+    monkeypatch.setattr(embedded, "find_server", lambda: server)
+
+    async def call() -> None:
+        async with embedded.running(RedisConfig(), tmp_path / "run"):
+            pass
+
+    calling = asyncio.create_task(call())
+    await until((tmp_path / "pid").exists)
+    await until((tmp_path / "pid").read_text)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_the_role_says_what_is_wrong_with_its_file(tmp_path: Path, monkeypatch):
+    server = await tool_that_hangs(tmp_path)
+    save(LoadedConfig(config=RunConfig(name="test"), origins={}), tmp_path / "run" / "run.json")
+    code = f"""
+import sys; from pathlib import Path
+from streamrl.queues import embedded
+from streamrl.runtime.roles import run
+embedded.check_append_only_file.__defaults__ = (0.2,)
+embedded.find_server = lambda: embedded.Server(Path({str(server.executable)!r}), {server.version})
+run("redis", 0, Path({str(tmp_path / "run")!r}))
+"""
+    role = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: ASYNC221
+    assert role.returncode == 75, role.stderr
+    assert "took longer than" in role.stdout + role.stderr
+
+
+async def test_a_server_that_survives_its_kill_is_given_up(monkeypatch, caplog):
+    """The kernel does not let go of it (a hung disk): the wait has an end."""
+    process = await asyncio.create_subprocess_exec("sleep", "1000")
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "terminate", lambda: None)
+        patch.setattr(process, "kill", lambda: None)
+        await embedded._stop(process, 0.05, 0.05)
+    assert "does not end after kill -9" in caplog.text
+    process.kill()
+    await process.wait()
 
 
 # A server for one call.
