@@ -17,6 +17,9 @@ from streamrl.queues.connection import Connection
 
 logger = logging.getLogger(__name__)
 
+LOOKS: Final = 20
+_PAGE: Final = 500
+_SHOWN: Final = 20
 _NUMBER: Final = re.compile(rb"-?\d{1,18}")
 
 Row: TypeAlias = tuple[str, dict[bytes, bytes]]
@@ -37,21 +40,36 @@ async def read_ours(
 ) -> list[Row]:
     """Read a stream and return the entries that are ours; the others are removed. A repeat changes nothing.
 
+    Somebody who adds faster than this removes cannot hold it up: each look goes on behind the last one, and there are
+    at most `LOOKS`. After those (an error in the log) fewer entries than COUNT are returned, though there may be more.
+
     Args:
         connection: of this process.
         stream: key.
-        command: XRANGE or XREVRANGE, then what follows the key.
+        command: XRANGE or XREVRANGE, then what follows the key: two ends, then nothing or COUNT and a number.
         numbers: fields that hold decimal numbers.
         others: further fields of one of our entries.
     """
-    name, *rest = command
-    while True:
-        rows = replies.entries(await connection.read(name, stream, *rest))
-        foreign = [(entry, fields) for entry, fields in rows if not is_ours(fields, numbers, others)]
-        if not foreign:
-            return rows
-        for entry, fields in foreign:
-            logger.error(
-                "removed an entry that is none of ours", extra={"stream": stream, "fields": repr(fields)[:500]}
-            )
-            await connection.read("XDEL", stream, entry)
+    name, start, end, *limit = command
+    wanted = int(limit[1]) if limit else None
+    found: list[Row] = []
+    page = wanted
+    for _ in range(LOOKS):
+        rows = replies.entries(await connection.read(name, stream, start, end, *(("COUNT", page) if page else ())))
+        ours = [(entry, fields) for entry, fields in rows if is_ours(fields, numbers, others)]
+        if len(ours) < len(rows):
+            await _remove(connection, stream, [row for row in rows if not is_ours(row[1], numbers, others)])
+        found += ours
+        if wanted is None or page is None or len(found) >= wanted or len(rows) < page:
+            return found[:wanted]
+        start, page = f"({rows[-1][0]}", max(wanted, _PAGE)
+    logger.error("somebody fills a stream with entries that are none of ours", extra={"stream": stream})
+    return found
+
+
+async def _remove(connection: Connection, stream: str, rows: Sequence[Row]) -> None:
+    for _, fields in rows[:_SHOWN]:
+        extra = {"stream": stream, "fields": repr(fields)[:500], "of": len(rows)}
+        logger.error("removed an entry that is none of ours", extra=extra)
+    for first in range(0, len(rows), _PAGE):
+        await connection.read("XDEL", stream, *(entry for entry, _ in rows[first : first + _PAGE]))

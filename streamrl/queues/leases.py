@@ -243,22 +243,30 @@ class Leases:
         self._look_at = now + self._config.seconds / 2
         # A new process cannot know of an outage before it: the owners get one lease to renew.
         patient = now - self._started < self._config.seconds
-        took = False
-        for stream in self._streams:
-            rows = await self._connection.read("XPENDING", stream, GROUP, "IDLE", self._idle_ms, "-", "+", _LOOK)
-            owners = set()
+        took = [await self._take_over_from(stream, patient) for stream in self._streams]
+        if any(took):
+            self._look_at = now  # look again: there may be more
+        return any(took)
+
+    async def _take_over_from(self, stream: str, patient: bool) -> bool:
+        """Take what has expired in one stream, as far as there is room; True when something was there to take."""
+        owners: set[str] = set()
+        start = "-"
+        while True:
+            rows = await self._connection.read("XPENDING", stream, GROUP, "IDLE", self._idle_ms, start, "+", _LOOK)
             for entry, owner, _, deaths in rows:
                 place = (stream, entry.decode())
                 if self._stop.is_set() or place in self._held or (patient and owner.decode() != KEEPER):
                     continue
                 if await self._accept(place, deaths, deaths + 1):
-                    took = True
                     owners.add(owner.decode())
-            for owner in owners - {KEEPER, self.consumer}:
-                await self._connection.call("reap", [stream], [owner, 0])
-        if took:
-            self._look_at = now  # look again: there may be more
-        return took
+            # What is not to be taken (its own, late to be renewed) must not hide what comes behind it.
+            if len(rows) < _LOOK or self._stop.is_set() or len(self._held) >= self._width():
+                break
+            start = f"({rows[-1][0].decode()}"
+        for owner in owners - {KEEPER, self.consumer}:
+            await self._connection.call("reap", [stream], [owner, 0])
+        return bool(owners)
 
     async def _adopt_strays(self) -> bool:
         """Begin entries that are pending as ours without our knowing: the reply that gave them to us was lost."""
@@ -351,12 +359,13 @@ class Leases:
                 self._lose(held, "it was settled elsewhere")
             held.gone_before = True  # a handler that has just settled it gets time to end
         found: set[_Place] = set()
+        known = {place for place, _, _ in self._strays}
         for entry, deliveries in strays:
             place = (stream, entry.decode())
             if place in self._held:
                 continue
             found.add(place)
-            if place in self._suspects and all(place != known for known, _, _ in self._strays):
+            if place in self._suspects and place not in known:
                 # A handler that ended without settling its entry had its turn; a lost reply is nobody's fault.
                 handled = any(place in generation for generation in self._handled)
                 self._strays.append((place, deliveries, deliveries + handled))

@@ -12,7 +12,9 @@ import orjson
 import pytest
 import yaml
 
+from streamrl.queues.embedded import find_server
 from streamrl.runtime.lock import supervisor_lock
+from tests.redis_kit import ForeignRedis
 
 from .run_kit import cli, data_of, process
 from .test_summary import KEYS
@@ -151,6 +153,41 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     assert (status["verdict"], status["summary"]) == ("down", summary)
     assert cli("lag", cwd=tmp_path).returncode == 0
     assert cli("logs", "learner", cwd=tmp_path).stdout
+
+
+@pytest.mark.slow
+def test_roles_of_a_prepared_run_meet_at_a_redis_elsewhere(tiny: Path, tmp_path: Path):
+    """What the compose file does: TCP, a password in a file, and each role with a command of its own."""
+    redis = ForeignRedis(tmp_path / "redis", find_server().executable)
+    redis.start()
+    run_dir = tmp_path / "run"
+    settings = [f"redis.url={redis.url}", f"redis.password_file={redis.password_file}"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    kinds = ["learner", "rollout", "reward", "feeder"]
+    roles: list[subprocess.Popen[bytes]] = []
+    try:
+        done = process("up", str(tiny / "run.yaml"), "--prepare", "--run", str(run_dir), *flags, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        for kind in kinds:
+            command = [sys.executable, "-m", "streamrl", "run", kind, "--run", str(run_dir)]
+            with (tmp_path / f"{kind}.log").open("wb") as log:
+                roles.append(subprocess.Popen(command, stdout=log, stderr=log))
+        learner, *others = roles
+        assert learner.wait(90) == 0, (tmp_path / "learner.log").read_text()
+        for role in others:
+            role.terminate()
+        for role, kind in zip(others, kinds[1:], strict=True):
+            assert role.wait(40) == 0, (tmp_path / f"{kind}.log").read_text()
+        assert cli("lag", "--run", str(run_dir)).returncode == 0
+        data = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/1")
+        assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
+        logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+        assert "theirs" not in logs + (run_dir / "run.json").read_text()
+    finally:
+        for role in roles:
+            role.kill()
+            role.wait()
+        redis.kill()
 
 
 @pytest.mark.slow

@@ -12,7 +12,12 @@ for i = 2, #ARGV do
   elseif p[1][2] ~= ARGV[1] then taken[#taken + 1] = ARGV[i]
   else redis.call('XCLAIM', KEYS[1], 'g', ARGV[1], 0, ARGV[i], 'JUSTID') end
 end
-for _, p in ipairs(redis.call('XPENDING', KEYS[1], 'g', '-', '+', 1000, ARGV[1])) do
-  if not have[p[1]] then strays[#strays + 1] = {p[1], p[4]} end
-end
+local from = '-'
+repeat
+  local page = redis.call('XPENDING', KEYS[1], 'g', from, '+', 1000, ARGV[1])
+  for _, p in ipairs(page) do
+    if not have[p[1]] then strays[#strays + 1] = {p[1], p[4]} end
+    from = '(' .. p[1]
+  end
+until #page < 1000
 return {taken, gone, strays}

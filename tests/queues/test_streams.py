@@ -1,0 +1,101 @@
+"""What the readers of streams see: no consumer group for learners, no trust in ids, nothing that others wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamrl.queues import Ledgers, embedded, foreign
+from tests.queues.ledger_kit import admit, close_group, everything, lease
+
+
+@pytest.fixture
+def server() -> embedded.Server:
+    """One version is enough here: the scripts are tested on both."""
+    return embedded.find_server()
+
+
+async def test_learners_share_no_consumer_group(ledgers: Ledgers):
+    """Hole 10: an old learner that reads takes nothing away from the new one."""
+    await close_group(ledgers.train, 0)
+    assert await ledgers.connection.read("XINFO", "GROUPS", ledgers.train.keys.scored) == []
+    before = await everything(ledgers.train)
+    assert await ledgers.train.closed() == [0]
+    assert await ledgers.train.closed() == [0]
+    assert await everything(ledgers.train) == before
+
+
+async def test_closed_groups_are_seen_after_the_clock_of_redis_went_back(ledgers: Ledgers):
+    """Hole 11: a position in the stream misses what comes with an earlier id; reading all of it does not."""
+    await close_group(ledgers.train, 0)
+    await ledgers.train.closed()
+    ((last, fields),) = await ledgers.connection.read("XRANGE", ledgers.train.keys.scored, "-", "+")
+    await ledgers.connection.read("DEL", ledgers.train.keys.scored)
+    await ledgers.connection.read("XADD", ledgers.train.keys.scored, "1-0", *fields)
+    assert not await ledgers.connection.read("XREAD", "STREAMS", ledgers.train.keys.scored, last)
+    assert await ledgers.train.closed() == [0]
+
+
+def flooded(ledgers: Ledgers, monkeypatch, stream: str, each: int) -> list[int]:
+    """Whenever the stream is read, somebody adds `each` entries more before that; a list that grows by one a look."""
+    looks: list[int] = []
+    original = ledgers.connection.read
+
+    async def read(*command: Any) -> Any:
+        if str(command[0]).startswith(("XRANGE", "XREVRANGE")):
+            looks.append(each)
+            assert len(looks) < 1000, "it never ends"
+            for _ in range(each):
+                await original("XADD", stream, "*", "hello", "world")
+        return await original(*command)
+
+    monkeypatch.setattr(ledgers.connection, "read", read)
+    return looks
+
+
+async def test_a_flood_of_foreign_entries_holds_nobody_up(ledgers: Ledgers, monkeypatch, caplog):
+    """Somebody adds faster than we remove: what is ours is found, and every read ends."""
+    train, weights = ledgers.train, ledgers.train.keys.weights
+    await train.fence("n", 0)
+    await train.consume("n", 0, 7, b"manifest")
+    await close_group(train, 0)
+    for stream, read, found in (
+        (train.keys.scored, train.closed, [0]),
+        (weights, ledgers.weights.newest, (7, b"manifest")),
+    ):
+        with monkeypatch.context() as patch:
+            looks = flooded(ledgers, patch, stream, 3)
+            assert await read() == found
+        assert len(looks) <= 3
+        assert len(await ledgers.connection.read("XRANGE", stream, "-", "+")) <= 1 + 3 * len(looks)
+    assert "none of ours" in caplog.text
+
+
+async def test_a_flood_before_and_behind_what_is_wanted(ledgers: Ledgers, monkeypatch, caplog):
+    """Pages of COUNT entries, and somebody who fills each page: after some looks, what was found is the answer."""
+    monkeypatch.setattr(foreign, "_PAGE", 2)
+    train = ledgers.train
+    await admit(train, 0, samples=1)
+    (prompt,) = await lease(train, "prompts")
+    assert await train.fail_prompt(prompt, "why")
+    with monkeypatch.context() as patch:
+        looks = flooded(ledgers, patch, train.keys.dead, 5)
+        letters = await train.dead_letters(count=100)
+        assert [letter.gid for letter in letters] == [0, 0]
+        assert len(looks) == 1, "the page was not full: there is no more"
+        looks.clear()
+        assert [letter.gid for letter in await train.dead_letters(count=3)] == [0, 0]
+        assert len(looks) <= foreign.LOOKS
+    assert "somebody fills a stream" in caplog.text
+
+
+async def test_what_others_wrote_costs_no_place_in_a_page(ledgers: Ledgers):
+    for _ in range(700):
+        await ledgers.connection.read("XADD", ledgers.train.keys.dead, "*", "hello", "world")
+    await admit(ledgers.train, 0, samples=1, max_dead=1000)
+    (prompt,) = await lease(ledgers.train, "prompts")
+    assert await ledgers.train.fail_prompt(prompt, "why")
+    assert [letter.sample for letter in await ledgers.train.dead_letters(count=1)] == [0]
+    assert [letter.sample for letter in await ledgers.train.dead_letters()] == [0, None]
+    assert await ledgers.connection.read("XLEN", ledgers.train.keys.dead) == 2

@@ -1,0 +1,226 @@
+"""Taking over from the dead: when, in which company, and when no more."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from typing import Any
+
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.queues import Lease, Ledgers, embedded
+from streamrl.queues.leases import _LOOK, KEEPER
+from tests.queues.lease_kit import (
+    PATIENT,
+    QUICK,
+    abandon,
+    consumers,
+    forever,
+    generating,
+    pending,
+    start,
+    working,
+)
+from tests.queues.ledger_kit import admit, until, until_async
+from tests.redis_kit import RedisRun
+
+
+@pytest.fixture
+def server() -> embedded.Server:
+    """One version is enough here: the scripts are tested on both."""
+    return embedded.find_server()
+
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from streamrl.config import LeaseConfig, read_saved
+from streamrl.queues import Leases, open_ledgers
+
+async def main(run_dir):
+    async def handle(lease):
+        work = await lease.ledger.open_work(lease)
+        await lease.ledger.emit(lease, work.missing[0], b"of the dead")
+        print("held", flush=True)
+        await asyncio.Event().wait()
+
+    async with open_ledgers(read_saved(run_dir / "run.json").config, run_dir) as ledgers:
+        config = LeaseConfig(seconds=0.3)
+        await Leases([ledgers.train], "prompts", "holder", config, 4, handle).run(asyncio.Event())
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_holder_killed_with_9_is_replaced(ledgers: Ledgers, run: RedisRun, config: RunConfig):
+    """A real process dies in mid-work: another takes over, and generates what is missing only."""
+    await admit(ledgers.train, 0, samples=3)
+    with start(HOLDER, run, config) as holder:
+        assert (await asyncio.to_thread(holder.stdout.readline)) == b"held\n"
+        holder.send_signal(signal.SIGKILL)
+    done: list[Lease] = []
+    seen: list[Any] = []
+
+    async def handle(found: Lease) -> None:
+        seen.append((await found.ledger.open_work(found)).missing)
+        await generating(done)(found)
+
+    async with working(ledgers, handle):
+        await until(lambda: done)
+    assert [found.deliveries for found in done] == [2]
+    assert seen == [(1, 2)]
+    assert await consumers(ledgers.train) == [], "the name of the dead is forgotten too"
+
+
+async def test_after_a_second_death_work_runs_alone(ledgers: Ledgers):
+    """Hole 23: probation. The neighbours finish first, nothing begins next to it."""
+    await admit(ledgers.train, 0)
+    suspect = await abandon(ledgers.train, deaths=2)
+    for cursor in range(1, 9):
+        await admit(ledgers.train, cursor)
+    running: set[int] = set()
+    alone: list[bool] = []
+    done: list[Lease] = []
+    finish = generating(done)
+
+    async def handle(found: Lease) -> None:
+        running.add(found.gid)
+        for _ in range(20):
+            await asyncio.sleep(0)
+            if found.gid == suspect.gid or suspect.gid in running:
+                alone.append(running == {suspect.gid})
+        await finish(found)
+        running.discard(found.gid)
+
+    async with working(ledgers, handle):
+        await until(lambda: len(done) == 9)
+    assert len(alone) == 20
+    assert all(alone)
+    assert [found.deliveries for found in done if found.gid == suspect.gid] == [3]
+
+
+async def test_after_one_death_work_runs_with_the_others(ledgers: Ledgers):
+    await admit(ledgers.train, 0)
+    await abandon(ledgers.train, deaths=1)
+    await admit(ledgers.train, 1)
+    together = asyncio.Barrier(2)
+
+    async def handle(found: Lease) -> None:
+        async with asyncio.timeout(20):
+            await together.wait()
+        await generating(done)(found)
+
+    done: list[Lease] = []
+    async with working(ledgers, handle):
+        await until(lambda: len(done) == 2)
+    assert sorted(found.deliveries for found in done) == [1, 2]
+
+
+async def test_after_max_deliveries_work_is_buried(ledgers: Ledgers):
+    await admit(ledgers.train, 0, samples=2, prompt=b"poison")
+    await abandon(ledgers.train, deaths=QUICK.max_deliveries)
+    done: list[Lease] = []
+    async with working(ledgers, generating(done)):
+        await until_async(ledgers.train.dead_letters)
+    assert done == []
+    letters = await ledgers.train.dead_letters()
+    assert [(letter.sample, letter.stage) for letter in letters] == [(0, "prompt"), (1, "prompt"), (None, "close")]
+    assert letters[0].why == "4 holders died of it"
+    assert letters[0].deliveries == 4
+
+
+POISONED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from streamrl.config import LeaseConfig, read_saved
+from streamrl.queues import Leases, open_ledgers
+
+async def main(run_dir):
+    async def handle(lease):
+        work = await lease.ledger.open_work(lease)
+        await asyncio.sleep(0.01)
+        if work.prompt == b"poison":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for k in work.missing:
+            await lease.ledger.emit(lease, k, b"payload")
+
+    async with open_ledgers(read_saved(run_dir / "run.json").config, run_dir) as ledgers:
+        config = LeaseConfig(seconds=0.3, max_deliveries=3)
+        await Leases([ledgers.train], "prompts", "worker", config, 8, handle).run(asyncio.Event())
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+async def test_poison_kills_no_neighbours(ledgers: Ledgers, run: RedisRun, config: RunConfig):
+    """Real processes die of two poison prompts among twenty; only those two become dead letters."""
+    for cursor in range(20):
+        await admit(ledgers.train, cursor, prompt=b"poison" if cursor in (3, 11) else b"good")
+    deaths = 0
+    holders = [start(POISONED, run, config) for _ in range(2)]
+    try:
+        async with asyncio.timeout(60):
+            while await ledgers.connection.read("XLEN", ledgers.train.keys.prompts):
+                for i, holder in enumerate(holders):
+                    if holder.poll() is not None:
+                        deaths += 1
+                        holders[i] = start(POISONED, run, config)
+                await asyncio.sleep(0.05)
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+    assert deaths >= 5
+    assert {letter.gid for letter in await ledgers.train.dead_letters()} == {3, 11}
+    assert await ledgers.connection.read("XLEN", ledgers.train.keys.rollouts) == 36
+
+
+async def test_after_a_connection_error_nobody_takes_over_for_one_lease(ledgers: Ledgers, monkeypatch):
+    """Hole 25: after an outage everything looks expired; the owners renew first."""
+    await admit(ledgers.train, 0)
+    expired = await abandon(ledgers.train, deaths=1)
+    since = 0.0
+    monkeypatch.setattr(ledgers.connection, "since_error", lambda: since)
+    done: list[Lease] = []
+    began = asyncio.get_running_loop().time()
+    async with working(ledgers, generating(done)):
+        await until(lambda: asyncio.get_running_loop().time() > began + 4 * QUICK.seconds)
+        await admit(ledgers.train, 1)
+        await until(lambda: done)
+        assert [found.gid for found in done] == [1]
+        since = math.inf
+        await until(lambda: len(done) == 2)
+    assert done[1].gid == expired.gid
+
+
+async def test_a_new_process_waits_one_lease_before_it_takes_over(ledgers: Ledgers):
+    """It cannot know of an outage before its start. What was handed back it takes at once."""
+    await admit(ledgers.train, 0)
+    await abandon(ledgers.train, deaths=1)
+    await admit(ledgers.train, 1)
+    await abandon(ledgers.train, deaths=0, owner=KEEPER)
+    done: list[Lease] = []
+    async with working(ledgers, generating(done), PATIENT):
+        await until(lambda: done)
+    assert [(found.gid, found.deliveries) for found in done] == [(1, 1)]
+    assert (b"dead-1", 1) in await pending(ledgers.train)
+
+
+async def test_what_expired_waits_behind_nobody(ledgers: Ledgers):
+    """The first look is full of entries that are not to be taken, its own that are late to be renewed: it goes on."""
+    many = room = 3 * _LOOK
+    for cursor in range(many):
+        await admit(ledgers.train, cursor)
+    async with working(ledgers, forever, PATIENT, width=lambda: room, drain=0.05) as leases:
+        await until(lambda: leases.held == many)
+        for stream, entry in leases._held:
+            late = ("XCLAIM", stream, "g", leases.consumer, 0, entry, "IDLE", 100_000, "JUSTID")
+            await ledgers.connection.read(*late)
+        await admit(ledgers.train, many)
+        await abandon(ledgers.train, deaths=0, owner=KEEPER)
+        room += 1
+        leases._look_at = 0.0
+        await until(lambda: leases.held == many + 1)
