@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Position = tuple[int, int]
+NOWHERE: Final[Position] = (0, 0)
+"""The place before the first checkpoint: the model of the run itself."""
 _NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
 _META_FILE: Final = "meta.json"
 _CHUNK: Final = 8 << 20
@@ -46,7 +48,9 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of itself (`meta.json`).
 
     `chain` names the logs of trained groups and how many bytes of each belong to these weights. `count` and `digest`
-    were kept beside the weights (`TrainedDigest`). `record` is the length of `groups.msgpack`.
+    were kept beside the weights (`TrainedDigest`). `bases` are the checkpoints that earlier learners of this line of
+    weights left it at, one for each epoch before this one that is in the chain. `record` is the length of
+    `groups.msgpack`.
     """
 
     epoch: int
@@ -55,6 +59,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     chain: list[Link] = []
     count: int = 0
     digest: str = "0" * 32
+    bases: list[Position] = []
     world: int = 1
     model: str = ""
     record: int = 0
@@ -70,6 +75,15 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
         """`EPOCH-STEP`, as Redis knows it."""
         return f"{self.epoch}-{self.step}"
 
+    def covers(self, position: Position) -> bool:
+        """Whether these weights go on from the checkpoint at `position`, or are it: all it was trained on is in them.
+
+        False for a greater one of the same line, and for one of another line: that of a learner which went on beside
+        its successor.
+        """
+        line = [*self.bases, self.position]
+        return position == NOWHERE or any(epoch == position[0] and step >= position[1] for epoch, step in line)
+
 
 class InvalidCheckpoint(StreamrlError):
     """A checkpoint that cannot be used: incomplete, or its bytes are not those that were written."""
@@ -78,7 +92,7 @@ class InvalidCheckpoint(StreamrlError):
 def parse_name(name: str | None) -> Position:
     """(epoch, step) of the `EPOCH-STEP` that Redis holds; (0, 0) when it holds none."""
     if not name:
-        return 0, 0
+        return NOWHERE
     epoch, _, step = name.partition("-")
     return int(epoch), int(step)
 
@@ -112,13 +126,23 @@ class Checkpoints:
         declared = parse_name(base)
         return [place for place in self.positions() if not base or place == declared or place[0] >= base_epoch]
 
-    def greatest(self, base: str | None, base_epoch: int) -> Meta | None:
-        """The greatest valid checkpoint that may be loaded, None when there is none; invalid ones are logged."""
+    def greatest(self, base: str | None, base_epoch: int, retired: str | None = None) -> Meta | None:
+        """The greatest valid checkpoint that may be loaded, None when there is none; invalid ones are logged.
+
+        Args:
+            base: declared by the last learner, `EPOCH-STEP`; None when there was none.
+            base_epoch: of the learner that declared it.
+            retired: the checkpoint that Redis last retired groups for: one that does not go on from it lacks them.
+                So when Redis comes back from before a take-over and the older learner retires groups again, its line
+                is gone on with, and the groups of its successor, which the same roll-back brought back, come again.
+        """
         for position in reversed(self.eligible(base, base_epoch)):
+            path = self.path(position)
             try:
-                return self.validate(self.path(position))
-            except InvalidCheckpoint as error:
-                logger.warning("checkpoint not valid", extra={"path": str(self.path(position)), "error": str(error)})
+                if self.read_meta(path).covers(parse_name(retired)):
+                    return self.validate(path)
+            except (InvalidCheckpoint, OSError, msgspec.MsgspecError) as error:
+                logger.warning("checkpoint not valid", extra={"path": str(path), "error": str(error)})
         return None
 
     def draft(self, position: Position) -> Path:
@@ -179,8 +203,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove_older(self, current: Meta, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints up to `current`; only after Redis retired for `current`."""
-        kept = [place for place in self.positions() if place <= current.position][-keep:]
+        """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
+
+        Only after Redis retired for `current`. Those of a learner that went on beside its successor count for nothing.
+        """
+        kept = [place for place in self.positions() if current.covers(place)][-keep:]
         for position in self.positions():
             if position < kept[0]:
                 shutil.rmtree(self.path(position), ignore_errors=True)

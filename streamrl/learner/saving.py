@@ -13,7 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from streamrl.config import RunConfig
-from streamrl.learner.chain import TrainedLog
+from streamrl.errors import Fenced
+from streamrl.learner.chain import TrainedLog, greatest_logged_epoch
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, describe, shard_name
 from streamrl.learner.intake import Intake
 from streamrl.learner.record import GroupRecord
@@ -73,6 +74,9 @@ class Saver:
 
         Args:
             version: greatest version number used so far.
+
+        Raises:
+            Fenced: a newer learner has begun its log. Redis may have forgotten it, the disk has not.
         """
         if not self._intake.fresh:
             return True
@@ -83,9 +87,11 @@ class Saver:
             version=version,
             count=self._trainer.digest.count,
             digest=self._trainer.digest.hexdigest,
+            bases=self._start.bases,
             world=self._trainer.ranks.world,
             model=self._config.model.path,
         )
+        self._check_alone()
         try:
             saved = await self._write(meta)
         except (OSError, InvalidCheckpoint) as error:
@@ -98,6 +104,7 @@ class Saver:
             )
             return False
         self._pause, self._saved = 0.0, meta.step
+        self._check_alone()
         await self._intake.saved(meta.name)
         await asyncio.to_thread(self._checkpoints.remove_older, saved, self._config.checkpoint.keep)
         seconds = round(time.monotonic() - started, 3)
@@ -108,6 +115,11 @@ class Saver:
         """Close the files; what is not in a checkpoint does not count."""
         self._log.close()
         self._record.close()
+
+    def _check_alone(self) -> None:
+        newer = greatest_logged_epoch(self._checkpoints.folder)
+        if newer > self._start.epoch:
+            raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
     async def _write(self, meta: Meta) -> Meta:
         link = await asyncio.to_thread(self._log.sync)

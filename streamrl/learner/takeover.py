@@ -11,7 +11,7 @@ from pathlib import Path
 
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.chain import Branch, Link, TrainedDigest, greatest_logged_epoch, read_chain, read_versions
-from streamrl.learner.checkpoint import Checkpoints, Meta, parse_name
+from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, Position, parse_name
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import Fence
 
@@ -53,6 +53,11 @@ class Start:
         """Chain of the loaded checkpoint."""
         return self.meta.chain if self.meta else []
 
+    @property
+    def bases(self) -> list[Position]:
+        """The loaded checkpoint and those that the learners before it went on from."""
+        return [*self.meta.bases, self.meta.position] if self.meta else []
+
 
 async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
@@ -60,14 +65,14 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     Until `resume` nothing but the fence is written. A repeat is another learner: it gets a new epoch.
 
     Raises:
-        Refused: the greatest valid checkpoint is older than the one Redis retired for, so groups would be lost; or the
-            weights do not fit the log of trained groups.
+        Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do
+            not fit the log of trained groups.
         Fenced: another learner came in between.
     """
     nonce = uuid.uuid4().hex
     epochs = [epoch for epoch, _ in checkpoints.positions()]
     fence = await ledger.fence(nonce, max([*epochs, greatest_logged_epoch(checkpoints.folder)], default=0))
-    meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch)
+    meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch, fence.checkpoint)
     check_age(fence, meta, checkpoints.folder)
     trained = read_chain(checkpoints.folder, meta.chain) if meta else []
     if meta:
@@ -95,11 +100,11 @@ async def _lift_cursor(ledger: Ledger, nonce: str, fence: Fence, trained: list[i
 
 
 def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
-    """Raise `Refused` when Redis retired groups for a newer checkpoint than the one that can be loaded."""
-    if parse_name(fence.checkpoint) > (meta.position if meta else (0, 0)):
-        found = f"the greatest valid one is ckpt-{meta.name}" if meta else "there is no valid one"
+    """Raise `Refused` when Redis retired groups for a checkpoint and none that holds them can be loaded."""
+    if meta is None and parse_name(fence.checkpoint) != NOWHERE:
         raise Refused(
-            f"Redis retired groups for ckpt-{fence.checkpoint}, in {folder} {found}: going on would lose groups",
+            f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"
+            " on from it: going on would lose groups",
             f"bring {folder / f'ckpt-{fence.checkpoint}'} back, or start afresh with --fresh",
         )
 

@@ -24,7 +24,7 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import WireError
 from streamrl.learner.chain import TrainedDigest, read_chain
-from streamrl.learner.checkpoint import Checkpoints, Meta, parse_name
+from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, parse_name
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import Ledgers
 from streamrl.runtime.structure import structural_faults
@@ -137,10 +137,11 @@ async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int],
     """The greatest valid checkpoint, the ids of its chain, and what is wrong with them."""
     checkpoints = Checkpoints(run_dir / "checkpoints")
     state = await ledger.state()
-    meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch)
+    meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     faults = []
-    if parse_name(state.checkpoint) > (meta.position if meta else (0, 0)):
-        faults.append(f"Redis retired for ckpt-{state.checkpoint}, which is not there or not valid")
+    if meta is None and parse_name(state.checkpoint) != NOWHERE:
+        faults.append(f"Redis retired for ckpt-{state.checkpoint}: no valid checkpoint goes on from it")
+        meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch)
     if meta is None:
         return None, [], faults
     gids = read_chain(checkpoints.folder, meta.chain)

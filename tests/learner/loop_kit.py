@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,13 @@ class Zygote:
         return self.ask(start=str(run_dir), **order)
 
     async def wait(self, pid: int) -> int:
-        """Exit code, negative for a signal."""
-        async with asyncio.timeout(DEADLINE):
-            return await asyncio.to_thread(self.ask, wait=pid)
+        """Exit code, negative for a signal. A learner that does not end within the deadline is killed."""
+        waiting = asyncio.create_task(asyncio.to_thread(self.ask, wait=pid))
+        done, _ = await asyncio.wait([waiting], timeout=DEADLINE)
+        if not done:
+            os.kill(pid, signal.SIGKILL)
+            raise TimeoutError(f"the learner {pid} did not end: {await waiting}")
+        return waiting.result()
 
 
 class Run:
@@ -111,3 +116,8 @@ class Run:
         async with asyncio.timeout(DEADLINE):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by SIGSTOP."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -28,7 +28,7 @@ TENSORS = {
 }
 
 
-def make(folder, epoch, step, *, world=1, version=1):
+def make(folder, epoch, step, *, world=1, version=1, bases=()):
     checkpoints = Checkpoints(folder)
     draft = checkpoints.begin((epoch, step))
     shards = []
@@ -36,7 +36,7 @@ def make(folder, epoch, step, *, world=1, version=1):
         path = draft / shard_name(rank, world)
         write_shard(path, TENSORS, {"epoch": epoch})
         shards.append(describe(path))
-    meta = Meta(epoch=epoch, step=step, version=version, world=world, shards=shards)
+    meta = Meta(epoch=epoch, step=step, version=version, world=world, shards=shards, bases=list(bases))
     checkpoints.finish(meta)
     return meta
 
@@ -107,12 +107,35 @@ def test_void_checkpoints_are_not_loaded(tmp_path):
     assert checkpoints.greatest("0-0", 3) is None  # the declared base is the model of the run itself
 
 
+def test_a_line_that_lacks_what_redis_retired_is_not_loaded(tmp_path):
+    # Redis came back from before epoch 2, which had gone on from 1-10; the woken epoch 1 then retired for 1-20.
+    checkpoints = Checkpoints(tmp_path)
+    for step in (10, 20):
+        make(tmp_path, 1, step)
+    make(tmp_path, 2, 12, bases=[(1, 10)])
+    assert checkpoints.greatest("1-5", 1, "1-10").position == (2, 12)  # both lines hold what was retired
+    assert checkpoints.greatest("1-5", 1, "1-20").position == (1, 20)
+    assert checkpoints.greatest("1-5", 1, "2-12").position == (2, 12)
+    assert checkpoints.greatest("1-5", 1, "0-0").position == (2, 12)
+    assert checkpoints.greatest("1-5", 1, "1-21") is None
+
+
 def test_old_ones_are_removed_up_to_the_newest(tmp_path):
     metas = [make(tmp_path, 1, step) for step in (1, 2, 3)]
     make(tmp_path, 2, 1)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.remove_older(metas[-1], keep=2)
     assert checkpoints.positions() == [(1, 2), (1, 3), (2, 1)]
+
+
+def test_a_void_one_takes_no_place_of_those_that_are_kept(tmp_path):
+    for step in (1, 2, 4):
+        make(tmp_path, 1, step)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.remove_older(make(tmp_path, 2, 3, bases=[(1, 2)]), keep=2)
+    assert checkpoints.positions() == [(1, 2), (1, 4), (2, 3)]
+    checkpoints.remove_older(make(tmp_path, 2, 4, bases=[(1, 2)]), keep=2)
+    assert checkpoints.positions() == [(2, 3), (2, 4)]
 
 
 def test_names(tmp_path):

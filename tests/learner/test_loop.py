@@ -11,11 +11,10 @@ import os
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import orjson
 import pytest
-from loop_kit import DEADLINE, Run, Zygote
+from loop_kit import DEADLINE, Run, Zygote, stopped
 from playing import make_model
 from zygote import FENCED
 
@@ -304,10 +303,6 @@ async def test_redis_is_killed_and_restarted_under_a_learner(run):
     async with run.play():
         assert await run.learn() == 0, run.log()
     await run.audit()
-
-
-def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def command(*words) -> bool:

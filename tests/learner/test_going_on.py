@@ -1,0 +1,64 @@
+"""Going on after an end that was none: a Redis from the past with an old learner, data that was used up, full disks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+
+import pytest
+from loop_kit import Run, Zygote, stopped
+from playing import make_model
+from zygote import FENCED
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    made = Zygote()
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def run(redis_run, model, zygote):
+    made = Run(redis_run, model, zygote)
+    yield made
+    for pid in made.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("place", ["steps:Trainer.apply:pause:4", "checkpoint:Checkpoints.finish:pause:2"])
+async def test_redis_forgets_the_take_over_from_a_learner_that_wakes_up(run, place):
+    """Its nonce is right again. What it retired would be in no checkpoint of the line that its successor saved."""
+    run.configure(steps=None)
+    async with run.play():
+        old = run.start(f"streamrl.learner.{place}")
+        await run.until(lambda: stopped(old))
+        run.redis_run.kill()
+        redis = run.run_dir / "redis"
+        shutil.copytree(redis, run.run_dir / "earlier")
+        run.redis_run.start()
+        new = run.start()
+        await run.until(lambda: run.newest().epoch == 2)
+        os.kill(new, signal.SIGKILL)
+        await run.wait(new)
+        run.redis_run.kill()
+        shutil.rmtree(redis)
+        (run.run_dir / "earlier").rename(redis)
+        await asyncio.to_thread(run.redis_run.start)
+        os.kill(old, signal.SIGCONT)
+        assert await run.wait(old) == FENCED, run.log()
+        steps = run.newest().step + 4
+        run.configure(steps=steps)
+        assert await run.learn() == 0, run.log()
+    assert (await run.audit()).trained == 4 * steps
+    assert [file for file, _ in run.newest().chain] == ["trained-1.log", "trained-2.log", "trained-3.log"]
