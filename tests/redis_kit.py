@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,6 +80,20 @@ class RedisRun:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
+def tear_script(probe: Probe, folder: Path, kill: Callable[[], None]) -> None:
+    """Write a key and a script of three writes, kill Redis, and cut its file in the middle of the second of them."""
+    second = b"$1\r\nb\r\n"
+    with probe:
+        probe.call("SET", "before", 1)
+        probe.call("EVAL", "for _, k in ipairs({'a', 'b', 'c'}) do redis.call('SET', k, 1) end", 0)
+    end = time.monotonic() + 20
+    while not (files := [file for file in folder.rglob("*.aof") if second in file.read_bytes()]):
+        assert time.monotonic() < end, "a write waits for a running fsync, but not that long"
+        time.sleep(0.01)
+    kill()
+    os.truncate(files[0], files[0].read_bytes().rindex(second) + 4)
+
+
 def free_port() -> int:
     """A port of this host that nobody listens on."""
     with socket.socket() as free:
@@ -109,7 +124,8 @@ class ForeignRedis:
     def start(self, **options: str) -> None:
         """Start the server and return when it answers."""
         quoted = self.PASSWORD.replace("\\", "\\\\").replace('"', '\\"')
-        options = {"appendonly": "yes", "save": "", **options}
+        # With "no" every write is in the file before its reply; "everysec" waits for an fsync that runs.
+        options = {"appendonly": "yes", "appendfsync": "no", "save": "", **options}
         words = [part for key, value in options.items() for part in (f"--{key}", value)]
         self.process = subprocess.Popen(
             ["redis-server", "-", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), *words],

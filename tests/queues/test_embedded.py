@@ -19,7 +19,7 @@ from streamrl.queues.connection import open_connection
 from streamrl.queues.probe import Probe
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import until
-from tests.redis_kit import RedisRun
+from tests.redis_kit import RedisRun, tear_script
 
 
 def program(folder: Path, name: str, says: str) -> Path:
@@ -83,17 +83,6 @@ async def keys(run: RedisRun) -> list[bytes]:
         return sorted(await opened.read("KEYS", "*"))
 
 
-async def script_torn_in_the_file(run: RedisRun) -> None:
-    """Kill Redis and cut its file in the middle of the second of three writes of one script."""
-    with Probe(run.config.url) as probe:
-        probe.call("SET", "before", 1)
-        probe.call("EVAL", "redis.call('SET','a',1) redis.call('SET','b',1) redis.call('SET','c',1)", 0)
-    run.kill()
-    files = [*run.run_dir.rglob("*.incr.aof"), *(run.run_dir / "redis").glob("appendonly.aof")]
-    data = files[0].read_bytes()
-    os.truncate(files[0], data.rindex(b"$1\r\nb\r\n") + 4)
-
-
 async def restart_and_write(run: RedisRun, name: str, *, check: bool, monkeypatch) -> list[bytes]:
     with monkeypatch.context() as patch:
         if not check:
@@ -106,7 +95,7 @@ async def restart_and_write(run: RedisRun, name: str, *, check: bool, monkeypatc
 
 async def test_a_script_torn_in_the_append_only_file_is_never_half_applied(run: RedisRun, monkeypatch):
     """Hole 7. The second restart is the one that matters: see the module `embedded`."""
-    await script_torn_in_the_file(run)
+    tear_script(Probe(run.config.url), run.run_dir / "redis", run.kill)
     assert await restart_and_write(run, "d", check=True, monkeypatch=monkeypatch) == [b"before", b"d1", b"d2"]
     found = await restart_and_write(run, "e", check=True, monkeypatch=monkeypatch)
     assert found == [b"before", b"d1", b"d2", b"e1", b"e2"]
@@ -114,7 +103,7 @@ async def test_a_script_torn_in_the_append_only_file_is_never_half_applied(run: 
 
 async def test_without_the_check_half_a_script_comes_alive(run: RedisRun, monkeypatch):
     """The bug of Redis that the check is for. When a version no longer has it, this test says so."""
-    await script_torn_in_the_file(run)
+    tear_script(Probe(run.config.url), run.run_dir / "redis", run.kill)
     assert await restart_and_write(run, "d", check=False, monkeypatch=monkeypatch) == [b"before", b"d1", b"d2"]
     found = await restart_and_write(run, "e", check=False, monkeypatch=monkeypatch)
     assert b"a" in found, "a is the first third of a script that never was"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from streamrl.queues.address import redact
 from streamrl.queues.connection import open_connection
 from streamrl.queues.probe import Probe
 from tests.queues.ledger_kit import admit, close_group, until, until_async
-from tests.redis_kit import ForeignRedis
+from tests.redis_kit import ForeignRedis, tear_script
 
 BROKEN = [
     "redis://[::1",
@@ -123,17 +122,6 @@ def test_every_scheme_has_a_connection():
 # Its append-only file: nobody checks it before a start (hole 7).
 
 
-def tear(redis: ForeignRedis) -> None:
-    """Write a script, kill the server, and cut the file in the middle of the second of its three writes."""
-    with redis.probe() as probe:
-        probe.call("SET", "before", 1)
-        probe.call("EVAL", "for _, k in ipairs({'a', 'b', 'c'}) do redis.call('SET', k, 1) end", 0)
-    redis.kill()
-    files = [*redis.folder.rglob("*.incr.aof"), *redis.folder.glob("appendonly.aof")]
-    (file,) = [file for file in files if b"$1\r\nb\r\n" in file.read_bytes()]
-    os.truncate(file, file.read_bytes().rindex(b"$1\r\nb\r\n") + 4)
-
-
 def info(redis: ForeignRedis) -> dict[str, str]:
     with redis.probe() as probe:
         lines = probe.call("INFO", "persistence").decode().splitlines()
@@ -163,7 +151,7 @@ async def test_a_restarted_server_writes_its_file_anew_while_we_run(foreign: For
     caplog.set_level(logging.INFO)
     async with open_connection(foreign.config, foreign.url) as opened:
         await until(lambda: rewritten(foreign))
-        tear(foreign)
+        tear_script(foreign.probe(), foreign.folder, foreign.kill)
         reading = asyncio.create_task(until_async(lambda: opened.read("PING")))
         assert await restart_twice(foreign) == [b"before", b"d", b"e"]
         await reading
@@ -172,7 +160,7 @@ async def test_a_restarted_server_writes_its_file_anew_while_we_run(foreign: For
 
 async def test_a_server_that_was_restarted_before_we_came_writes_its_file_anew(foreign: ForeignRedis):
     """After a loss of power everybody is new, and nobody remembers the server of before."""
-    tear(foreign)
+    tear_script(foreign.probe(), foreign.folder, foreign.kill)
 
     async def come() -> None:
         async with open_connection(foreign.config, foreign.url):
