@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.errors import Fenced, Refused
+from streamrl.errors import Refused
 from streamrl.learner.chain import Branch, Link, TrainedDigest, greatest_logged_epoch, read_chain, read_versions
 from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, Position, parse_name
 from streamrl.queues.ledger import Ledger
@@ -62,7 +62,7 @@ class Start:
 async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
 
-    Until `resume` nothing but the fence is written. A repeat is another learner: it gets a new epoch.
+    Until `resume` nothing but the fence is written, and the cursor of a Redis that lost its data. A repeat is another learner: it gets a new epoch.
 
     Raises:
         Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do
@@ -77,7 +77,9 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     trained = read_chain(checkpoints.folder, meta.chain) if meta else []
     if meta:
         check_digest(meta, trained)
-    await _lift_cursor(ledger, nonce, fence, trained)
+    # A Redis that lost its data would have all trained groups made again: its cursor is lifted to the first gap.
+    known = set(trained)
+    await ledger.lift(nonce, next(gid for gid in itertools.count() if gid not in known))
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
     checkpoints.remove_drafts(fence.epoch)
     notes = read_versions(checkpoints.folder)
@@ -86,17 +88,6 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     version = max(fence.version, meta.version if meta else 0, branch.greatest)
     logger.info("learner took over", extra={"epoch": fence.epoch, "checkpoint": meta.name if meta else "none"})
     return Start(nonce, fence.epoch, meta, trained, version, branch)
-
-
-async def _lift_cursor(ledger: Ledger, nonce: str, fence: Fence, trained: list[int]) -> None:
-    """A Redis that lost its data would have all trained groups made again: lift its cursor to the first gap."""
-    known = set(trained)
-    watermark = next(gid for gid in itertools.count() if gid not in known)
-    if (await ledger.state()).cursor >= watermark:
-        return
-    again = await ledger.fence(nonce, fence.epoch - 1, watermark)
-    if again.epoch != fence.epoch:
-        raise Fenced("another learner took over while this one was starting")
 
 
 def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:

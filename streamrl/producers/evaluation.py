@@ -81,7 +81,8 @@ class Evaluation:
                 "restore them, or start a new run (--fresh, or another name)",
             )
         self._log = await asyncio.to_thread(EvaluationLog, self._role.run_dir)
-        fence = await self._ledger.fence(self._nonce, 0, self._log.watermark)
+        fence = await self._ledger.fence(self._nonce, 0)
+        await self._ledger.lift(self._nonce, self._log.watermark)
         # Nothing of this ledger is in any checkpoint; the name only says which feeder retired last.
         self._checkpoint = f"{fence.epoch}-0"
         await self._admitter.locate()

@@ -225,19 +225,21 @@ class Ledger:
 
     # The learner (for held-out groups: the feeder). All but reads are fenced by a nonce.
 
-    async def fence(self, nonce: str, floor: int, watermark: int = 0) -> Fence:
+    async def fence(self, nonce: str, floor: int) -> Fence:
         """Take over: every call with another nonce is refused from now on.
 
         Args:
             nonce: random, new for each process. A repeat with the same nonce answers the same.
             floor: greatest epoch that is on disk; the new epoch is above it and above the one in Redis.
-            watermark: all groups below this are in the chain of checkpoints; the cursor of a Redis that lost its data
-                is lifted to it.
         """
-        reply = await self.connection.call("fence", [self.keys.state, self.keys.scored], [nonce, floor, watermark])
+        reply = await self.connection.call("fence", [self.keys.state, self.keys.scored], [nonce, floor])
         epoch, checkpoint, version, base, base_epoch = reply
         self._settled_at = asyncio.get_running_loop().time() + self._fsync_period
         return Fence(epoch, checkpoint.decode() or None, version, base.decode() or None, base_epoch)
+
+    async def lift(self, nonce: str, cursor: int) -> None:
+        """Lift the cursor of a Redis that lost its data; all groups below `cursor` must be trained or evaluated."""
+        await self._fenced("lift", [self.keys.state, self.keys.scored], [nonce, cursor])
 
     async def resume(self, nonce: str, checkpoint: str, epoch: int) -> None:
         """Declare the checkpoint this learner goes on from; files of older epochs other than it are void."""
@@ -407,7 +409,7 @@ class Ledger:
         return removed
 
 
-_ZERO_IS_FENCED: Final = frozenset({"resume", "begin", "consume"})
+_ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
 
 
 def _sample(lease: Lease) -> int:

@@ -256,6 +256,22 @@ async def test_a_wiped_redis_goes_on_behind_what_was_trained(table):
     assert ids(intake.choose(2, 0, last=False)) == [3, 5]  # 4 came again and was retired
 
 
+async def test_a_learner_that_is_fenced_while_it_starts_takes_nothing_back(table, monkeypatch):
+    table.save(1, 1, [0, 1])
+    fence, calls = table.ledger.fence, []
+
+    async def overtaken(nonce, *rest):
+        answer = await fence(nonce, *rest)
+        if not calls:
+            calls.append(await fence("newer", *rest))
+        return answer
+
+    monkeypatch.setattr(table.ledger, "fence", overtaken)
+    with pytest.raises(Fenced):
+        await table.intake()
+    await table.ledger.resume("newer", "1-1", calls[0].epoch)
+
+
 async def test_the_doorbell_rings(table):
     intake = await table.intake()
     following = asyncio.create_task(intake.follow())

@@ -165,6 +165,7 @@ async def test_a_full_redis_is_back_pressure(run: RedisRun):
             await asyncio.gather(train.emit(prompt, 1, b"x"), admit(train, 4))
         assert "redis.maxmemory" in caught.value.hint
         await train.fence("n", 0)
+        await train.lift("n", 3)
         await train.resume("n", "0-0", 1)
         await train.begin("n", [0])
         await train.consume("n", 1, 1, b"manifest", [0])

@@ -197,12 +197,19 @@ async def test_fence_counts_epochs_and_keeps_the_old_learner_out(ledgers: Ledger
     assert await everything(train) == before
 
 
-async def test_fence_lifts_the_cursor_of_a_redis_that_lost_its_data(ledgers: Ledgers):
-    fence = await ledgers.train.fence("n", 3, watermark=40)
-    assert fence.epoch == 4
-    assert (await admit(ledgers.train, 0)).cursor == 40
-    await ledgers.train.fence("m", 3, watermark=10)
-    assert (await ledgers.train.state()).cursor == 40
+async def test_the_cursor_of_a_redis_that_lost_its_data_is_lifted(ledgers: Ledgers):
+    train = ledgers.train
+    await train.fence("n", 3)
+    await train.lift("n", 40)
+    await same_again(train, lambda: train.lift("n", 40))
+    assert (await admit(train, 0)).cursor == 40
+    await train.fence("m", 3)
+    await train.lift("m", 10)
+    assert (await train.state()).cursor == 40
+    before = await everything(train)
+    with pytest.raises(Fenced):  # and the fence stays where it is
+        await train.lift("n", 50)
+    assert await everything(train) == before
 
 
 async def test_consume_is_absolute_and_publishes_a_version_once(ledgers: Ledgers):
