@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 from streamrl.commands.rundir import RunDirectory
 from streamrl.errors import Unreachable
@@ -49,11 +50,11 @@ def live_probe(run: RunDirectory) -> Probe | None:
     socket = run.path.resolve() / "redis.sock"
     try:
         if socket.exists():
-            return Probe(f"unix://{socket}")
+            return Probe(f"unix://{quote(str(socket))}")
         from streamrl.queues.embedded import socket_path
 
         elsewhere = socket_path(run.path)
-        return Probe(f"unix://{elsewhere}") if elsewhere.exists() else None
+        return Probe(f"unix://{quote(str(elsewhere))}") if elsewhere.exists() else None
     except Unreachable:
         # A socket file that nobody listens on: the server was killed.
         return None

@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
+from urllib.parse import quote
 
 from streamrl.config import RedisConfig
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
@@ -127,7 +128,7 @@ def socket_path(run_dir: Path) -> Path:
 
 def url(config: RedisConfig, run_dir: Path) -> str:
     """URL of the run's Redis: the configured one, else the unix socket of the run's own server."""
-    return config.url or f"unix://{socket_path(run_dir)}"
+    return config.url or f"unix://{quote(str(socket_path(run_dir)))}"
 
 
 def _make_directories(run_dir: Path) -> None:

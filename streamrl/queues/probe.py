@@ -69,7 +69,9 @@ class Probe:
     def where(self) -> str:
         """The address without credentials, for messages."""
         parts = self._parts
-        return parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+        if parts.scheme == "unix":
+            return unquote(parts.path)
+        return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
 
     def pipeline(self, commands: Sequence[Command]) -> list[Any]:
         """Send all commands in one round trip and return their replies in order.
@@ -99,7 +101,7 @@ class Probe:
             if parts.scheme == "unix":
                 link = socket.socket(socket.AF_UNIX)
                 link.settimeout(self._deadline)
-                link.connect(parts.path)
+                link.connect(unquote(parts.path))
                 return link
             link = socket.create_connection((parts.hostname or "localhost", parts.port or 6379), self._deadline)
             if parts.scheme == "rediss":

@@ -231,6 +231,15 @@ async def test_a_server_for_one_call(tmp_path: Path):
         assert not embedded.socket_path(run_dir).exists(), "it was stopped in order"
 
 
+async def test_a_run_directory_with_characters_that_mean_something_in_urls(tmp_path: Path):
+    config, run_dir = RedisConfig(patience=5), tmp_path / "a%20b?c#d"
+    async with embedded.running(config, run_dir) as url, open_connection(config, url) as opened:
+        assert await opened.read("PING") == b"PONG"
+        with Probe(url) as probe:
+            assert probe.call("PING") == b"PONG"
+            assert probe.where.endswith("a%20b?c#d/redis.sock")
+
+
 async def test_many_calls_at_once_share_one_server(tmp_path: Path):
     config, run_dir = RedisConfig(patience=5), tmp_path / "run"
     pids = []
