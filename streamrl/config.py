@@ -301,6 +301,8 @@ class RunConfig(Section):
             raise ValueError("sampling.min_group is larger than sampling.group_size: every group would be dead")
         if self.learner.groups_per_step < self.learner.ranks:
             raise ValueError("learner.groups_per_step is below learner.ranks: a rank would have nothing to train")
+        if self.learner.ranks > 1 and self.learner.collective_deadline <= self.redis.patience:
+            raise ValueError("learner.collective_deadline is not above redis.patience, which one rank may wait alone")
         if sampling.max_new_tokens >= self.model.context:
             raise ValueError("sampling.max_new_tokens leaves no room for a prompt in model.context")
         if self.token_staleness_limit < self.max_staleness:

@@ -59,6 +59,7 @@ def test_wrong_keys_and_values_name_themselves(override, message):
     [
         (["sampling.group_size=1"], "min_group"),
         (["learner.ranks=2", "learner.groups_per_step=1"], "ranks"),
+        (["learner.ranks=2", "learner.collective_deadline=60"], "redis.patience"),
         (["sampling.max_new_tokens=4096"], "model.context"),
         (["max_staleness=9", "learner.max_token_staleness=3"], "max_token_staleness"),
         (["evaluation.every=5"], "held_out"),

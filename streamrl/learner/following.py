@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.groups import Unusable, open_group
 from streamrl.learner.steps import Command, TorchThread, Trainer
 from streamrl.queues.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 
 class FollowingRank:
@@ -76,13 +79,15 @@ class FollowingRank:
         async with asyncio.TaskGroup() as tasks:
             reads = [tasks.create_task(self._ledger.read_group(gid)) for gid in gids]
         samples: list[TrainSample] = []
-        for read in reads:
+        for gid, read in zip(gids, reads, strict=True):
             closed = read.result()
             if closed is None:
+                logger.warning("group is not there", extra={"group": gid})
                 return None
             try:
                 group = open_group(closed, scale_by_std=self._scale_by_std, misfit=self._trainer.misfit)
-            except Unusable:
+            except Unusable as error:
+                logger.warning("group cannot be read", extra={"group": gid, "error": str(error)})
                 return None
             samples.extend(group.samples)
         return samples

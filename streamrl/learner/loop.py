@@ -11,13 +11,14 @@ next groups are read; while a version is written, the next step is trained.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, unwrap
+from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Ending, Finished, Reason, read_finished, write_finished
@@ -38,6 +39,10 @@ logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
 _MAX_SKIPPED: Final = 8
 """Steps in a row with a gradient that is not finite, after which the learner gives up."""
+_MAX_UNREAD: Final = 5
+"""Micro-batches in a row that some rank could not read, after which the learner gives up; about 4 s with the pauses."""
+_UNREAD_SECONDS: Final = 0.125
+"""Half of the first pause after such a micro-batch; the pause doubles."""
 _REPEAT_SECONDS: Final = 2.0
 """How often a waiting learner makes sure that engines can get the newest version."""
 
@@ -52,7 +57,7 @@ async def run_learner(role: Role) -> None:
         Refused: going on would lose groups or break another promise.
         Fenced: a newer learner took over.
         CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
-        Unreachable: Redis or another rank is gone.
+        Unreachable: Redis or another rank is gone, or a rank cannot read its groups.
         ConfigError: the model cannot be trained, or the training has diverged.
     """
     finished = read_finished(role.run_dir)
@@ -100,7 +105,7 @@ class Leader:
         self._acquittable: list[TrainGroup] = []
         self._repeat_at = 0.0
         self._version = start.version
-        self._skipped = 0
+        self._skipped, self._unread = 0, 0
         self._start = start
         self._intake: Intake
         self._publishing: Publishing
@@ -111,15 +116,22 @@ class Leader:
         checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
         start = self._start
         if start.meta is not None:
-            await self._crew.tell(Command.LOAD, *start.meta.position)
-            await self._torch.run(self._trainer.load, checkpoints.path(start.meta.position), start.meta)
+            meta, folder = start.meta, checkpoints.path(start.meta.position)
+            await self._crew.order(Command.LOAD, meta.position, lambda: self._trainer.load(folder, meta))
         self._intake = Intake(self._role.ledgers.train, self._config, start, self._trainer.misfit)
         self._saver = Saver(self._config, self._role.run_dir, start, self._intake, self._crew)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._publishing = Publishing(publisher, versions, self._intake, start.epoch, tasks)
+                self._publishing = Publishing(
+                    publisher,
+                    versions,
+                    self._intake,
+                    epoch=start.epoch,
+                    deadline=self._config.weights.deadline,
+                    tasks=tasks,
+                )
                 await self._train_and_leave(tasks)
         finally:
             self._publishing.close()
@@ -127,6 +139,7 @@ class Leader:
             versions.close()
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
+        talking = tasks.create_task(self._crew.keep_alive(self._config.learner.collective_deadline), name="keep alive")
         await self._publish()
         await self._publishing.settle()
         self._role.ready()
@@ -140,6 +153,7 @@ class Leader:
         following.cancel()
         if reason is not None:
             await self._finish(reason)
+        talking.cancel()
         await self._crew.tell(Command.STOP)
 
     async def _train(self) -> Reason | None:
@@ -176,12 +190,10 @@ class Leader:
         """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
         if not self._intake.in_step and self._saver.due:
             await self._saver.save(self._version)
-        if self._crew.silent_seconds > self._config.learner.collective_deadline / 4:
-            await self._crew.tell(Command.IDLE)
         if time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + _REPEAT_SECONDS
             if not await self._publishing.repeat():
-                logger.warning("the newest version is gone and is published again", extra={"version": self._version})
+                logger.warning("engines cannot get the weights: published again", extra={"version": self._version})
                 await self._publish()
         stopped = asyncio.create_task(self._role.stop.wait())
         changed = asyncio.create_task(self._intake.changed.wait())
@@ -197,23 +209,41 @@ class Leader:
         mine = [sample for group, owner in zip(groups, owners, strict=True) if owner == 0 for sample in group.samples]
         self._meter.begin()
         await self._intake.begin(groups)
-        await self._crew.tell(Command.TRAIN, *[number for pair in zip(gids, owners, strict=True) for number in pair])
+        pairs = [number for pair in zip(gids, owners, strict=True) for number in pair]
+
+        def train() -> bool:
+            return self._trainer.train(gids, mine, idle=max(owners) < 0)
+
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(self._torch.compute(self._trainer.train, gids, mine, idle=max(owners) < 0))
+            work = tasks.create_task(self._crew.order(Command.TRAIN, pairs, train, computes=True))
             if self._acquittable:
                 tasks.create_task(self._intake.acquit(self._acquittable, self._publishing.version))
         if work.result():
-            self._acquittable = list(groups)
+            self._acquittable, self._unread = list(groups), 0
         else:
-            logger.warning("micro-batch skipped: a rank could not read its groups", extra={"groups": len(gids)})
             self._acquittable = []
-            await self._intake.release(groups, self._publishing.version)
+            await self._give_back(groups)
+
+    async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
+        """A rank could not read its share, so nobody trained: the groups are candidates again, after a pause.
+
+        Raises:
+            Unreachable: that happened too often in a row.
+        """
+        await self._intake.release(groups, self._publishing.version)
+        self._unread += 1
+        logger.warning("micro-batch skipped: a rank could not read its groups", extra={"groups": len(groups)})
+        if self._unread >= _MAX_UNREAD:
+            raise Unreachable(
+                f"a rank could not read its groups {self._unread} times in a row", "the log of that rank says why"
+            )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._role.stop.wait(), _UNREAD_SECONDS * 2**self._unread)
 
     async def _update(self) -> None:
         """Apply the step, write it down, free its places, publish, and save when due."""
-        tokens = sum(group.tokens for group in self._intake.in_step)
-        await self._crew.tell(Command.APPLY, max(1, tokens))
-        stats = await self._torch.compute(self._trainer.apply, max(1, tokens))
+        tokens = max(1, sum(group.tokens for group in self._intake.in_step))
+        stats = await self._crew.order(Command.APPLY, [tokens], lambda: self._trainer.apply(tokens), computes=True)
         self._acquittable = []
         step = self._trainer.step
         if stats.skipped:
@@ -256,20 +286,17 @@ class Leader:
         await self._publishing.settle()
         self._version += 1
         self._start.branch.note(self._version, self._trainer.step)
-        await self._crew.tell(Command.GATHER)
-        tensors = await self._torch.compute(self._trainer.weights)
+        tensors = await self._crew.order(Command.GATHER, [], self._trainer.weights, computes=True)
         await self._publishing.start(self._version, self._trainer.step, tensors)
 
     async def _abandon(self) -> None:
         """Forget a partial step: its groups stay closed in Redis for the next learner."""
-        await self._crew.tell(Command.DISCARD)
-        await self._torch.run(self._trainer.discard)
+        await self._crew.order(Command.DISCARD, [], self._trainer.discard)
         await self._intake.release(self._intake.in_step, self._publishing.version)
 
     async def _finish(self, reason: Reason) -> None:
         folder = self._role.run_dir / "model"
-        await self._crew.tell(Command.EXPORT)
-        await self._torch.run(self._trainer.export, folder)
+        await self._crew.order(Command.EXPORT, [], lambda: self._trainer.export(folder))
         write_finished(
             self._role.run_dir,
             Finished(

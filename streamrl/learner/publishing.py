@@ -25,8 +25,8 @@ class Publishing:
     """Publishes one version after the other, each in order, never two at once.
 
     Writing and checksums run in a thread of their own, neither in the torch thread nor in the event loop. A version
-    that cannot be written is logged and left out, the next one is tried; after three failures in a row the learner
-    gives up, because engines that never get new weights make training worse with every step.
+    that cannot be written is logged and left out, the next one is tried. When those of three steps in a row failed, or
+    all for the deadline, the learner gives up: engines that never get new weights make training worse with every step.
 
     Attributes:
         version: newest version that engines can see, 0 when none.
@@ -37,18 +37,27 @@ class Publishing:
         log: every version is noted there before it is published.
         intake: writes the manifest into the ledger.
         epoch: of this learner.
+        deadline: seconds without a version that could be written, after which the learner gives up.
         tasks: owns the background task; an error there ends the learner.
     """
 
     def __init__(
-        self, publisher: Publisher, log: VersionsLog, intake: Intake, epoch: int, tasks: asyncio.TaskGroup
+        self,
+        publisher: Publisher,
+        log: VersionsLog,
+        intake: Intake,
+        *,
+        epoch: int,
+        deadline: float,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self.version = 0
         self.seconds = 0.0
         self._publisher, self._log, self._intake, self._epoch = publisher, log, intake, epoch
-        self._tasks = tasks
+        self._deadline, self._tasks = deadline, tasks
         self._running: asyncio.Task[None] | None = None
-        self._failures = 0
+        self._failed_steps: set[int] = set()
+        self._failing_since = 0.0
         self._manifest = b""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
@@ -63,13 +72,15 @@ class Publishing:
         self._running = self._tasks.create_task(self._publish(version, step, tensors), name=f"publish {version}")
 
     async def repeat(self) -> bool:
-        """Show the newest version again, in case Redis came back from before it; False: its files are gone too.
+        """Show the newest version again, in case Redis came back from before it.
+
+        False when the present weights have to be published again: the files are gone, or were never written.
 
         For a learner that waits: engines that cannot get a version generate nothing, and without groups there would
         never be another version. A repeat changes nothing.
         """
         await self.settle()
-        if not self._publisher.holds_newest():
+        if self._failed_steps or not self._publisher.holds_newest():
             return False
         await self._intake.consume(self.version, self._manifest)
         return True
@@ -85,12 +96,14 @@ class Publishing:
         try:
             manifest = await loop.run_in_executor(self._executor, self._write, version, step, tensors)
         except (CannotCreate, DeadlineExceeded) as error:
-            self._failures += 1
-            if self._failures >= _MAX_FAILURES:
+            self._failing_since = self._failing_since if self._failed_steps else started
+            self._failed_steps.add(step)
+            late = time.monotonic() - self._failing_since > self._deadline
+            if late or len(self._failed_steps) >= _MAX_FAILURES:
                 raise
             logger.warning("version not published", extra={"version": version, "error": str(error)})
             return
-        self._failures = 0
+        self._failed_steps.clear()
         self.version, self._manifest = version, manifest
         await self._intake.consume(version, manifest)
         self.seconds = time.monotonic() - started

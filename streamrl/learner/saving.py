@@ -20,6 +20,7 @@ from streamrl.learner.intake import Intake
 from streamrl.learner.record import GroupRecord
 from streamrl.learner.steps import Command, Crew
 from streamrl.learner.takeover import Start
+from streamrl.queues.budget import checkpoint_due
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 1.0
@@ -61,10 +62,9 @@ class Saver:
     @property
     def due(self) -> bool:
         """Whether a checkpoint should be tried now."""
-        every = self._config.checkpoint.every
-        share = every * self._config.learner.groups_per_step
-        late = self._trainer.step - self._saved >= every or self._intake.held >= share
-        return late and bool(self._intake.fresh) and time.monotonic() >= self._retry_at
+        config, steps = self._config, self._trainer.step - self._saved
+        due = checkpoint_due(steps, config.checkpoint.every, self._intake.held, config.budget, config.hard_cap)
+        return due and time.monotonic() >= self._retry_at
 
     async def save(self, version: int) -> bool:
         """Make a checkpoint of the present weights and retire what they were trained on; False when it failed.
@@ -125,8 +125,8 @@ class Saver:
         link = await asyncio.to_thread(self._log.sync)
         record = await asyncio.to_thread(self._record.sync)
         draft = await asyncio.to_thread(self._checkpoints.begin, meta.position)
-        await self._crew.tell(Command.SAVE, *meta.position)
-        if not await self._crew.torch.run(self._trainer.save, draft, meta.position):
+        place = meta.position
+        if not await self._crew.order(Command.SAVE, place, lambda: self._trainer.save(draft, place)):
             raise OSError("a rank could not write its shard")
         files: Sequence[Path] = [draft / shard_name(rank, meta.world) for rank in range(meta.world)]
         shards = await asyncio.to_thread(lambda: [describe(file) for file in files])

@@ -75,15 +75,15 @@ class TorchThread:
 
     async def compute(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """As `run`, and count the time as busy."""
+        return await self.run(self.timed, lambda: function(*args, **kwargs))
 
-        def timed() -> _T:
-            started = time.monotonic()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.busy.append((started, time.monotonic()))
-
-        return await self.run(timed)
+    def timed(self, function: Callable[[], _T]) -> _T:
+        """Call a function, in the thread, and count the time as busy."""
+        started = time.monotonic()
+        try:
+            return function()
+        finally:
+            self.busy.append((started, time.monotonic()))
 
     def take_busy(self) -> list[tuple[float, float]]:
         """Return the intervals collected since the last call."""
@@ -199,15 +199,44 @@ class Crew:
         self.trainer, self.torch = trainer, torch
         self._told_at = time.monotonic()
 
-    @property
-    def silent_seconds(self) -> float:
-        """Time since the last command."""
-        return time.monotonic() - self._told_at
+    async def order(
+        self, command: Command, arguments: Sequence[int], part: Callable[[], _T], *, computes: bool = False
+    ) -> _T:
+        """Broadcast a command and do this rank's part of it; returns what the part returns.
 
-    async def tell(self, command: Command, *arguments: int) -> None:
-        """Broadcast a command to the other ranks."""
+        Both are one piece of work of the torch thread: a caller that is cancelled between them would leave the other
+        ranks in a collective that this one never joins.
+
+        Args:
+            command: of which kind.
+            arguments: of the command, for the other ranks.
+            part: what this rank does.
+            computes: whether the time of the part counts as busy.
+        """
+
+        def both() -> _T:
+            self._broadcast(command, *arguments)
+            return self.torch.timed(part) if computes else part()
+
+        return await self.torch.run(both)
+
+    async def tell(self, command: Command) -> None:
+        """Broadcast a command that this rank has no part in."""
+        await self.torch.run(self._broadcast, command)
+
+    async def keep_alive(self, deadline: float) -> None:
+        """Break every silence well before the others give up after `deadline` seconds; runs until cancelled.
+
+        Rank 0 may wait long without a word for groups, for Redis or for a disk.
+        """
+        while True:
+            await asyncio.sleep(max(0.0, self._told_at + deadline / 4 - time.monotonic()))
+            if time.monotonic() >= self._told_at + deadline / 4:
+                await self.tell(Command.IDLE)
+
+    def _broadcast(self, *numbers: int) -> None:
+        self.trainer.ranks.broadcast_ints(numbers)
         self._told_at = time.monotonic()
-        await self.torch.run(self.trainer.ranks.broadcast_ints, [command, *arguments])
 
 
 def share(groups: Sequence[TrainGroup], world: int) -> list[int]:

@@ -62,7 +62,8 @@ class Start:
 async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
 
-    Until `resume` nothing but the fence is written, and the cursor of a Redis that lost its data. A repeat is another learner: it gets a new epoch.
+    Until `resume` nothing but the fence is written, and the cursor of a Redis that lost its data. A repeat is another
+    learner: it gets a new epoch.
 
     Raises:
         Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do

@@ -31,6 +31,7 @@ def write_run(folder: Path, cache: Path) -> Path:
     config["rewards"] = [{"use": "poisoned_reward:Poisoned", "name": "poisoned"}]
     config["learner"] |= {"ranks": 2, "groups_per_step": 8, "steps": None, "stop_at_accuracy": None}
     config["learner"] |= {"collective_deadline": 30}
+    config["redis"] = {**config.get("redis", {}), "patience": 20}
     config["checkpoint"] = {"every": 2}
     config["evaluation"] = {"every": 10, "prompts": 16}
     config["lease"] = {"seconds": 2, "max_deliveries": 5}

@@ -46,7 +46,7 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
     """A small run; writes `run.json`."""
     settings = {
         "groups_per_step": 4, "steps": 6, "threads": 1, "device": "cpu", "tokens_per_microbatch": 64, "lr": 1e-3,
-        "collective_deadline": 20.0, **learner,
+        "collective_deadline": 30.0, **learner,
     }  # fmt: skip
     every = settings.pop("checkpoint_every", 2)
     config = RunConfig(

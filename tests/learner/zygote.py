@@ -29,7 +29,10 @@ FENCED = 40
 
 
 def kill_at(point: str) -> None:
-    """`module:Class.function:before|after:N`: kill -9 myself (or stop, with `pause` for `after`) at the N-th call."""
+    """`module:Class.function:before|after|pause|none|never:N`: kill -9 myself before or after the N-th call.
+
+    `pause` stops before it, `none` lets it return None, `never` it and all later ones.
+    """
     module_name, path, when, count = point.split(":")
     owner = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -44,7 +47,7 @@ def kill_at(point: str) -> None:
     def due() -> bool:
         nonlocal calls
         calls += 1
-        return calls == int(count)
+        return calls == int(count) or (when == "never" and calls > int(count))
 
     if inspect.iscoroutinefunction(original):
 
@@ -53,6 +56,8 @@ def kill_at(point: str) -> None:
             hit = due()
             if hit and when in {"before", "pause"}:
                 strike()
+            if hit and when in {"none", "never"}:
+                return None
             result = await original(*args, **kwargs)
             if hit and when == "after":
                 strike()

@@ -1,0 +1,83 @@
+"""Versions that could not be written: what a waiting learner does, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from streamrl.errors import CannotCreate
+from streamrl.learner.publishing import Publishing
+
+
+class Shelf:
+    """Publisher, version log and intake at once; `full` refuses every version."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.shown: list[int] = []
+
+    def publish(self, *, version, **_) -> bytes:
+        if self.full:
+            raise CannotCreate("no room")
+        return b"%d" % version
+
+    def holds_newest(self) -> bool:
+        return True
+
+    def note(self, version, step) -> None:
+        pass
+
+    async def consume(self, version, manifest) -> None:
+        assert manifest == b"%d" % version
+        self.shown.append(version)
+
+    def close(self, **_) -> None:
+        pass
+
+
+async def publish(publishing, *versions) -> None:
+    for version, step in versions:
+        await publishing.start(version, step, [])
+        await publishing.settle()
+
+
+def make(shelf, tasks, deadline=60.0):
+    return Publishing(shelf, shelf, shelf, epoch=1, deadline=deadline, tasks=tasks)
+
+
+async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written():
+    """Engines would go on with it, and with a small staleness limit all they generate would be dropped, for ever."""
+    shelf = Shelf()
+    async with asyncio.TaskGroup() as tasks:
+        publishing = make(shelf, tasks)
+        await publish(publishing, (1, 0))
+        assert await publishing.repeat()
+        shelf.full = True
+        await publish(publishing, (2, 1))
+        assert not await publishing.repeat()
+        await publish(publishing, (3, 1), (4, 1), (5, 1), (6, 1))  # a waiting learner tries the same weights again
+        shelf.full = False
+        await publish(publishing, (7, 1))
+        assert await publishing.repeat()
+    assert (publishing.version, shelf.shown) == (7, [1, 1, 7, 7])
+    publishing.close()
+
+
+@pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.0, [1])])
+async def test_it_gives_up_after_three_steps_or_the_deadline(deadline, steps):
+    shelf = Shelf()
+    shelf.full = True
+    made = SimpleNamespace(tried=0)
+
+    async def train() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            publishing = make(shelf, tasks, deadline)
+            for made.tried, step in enumerate([*steps, 99], 1):
+                await publish(publishing, (made.tried, step))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await train()
+    assert caught.group_contains(CannotCreate)
+    assert made.tried == len(steps)

@@ -1,0 +1,74 @@
+"""What rank 0 tells the other ranks: whole orders, and a word before they give up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from streamrl.learner.steps import Command, Crew, TorchThread
+
+
+class Line:
+    """Stands for the collectives of rank 0; `hold` keeps a broadcast from returning."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+        self.entered, self.hold = threading.Event(), threading.Event()
+        self.hold.set()
+
+    def broadcast_ints(self, numbers) -> None:
+        self.said.append(list(numbers))
+        self.entered.set()
+        assert self.hold.wait(20)
+
+
+@pytest.fixture
+def line():
+    return Line()
+
+
+@pytest.fixture
+def crew(line):
+    torch = TorchThread()
+    yield Crew(SimpleNamespace(ranks=line), torch)
+    torch.close()
+
+
+async def test_an_order_that_is_cancelled_half_way_is_done_whole(crew, line):
+    """Else the other ranks sit in a collective until its deadline, and the word to leave never reaches them."""
+    line.hold.clear()
+    order = asyncio.create_task(crew.order(Command.TRAIN, [7, 0], lambda: line.said.append("trained"), computes=True))
+    await asyncio.to_thread(line.entered.wait, 20)
+    order.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await order
+    line.hold.set()
+    await crew.tell(Command.STOP)
+    assert line.said == [[Command.TRAIN, 7, 0], "trained", [Command.STOP]]
+    assert len(crew.torch.take_busy()) == 1
+
+
+async def test_an_order_that_is_cancelled_before_it_began_is_not_given(crew, line):
+    line.hold.clear()
+    first = asyncio.create_task(crew.tell(Command.IDLE))
+    await asyncio.to_thread(line.entered.wait, 20)
+    second = asyncio.create_task(crew.order(Command.APPLY, [1], lambda: line.said.append("applied")))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    line.hold.set()
+    await first
+    await crew.tell(Command.STOP)
+    assert line.said == [[Command.IDLE], [Command.STOP]]
+
+
+async def test_silence_is_broken_whatever_rank_0_waits_for(crew, line):
+    talking = asyncio.create_task(crew.keep_alive(0.04))
+    async with asyncio.timeout(20):
+        while len(line.said) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    talking.cancel()
+    assert line.said[:3] == [[Command.IDLE]] * 3
