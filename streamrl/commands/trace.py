@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from streamrl import wire
 from streamrl.commands import output
 from streamrl.commands.attach import ledgers
 from streamrl.commands.letters import letter_data, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, WireError
+from streamrl.queues.records import LedgerState
 
 SCHEMA = "streamrl.trace/1"
 
@@ -31,6 +31,7 @@ async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, 
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         known = await ledger.trace(gid)
+        state = await ledger.state()
     found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "state": "unknown", "letters": [], "record": None}
     if known is not None:
         found |= {key: value for key, value in known.items() if key not in _BYTES}
@@ -42,7 +43,7 @@ async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, 
             sample_data(k, known["payloads"].get(k), known["scores"].get(k), known["causes"].get(k))
             for k in range(known["samples"])
         ]
-    record = _evaluated(run.path, gid) if evaluation else _trained(run.path, gid)
+    record = _evaluated(run.path, gid) if evaluation else _trained(run.path, gid, state)
     if record is not None:
         # The disk is the truth for what was trained; Redis may have been set back since.
         found["record"] = record
@@ -54,19 +55,21 @@ async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, 
 _BYTES = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
 
 
-def _trained(run_dir: Path, gid: int) -> dict[str, Any] | None:
-    """The last durable record of a trained group."""
-    path = run_dir / "groups.msgpack"
-    if not path.exists():
+def _trained(run_dir: Path, gid: int, state: LedgerState) -> dict[str, Any] | None:
+    """The durable record of a group that today's weights were trained on."""
+    from streamrl.learner.checkpoint import Checkpoints
+    from streamrl.learner.record import read_record
+
+    folder = run_dir / "checkpoints"
+    if not folder.exists():
         return None
-    record = None
+    newest = next(Checkpoints(folder).loadable(state.base, state.base_epoch, state.checkpoint), None)
     try:
-        for frame in wire.read_frames(path):
-            if frame.get("gid") == gid:
-                record = frame
-    except WireError as error:
-        output.note(f"warning: {error.message}")
-    return record
+        frames = read_record(run_dir, newest.record) if newest else ()
+        return next((frame for frame in frames if frame.get("gid") == gid), None)
+    except (WireError, OSError) as error:
+        output.note(f"warning: {error}")
+        return None
 
 
 def _evaluated(run_dir: Path, gid: int) -> dict[str, Any] | None:

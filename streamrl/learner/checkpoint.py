@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,8 +49,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
     `chain` names the logs of trained groups and how many bytes of each belong to these weights. `count` and `digest`
     were kept beside the weights (`TrainedDigest`). `bases` are the checkpoints that earlier learners of this line of
-    weights left it at, one for each epoch before this one that is in the chain. `record` is the length of
-    `groups.msgpack`.
+    weights left it at, one for each epoch before this one that is in the chain. `record` names files and
+    lengths like the chain: what is known of each of those groups (record.py).
     """
 
     epoch: int
@@ -62,7 +62,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     bases: list[Position] = []
     world: int = 1
     model: str = ""
-    record: int = 0
+    record: list[Link] = []
     shards: list[Shard] = []
 
     @property
@@ -117,6 +117,21 @@ class Checkpoints:
         """Directory of a finished checkpoint."""
         return self.folder / f"ckpt-{position[0]}-{position[1]}"
 
+    def loadable(self, base: str | None, base_epoch: int, retired: str | None) -> Iterator[Meta]:
+        """Meta data of the checkpoints that may be loaded, the greatest first; nothing else of them is read.
+
+        Those whose meta data cannot be read are logged and left out. For the arguments see `greatest`.
+        """
+        for position in reversed(self.eligible(base, base_epoch)):
+            path = self.path(position)
+            try:
+                meta = self.read_meta(path)
+            except (OSError, msgspec.MsgspecError) as error:
+                logger.warning("checkpoint not valid", extra={"path": str(path), "error": str(error)})
+                continue
+            if meta.covers(parse_name(retired)) and meta.position == position:
+                yield meta
+
     def eligible(self, base: str | None, base_epoch: int) -> list[Position]:
         """Positions that may be loaded, ascending: the declared base itself and what was written after it.
 
@@ -136,12 +151,11 @@ class Checkpoints:
                 So when Redis comes back from before a take-over and the older learner retires groups again, its line
                 is gone on with, and the groups of its successor, which the same roll-back brought back, come again.
         """
-        for position in reversed(self.eligible(base, base_epoch)):
-            path = self.path(position)
+        for meta in self.loadable(base, base_epoch, retired):
+            path = self.path(meta.position)
             try:
-                if self.read_meta(path).covers(parse_name(retired)):
-                    return self.validate(path)
-            except (InvalidCheckpoint, OSError, msgspec.MsgspecError) as error:
+                return self.validate(path)
+            except InvalidCheckpoint as error:
                 logger.warning("checkpoint not valid", extra={"path": str(path), "error": str(error)})
         return None
 

@@ -41,7 +41,7 @@ class Saver:
         crew: this rank's share of the policy, and the other ranks.
 
     Raises:
-        CannotCreate: the log of this epoch cannot be made.
+        CannotCreate: the log or the record of this epoch cannot be made.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, start: Start, intake: Intake, crew: Crew) -> None:
@@ -49,7 +49,7 @@ class Saver:
         self._crew, self._trainer = crew, crew.trainer
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
         self._log = TrainedLog(self._checkpoints.folder, start.epoch)
-        self._record = GroupRecord(run_dir, start.meta.record if start.meta else 0)
+        self._record = GroupRecord(run_dir, start.epoch)
         self._saved = start.step
         self._pause, self._retry_at = 0.0, 0.0
 
@@ -130,7 +130,8 @@ class Saver:
             raise OSError("a rank could not write its shard")
         files: Sequence[Path] = [draft / shard_name(rank, meta.world) for rank in range(meta.world)]
         shards = await asyncio.to_thread(lambda: [describe(file) for file in files])
-        whole = msgspec.structs.replace(meta, chain=[*self._start.chain, link], record=record, shards=shards)
+        chain, known = [*self._start.chain, link], [*self._start.record, record]
+        whole = msgspec.structs.replace(meta, chain=chain, record=known, shards=shards)
         await asyncio.to_thread(self._checkpoints.finish, whole)
         return whole
 

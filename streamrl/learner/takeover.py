@@ -54,6 +54,11 @@ class Start:
         return self.meta.chain if self.meta else []
 
     @property
+    def record(self) -> list[Link]:
+        """Record of the loaded checkpoint."""
+        return self.meta.record if self.meta else []
+
+    @property
     def bases(self) -> list[Position]:
         """The loaded checkpoint and those that the learners before it went on from."""
         return [*self.meta.bases, self.meta.position] if self.meta else []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import sys
 from pathlib import Path
 
+import msgspec
 import orjson
 import pytest
 
 from streamrl.config import read_saved
+from streamrl.learner.checkpoint import Meta
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import take, with_rates
@@ -167,18 +170,25 @@ async def test_trace_of_groups_alive_dead_and_unknown(stopped_run: Path):
 
 async def test_trace_reads_the_durable_records_of_groups_that_are_gone(stopped_run: Path):
     record = {"gid": 7, "step": 2, "version": 3, "rewards": [1.0, 0.0]}
-    (stopped_run / "groups.msgpack").write_bytes(pack_frame({**record, "gid": 6}) + pack_frame(record))
+    frames = pack_frame({**record, "gid": 6}) + pack_frame(record)
+    (stopped_run / "groups-1.msgpack").write_bytes(frames + pack_frame({**record, "gid": 8}))
+    folder = stopped_run / "checkpoints" / "ckpt-1-2"
+    folder.mkdir(parents=True)
+    meta = Meta(epoch=1, step=2, version=3, record=[("groups-1.msgpack", len(frames))])
+    (folder / "meta.json").write_bytes(msgspec.json.encode(meta))
     (stopped_run / "evaluation.jsonl").write_bytes(b'{"gid":4,"round":1,"right":1,"scores":[1.0]}\n')
     try:
         done = await run("trace", "7", "--run", str(stopped_run), "--json")
         data = data_of(done.stdout, "streamrl.trace/1")
         assert (done.returncode, data["state"], data["record"]) == (0, "trained", record)
+        assert (await run("trace", "8", "--run", str(stopped_run))).returncode == 1  # behind what the checkpoint names
         held_out = data_of(
             (await run("trace", "4", "--eval", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1"
         )
         assert (held_out["state"], held_out["record"]["right"]) == ("evaluated", 1)
     finally:
-        (stopped_run / "groups.msgpack").unlink()
+        shutil.rmtree(folder)
+        (stopped_run / "groups-1.msgpack").unlink()
         (stopped_run / "evaluation.jsonl").unlink()
 
 

@@ -19,9 +19,9 @@ from playing import make_model
 from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, read_shard, shard_name
+from streamrl.learner.record import read_record
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.manifest import decode
-from streamrl.wire import read_frames
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,11 @@ async def test_what_is_left_behind(run):
     checkpoints = Checkpoints(run.run_dir / "checkpoints")
     assert checkpoints.positions() == [(1, 4), (1, 6)]
     meta = run.newest()
-    frames = list(read_frames(run.run_dir / "groups.msgpack"))
+    frames = list(read_record(run.run_dir, meta.record))
     assert [frame["step"] for frame in frames] == [step for step in range(1, 7) for _ in range(4)]
     assert all(len(frame["rewards"]) == 3 and frame["epoch"] == 1 for frame in frames)
     assert meta.count == 24
-    assert meta.record == (run.run_dir / "groups.msgpack").stat().st_size
+    assert meta.record == [("groups-1.msgpack", (run.run_dir / "groups-1.msgpack").stat().st_size)]
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 

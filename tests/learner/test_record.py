@@ -7,40 +7,41 @@ import signal
 
 import pytest
 
-from streamrl.learner.record import RECORD_FILE, GroupRecord
-from streamrl.wire import read_frames
+from streamrl.errors import CannotCreate
+from streamrl.learner.record import GroupRecord, read_record
 
 
-def gids(run_dir):
-    return [frame["gid"] for frame in read_frames(run_dir / RECORD_FILE)]
+def gids(run_dir, *record):
+    return [frame["gid"] for frame in read_record(run_dir, record)]
 
 
 def test_frames_appear_with_the_checkpoint(tmp_path):
-    record = GroupRecord(tmp_path, 0)
+    record = GroupRecord(tmp_path, 1)
     record.append({"gid": 1, "rewards": [0.5, 1.0]})
-    assert gids(tmp_path) == []
-    record.sync()
-    assert list(read_frames(tmp_path / RECORD_FILE)) == [{"gid": 1, "rewards": [0.5, 1.0]}]
+    assert (tmp_path / "groups-1.msgpack").read_bytes() == b""
+    assert list(read_record(tmp_path, [record.sync()])) == [{"gid": 1, "rewards": [0.5, 1.0]}]
 
 
-def test_what_no_checkpoint_holds_is_cut_off(tmp_path):
-    first = GroupRecord(tmp_path, 0)
+def test_what_no_checkpoint_holds_does_not_count(tmp_path):
+    """Nor does what an old learner writes that wakes up: it has a file of its own."""
+    first, second = GroupRecord(tmp_path, 1), GroupRecord(tmp_path, 2)
     first.append({"gid": 1})
-    size = first.sync()
+    link = first.sync()
+    second.append({"gid": 3})
+    newer = second.sync()
     first.append({"gid": 2})
     first.sync()
-    with (tmp_path / RECORD_FILE).open("ab") as file:
-        file.write(b"\x82\xa3gi")  # a crash in the middle of a frame
-    second = GroupRecord(tmp_path, size)
-    second.append({"gid": 3})
-    second.sync()
-    assert gids(tmp_path) == [1, 3]
+    second.append({"gid": 4})
+    assert gids(tmp_path, link, newer) == [1, 3]
+    assert gids(tmp_path, link, second.sync()) == [1, 3, 4]
+    with pytest.raises(CannotCreate, match="groups-2"):
+        GroupRecord(tmp_path, 2)
 
 
 def test_a_full_disk_forgets_no_frame(tmp_path):
-    record = GroupRecord(tmp_path, 0)
+    record = GroupRecord(tmp_path, 1)
     record.append({"gid": 1})
-    size = record.sync()
+    file, size = record.sync()
     record.append({"gid": 2, "rewards": [1.0] * 100})
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -48,9 +49,8 @@ def test_a_full_disk_forgets_no_frame(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, old[1]))
         with pytest.raises(OSError):
             record.sync()
-        assert gids(tmp_path) == [1]
+        assert gids(tmp_path, (file, size)) == [1]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
-    record.sync()
-    assert gids(tmp_path) == [1, 2]
+    assert gids(tmp_path, record.sync()) == [1, 2]
