@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -11,8 +12,10 @@ import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.learner.checkpoint import fsync_directory
+from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import RoleBoard
 
+logger = logging.getLogger(__name__)
 FINISHED_FILE: Final = "finished.json"
 _ACCURACY_SECONDS: Final = 0.5
 
@@ -20,13 +23,17 @@ Reason = Literal["steps", "accuracy", "data"]
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `finished.json`: why and where the run ended; `accuracy` is the newest held-out one, if any."""
+    """Content of `finished.json`: why and where the run ended.
+
+    `accuracy` is the newest held-out one, if any; `epochs` are the passes over the data that the run was to make.
+    """
 
     reason: Reason
     step: int
     version: int
     epoch: int
     accuracy: float | None = None
+    epochs: int | None = None
 
     def holds(self, config: RunConfig) -> bool:
         """Whether the run is over under this configuration too; it is not when somebody raised the limit."""
@@ -35,7 +42,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         if self.reason == "accuracy":
             limit = config.learner.stop_at_accuracy
             return limit is not None and self.accuracy is not None and self.accuracy >= limit
-        return True
+        epochs = config.data.epochs
+        return epochs is not None and self.epochs is not None and epochs <= self.epochs
 
 
 def read_finished(run_dir: Path) -> Finished | None:
@@ -44,6 +52,21 @@ def read_finished(run_dir: Path) -> Finished | None:
         return msgspec.json.decode((run_dir / FINISHED_FILE).read_bytes(), type=Finished)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
+
+
+async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
+    """Whether the run has ended and nothing calls for going on.
+
+    After the end of the data, groups that are live again do: dead letters that were replayed, or groups that came back
+    with a Redis from the past.
+    """
+    finished = read_finished(run_dir)
+    if finished is None or not finished.holds(config):
+        return False
+    if finished.reason == "data" and (await ledger.state()).live:
+        return False
+    logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
+    return True
 
 
 def write_finished(run_dir: Path, finished: Finished) -> None:

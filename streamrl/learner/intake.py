@@ -82,9 +82,12 @@ class Intake:
             await self._look()
 
     async def ended(self) -> bool:
-        """Whether no group will close any more: the data is at its end and every live group is in `scored`."""
-        state = await self._ledger.state()
-        if state.done is None or state.done != state.cursor:
+        """Whether no group will close any more: the data is at its end and every live group is in `scored`.
+
+        An end of fewer epochs than the configuration has now is none: the feeder has not gone on yet.
+        """
+        state, epochs = await self._ledger.state(), self._config.data.epochs
+        if state.done != state.cursor or epochs is None or state.epochs < epochs:
             return False
         await self.refresh()
         return state.live <= self._closed

@@ -21,7 +21,7 @@ from typing import Final
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.ending import Ending, Finished, Reason, read_finished, write_finished
+from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.intake import Intake
@@ -50,8 +50,8 @@ _REPEAT_SECONDS: Final = 2.0
 async def run_learner(role: Role) -> None:
     """Train until the run is over or `role.stop` is set; then everything trained is in a checkpoint and retired.
 
-    After the end of the run it returns at once when it is started again. Cancelled or killed at any point it leaves
-    behind what the next learner goes on from.
+    After the end of the run it returns at once when it is started again, unless there is more to do now. Cancelled or
+    killed at any point it leaves behind what the next learner goes on from.
 
     Raises:
         Refused: going on would lose groups or break another promise.
@@ -60,23 +60,27 @@ async def run_learner(role: Role) -> None:
         Unreachable: Redis or another rank is gone, or a rank cannot read its groups.
         ConfigError: the model cannot be trained, or the training has diverged.
     """
-    finished = read_finished(role.run_dir)
-    if finished is not None and finished.holds(role.config):
-        logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
-        role.ready()
-        return
     torch = TorchThread()
     try:
         ranks = await torch.run(Ranks.from_environment, role.config.learner)
-        trainer = Trainer(role.config, ranks, await torch.run(Policy, role.config, ranks))
-        if ranks.rank == 0:
-            await _lead(role, trainer, torch)
-        else:
+        # Rank 0 decides for all: another rank might find another answer a moment later.
+        over = ranks.rank == 0 and await is_over(role.config, role.run_dir, role.ledgers.train)
+        if await torch.run(ranks.broadcast_ints, [int(over)]) == [1]:
             role.ready()
-            await FollowingRank(role.config, role.run_dir, role.ledgers.train, trainer, torch).run()
+        else:
+            await _train(role, ranks, torch)
         await torch.run(ranks.close)
     finally:
         torch.close()
+
+
+async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
+    trainer = Trainer(role.config, ranks, await torch.run(Policy, role.config, ranks))
+    if ranks.rank == 0:
+        await _lead(role, trainer, torch)
+    else:
+        role.ready()
+        await FollowingRank(role.config, role.run_dir, role.ledgers.train, trainer, torch).run()
 
 
 async def _lead(role: Role, trainer: Trainer, torch: TorchThread) -> None:
@@ -305,6 +309,7 @@ class Leader:
                 version=self._version,
                 epoch=self._start.epoch,
                 accuracy=self._ending.accuracy,
+                epochs=self._config.data.epochs,
             ),
         )
         logger.info("the run is over", extra={"reason": reason, "step": self._trainer.step})

@@ -128,7 +128,7 @@ class Training:
         return self._data.prompts[self._data.index(gid, config.seed, shuffle=config.data.shuffle)]
 
     async def _finish(self, end: int) -> None:
-        if await self._ledger.finish(end):
+        if await self._ledger.finish(end, end // len(self._data)):
             self._show("end of data")
             await self._bell.wait(self._bell.version, _IDLE_PAUSE)
         await self._admitter.locate()

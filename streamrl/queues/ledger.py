@@ -139,9 +139,9 @@ class Ledger:
             )
         return Admission(_ADMISSIONS[outcome], now)
 
-    async def finish(self, end: int) -> bool:
-        """Say that the data ends at `end`; False (nothing written) when the cursor does not stand there."""
-        return bool(await self.connection.call("finish", [self.keys.state, self.keys.scored], [end]))
+    async def finish(self, end: int, epochs: int = 1) -> bool:
+        """Say that the data ends at `end`, after `epochs` passes; False (nothing written): the cursor is elsewhere."""
+        return bool(await self.connection.call("finish", [self.keys.state, self.keys.scored], [end, epochs]))
 
     async def state(self) -> LedgerState:
         """Counters of this key space, read in one instant."""

@@ -116,14 +116,15 @@ class ClosedGroup:
 class LedgerState:
     """Counters of one key space, read in one instant.
 
-    `done` is the cursor at which the data ended (None: not yet). `held` are closed groups in Redis that the learner has
-    trained and not yet retired; `live` all groups that have a hash; `dead` letters of samples and groups together;
-    `retired` and `dropped` are statistics.
+    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `held` are closed groups in
+    Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
+    samples and groups together; `retired` and `dropped` are statistics.
     """
 
     cursor: int
     fingerprint: str | None
     done: int | None
+    epochs: int
     epoch: int
     checkpoint: str | None
     base: str | None

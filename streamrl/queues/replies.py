@@ -41,6 +41,7 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
         cursor=number(b"cursor"),
         fingerprint=_text(known.get(b"fp")),
         done=number(b"done") if b"done" in known else None,
+        epochs=number(b"epochs"),
         epoch=number(b"epoch"),
         checkpoint=_text(known.get(b"ckpt")),
         base=_text(known.get(b"base")),

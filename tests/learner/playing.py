@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from streamrl import wire
 from streamrl.config import (
     CheckpointConfig,
+    DataConfig,
     LearnerConfig,
     LoadedConfig,
     ModelConfig,
@@ -48,11 +49,12 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
         "groups_per_step": 4, "steps": 6, "threads": 1, "device": "cpu", "tokens_per_microbatch": 64, "lr": 1e-3,
         "collective_deadline": 30.0, **learner,
     }  # fmt: skip
-    every = settings.pop("checkpoint_every", 2)
+    every, epochs = settings.pop("checkpoint_every", 2), settings.pop("epochs", 1)
     config = RunConfig(
         name="played",
         redis=redis,
         model=ModelConfig(path=str(model), context=64),
+        data=DataConfig(epochs=epochs),
         sampling=SamplingConfig(group_size=3, min_group=2, max_new_tokens=8),
         learner=LearnerConfig(**settings),
         checkpoint=CheckpointConfig(every=every),
@@ -134,7 +136,7 @@ class Player:
             if answer.outcome not in {AdmitOutcome.ADMITTED, AdmitOutcome.MOVED}:
                 break
         if cursor == self.end:
-            await self.ledger.finish(self.end)
+            await self.ledger.finish(self.end, config.data.epochs)
         return admitted > 0
 
     async def _generate(self, lease: Lease) -> None:

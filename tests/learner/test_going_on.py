@@ -13,6 +13,8 @@ from loop_kit import Run, Zygote, stopped
 from playing import make_model
 from zygote import FENCED
 
+from streamrl.queues.records import ReplayOutcome
+
 
 @pytest.fixture(scope="module")
 def zygote():
@@ -62,3 +64,31 @@ async def test_redis_forgets_the_take_over_from_a_learner_that_wakes_up(run, pla
         assert await run.learn() == 0, run.log()
     assert (await run.audit()).trained == 4 * steps
     assert [file for file, _ in run.newest().chain] == ["trained-1.log", "trained-2.log", "trained-3.log"]
+
+
+async def test_after_the_end_of_the_data_another_epoch_is_trained(run):
+    run.configure(steps=None, epochs=1)
+    async with run.play(end=10):
+        assert await run.learn() == 0, run.log()
+        assert run.finished()["reason"] == "data"
+        assert await run.learn() == 0, run.log()  # nothing has changed: it is over
+        assert "over already" in run.log()
+    run.configure(steps=None, epochs=2)
+    more = run.start()  # the learner may well be there before the feeder has gone on
+    async with run.play(end=20):
+        assert await run.wait(more) == 0, run.log()
+    found = await run.audit()
+    assert (found.admitted, found.trained, run.finished()["epochs"]) == (20, 20, 2)
+
+
+async def test_after_the_end_of_the_data_a_replayed_group_is_trained(run):
+    run.configure(steps=None)
+    async with run.play(end=10, spoil={(3, 1): b"rubbish"}) as player:
+        assert await run.learn() == 0, run.log()
+        assert ((await run.audit()).trained, (await run.audit()).dead) == (9, 1)
+        player.spoil = {}
+        bounds = {"budget": run.config.budget, "hard_cap": run.config.hard_cap}
+        assert await player.ledger.replay(3, **bounds) is ReplayOutcome.REPLAYED
+        assert await run.learn() == 0, run.log()
+    found = await run.audit()
+    assert (found.admitted, found.trained, found.dead) == (10, 10, 0)

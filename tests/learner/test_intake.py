@@ -205,6 +205,9 @@ async def test_end_of_data(table):
     await table.play()
     assert await intake.ended()
     assert intake.untrained == 6
+    more = table.config.data.model_copy(update={"epochs": 2})
+    table.config = table.config.model_copy(update={"data": more})
+    assert not await (await table.intake()).ended()  # somebody wants another epoch: the feeder has not gone on yet
 
 
 async def test_a_fenced_learner_writes_nothing(table):

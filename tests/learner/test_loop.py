@@ -59,7 +59,7 @@ async def test_a_run_of_six_steps(run):
         assert max(line["staleness_max"] for line in steps) <= run.config.token_staleness_limit
         found = await run.audit()
         assert (found.trained, found.checkpoint) == (24, "1-6")
-        assert run.finished() == {"reason": "steps", "step": 6, "version": 7, "epoch": 1, "accuracy": None}
+        assert run.finished() == {"reason": "steps", "step": 6, "version": 7, "epoch": 1, "accuracy": None, "epochs": 1}
         assert await run.learn() == 0  # again: it is over
         assert len(run.steps()) == 6
 
