@@ -83,7 +83,7 @@ async def measure(
         for version in itertools.count(engine.load().version + 1):
             await asyncio.sleep(swap_every)
             start = time.perf_counter()
-            await engine.apply(version, weights)
+            await engine.apply((1, version), weights)
             took.append(time.perf_counter() - start)
 
     took: list[float] = []

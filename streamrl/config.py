@@ -224,7 +224,7 @@ class WeightsConfig(Section):
     transport: Literal["shm", "directory"] = Field("shm", description="shm: /dev/shm of this host; directory: run's")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
     shard_bytes: Size = Field(256 << 20, description="largest shard file")
-    deadline: Duration = Field(120.0, description="longest time to publish or to apply one version")
+    deadline: Duration = Field(120.0, description="longest time to publish, read or apply a version and of a decode step")
 
 
 class EvaluationConfig(Section):

@@ -177,7 +177,11 @@ class Replica:
                 payload = self._encode(await self._generate(prompt))
             except Unreachable:
                 raise
-            except (DataError, WireError, DeadlineExceeded) as error:
+            except (DataError, WireError) as error:
+                why, detail = error.message, ""
+                break
+            except DeadlineExceeded as error:
+                await self._engine.health()  # an engine that hangs must not make dead letters of whatever it is given
                 why, detail = error.message, ""
                 break
             except Exception as error:  # noqa: BLE001  (whatever an engine raises is the request's, if it is well itself)
@@ -226,7 +230,7 @@ class Replica:
         )
 
     async def _apply(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        await self._engine.apply(manifest.version, tensors)
+        await self._engine.apply(manifest.pair, tensors)
 
     async def _first_version(self) -> bool:
         """Wait for the first version; False when the role stops before."""

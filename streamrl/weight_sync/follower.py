@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import DeadlineExceeded, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.weight_sync.manifest import Manifest, Pair, decode, folder_name
 from streamrl.weight_sync.safetensors_file import DTYPE_NAMES, map_shard
 from streamrl.weight_sync.transports import make_transport
@@ -45,9 +45,10 @@ class Follower:
 
     Args:
         stream: the weights stream.
-        config: transport and deadline.
-        apply: takes the manifest and the tensors, and must have copied what it needs when it returns. `WeightsError`
-            from it means "not applied, the old version stays"; any other error ends `run`.
+        config: transport, and the deadline of reading and verifying one version.
+        apply: takes the manifest and the tensors, and must have copied what it needs when it returns. It has a deadline
+            of its own: only the engine knows what became of weights that it was about to take. `WeightsError` from it
+            means "not applied, the old version stays"; any other error ends `run`.
         run: name of the run; versions of another run are refused.
         run_dir: run directory.
     """
@@ -91,15 +92,13 @@ class Follower:
         try:
             async with asyncio.timeout(self._config.deadline):
                 tensors = await self._map(manifest)
-                if tensors is None:
-                    return
-                await self._apply(manifest, tensors)
         except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
-                raise
             raise WeightsError(
-                f"version {number} was not applied within {self._config.deadline:g} s", "raise weights.deadline"
+                f"version {number} could not be read within {self._config.deadline:g} s", "raise weights.deadline"
             ) from error
+        if tensors is None:
+            return
+        await self._apply(manifest, tensors)
         self._applied = manifest.pair
         self.first.set()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})

@@ -60,6 +60,8 @@ class Publisher:
 
         Floating tensors are cast to the configured dtype; tensors are taken one by one, and at most one shard of them
         is held. When it fails nothing is left behind and the newest version before it stays; a repeat is then fine.
+        The deadline is looked at between shards only: nothing stops a write to a file system that hangs. Call it in a
+        thread of its own, and hold that thread to a deadline.
 
         Args:
             epoch: epoch of the learner.

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import threading
+import time
 
 import numpy as np
 import orjson
@@ -115,7 +117,22 @@ def check_sample(model, prompt, sample):
     assert [character for character in sample.text if character != " "] == [c for c in printable if c != " "]
 
 
-async def test_a_swap_in_flight_gives_spans(small):
+async def test_a_swap_in_flight_gives_spans(small, monkeypatch):
+    """Each step takes at least 2 ms, so that no response ends before the second version is there."""
+    make = replica_module.make_engine
+
+    class Slow:
+        def __init__(self, engine):
+            self._engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self._engine, name)
+
+        async def start(self):
+            await self._engine.start()
+            self._engine._model.register_forward_pre_hook(lambda *_: time.sleep(0.002))
+
+    monkeypatch.setattr(replica_module, "make_engine", lambda config, seed: Slow(make(config, seed)))
     small.set("model", context=1024).set("sampling", max_new_tokens=900)
     async with small.open() as ledgers:
         learner = Learner(small, ledgers)
@@ -219,14 +236,27 @@ class Faulty:
         await self._engine.health()
 
 
-async def with_faults(small, ledgers, faults, check):
+class Endless(Faulty):
+    """Never answers; `well` is what its health says."""
+
+    well = True
+
+    async def generate(self, request):
+        await asyncio.Event().wait()
+
+    async def health(self):
+        if not self.well:
+            raise Unreachable("it hangs")
+
+
+async def with_faults(small, ledgers, faults, check, kind=Faulty):
     learner = Learner(small, ledgers)
     await learner.hands.fence()
     await learner.publish(1)
     await admit(small, ledgers.train, 1, samples=2)
     engine = make_engine(small.config, 1)
     await engine.start()
-    faulty = Faulty(engine, faults)
+    faulty = kind(engine, faults)
     role = small.role("rollout.0", ledgers)
     task = asyncio.create_task(Replica(role, faulty, Tokenizer.load(small.config.model)).run())
     try:
@@ -282,6 +312,58 @@ async def test_the_death_of_the_engine_is_the_death_of_the_replica(small):
         assert error.subgroup(Unreachable) is not None
         [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 10)
         assert row[3] == 1  # it died holding this: that counts
+
+
+@pytest.mark.parametrize("patience", ["of the update", "of the step", "of the request"])
+async def test_an_engine_that_hangs_ends_the_replica_and_kills_no_prompt(small, patience):
+    """The real engine, whose forward pass never returns: nothing that it was given may become a dead letter."""
+    if patience != "of the request":
+        small.set("weights", deadline=1.0)
+    else:
+        small.set("lease", max_hold=2.0)
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        await admit(small, ledgers.train, 3, samples=4)
+        engine = make_engine(small.config, 1)
+        await engine.start()
+        entered, free = threading.Event(), threading.Event()
+
+        def hang(*_):
+            entered.set()
+            free.wait(60)
+
+        engine._model.register_forward_pre_hook(hang)
+        role = small.role("rollout.0", ledgers)
+        task = asyncio.create_task(Replica(role, engine, Tokenizer.load(small.config.model)).run())
+        try:
+            await until(entered.is_set)
+            if patience == "of the update":
+                engine._longest_step = math.inf  # only the update's own deadline is left
+                await learner.publish(2)
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await asyncio.wait_for(task, 30)
+            assert caught.value.subgroup(Unreachable) is not None
+            assert not await ledgers.train.dead_letters()
+            assert (await ledgers.train.state()).live == 3
+        finally:
+            free.set()
+            await engine.close()
+
+
+async def test_a_response_that_takes_too_long_asks_first_whether_the_engine_is_well(small):
+    """Within the longest hold a well engine is too slow for this prompt; another engine would be to blame itself."""
+    small.set("lease", seconds=30, max_hold=0.5).set("sampling", group_size=2)
+    async with small.open() as ledgers:
+
+        async def check(engine, role, task):
+            engine.well = False
+            with pytest.raises(BaseExceptionGroup):
+                await asyncio.wait_for(asyncio.shield(task), 30)
+            return await ledgers.train.dead_letters()
+
+        assert not await with_faults(small, ledgers, [], check, kind=Endless)
 
 
 async def test_a_prompt_that_is_no_message_is_a_dead_letter(small):

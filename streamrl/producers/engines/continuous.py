@@ -36,6 +36,7 @@ PRIVATE_MEMBERS: Final = (
     "batch_processor.cache.cache_allocators",
     "background_thread_status.fatal_error",
     "output_router.result_handlers",
+    "current_batch",
 )
 
 
@@ -190,6 +191,14 @@ class ContinuousDecoder:
         busy = self._busy + (time.perf_counter() - since if since is not None else 0.0)
         running = min(len(self._flights), self._engine.slots)
         return running, len(self._flights) - running + len(self._held), self._tokens, busy
+
+    def progress(self) -> tuple[bool, int]:
+        """(whether requests wait for steps, steps of the present manager)."""
+        manager = self._manager
+        if manager is None or self._depth:
+            return False, 0
+        # the manager's thread makes the counter when it begins
+        return bool(self._flights), getattr(manager, "current_batch", 0)
 
     def failure(self) -> BaseException | None:
         """What killed the loop."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from streamrl.weight_sync.manifest import Pair
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ class Engine(Protocol):
     """A generator of responses. All methods belong to one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. An engine that died stays dead: its process ends and is started again by whoever supervises it.
+    died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own is
+    its death as well, also when its caller has left. An engine that died stays dead: its process ends and is started
+    again by whoever supervises it.
     """
 
     async def start(self) -> None:
@@ -130,17 +133,17 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after `pause`. A repeat does nothing."""
 
-    async def apply(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def apply(self, pair: Pair, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights between two decode steps, while requests are in flight.
 
         Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
         the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
-        weights; later tokens carry `version`. Requests that begin later see nothing that older weights computed.
+        weights; later tokens carry the version. Requests that begin later see nothing that older weights computed.
         Works while paused and asleep. The present version again is a repeat and does nothing. Cancelling the call
         does not stop an update that has begun.
 
         Args:
-            version: larger than the present one.
+            pair: (epoch, version), newer than the present one; the number of the version never goes down.
             tensors: every parameter by its Hugging Face name; a tied parameter under one of its names or, with equal
                 values, several. Floating point of any width. Only read, and not used after the return.
 
@@ -165,4 +168,7 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> None:
-        """Return when the engine can serve, raise `Unreachable` with the cause when it cannot."""
+        """Return when the engine can serve, raise `Unreachable` with the cause when it cannot.
+
+        Notices a decode loop that hangs, not only one that died.
+        """

@@ -83,6 +83,10 @@ class Decoder(Protocol):
         """(running, waiting, tokens sampled, busy seconds), from any thread."""
         ...
 
+    def progress(self) -> tuple[bool, int]:
+        """(whether there is a step to make and nobody holds the loop, steps so far), from any thread."""
+        ...
+
     def failure(self) -> BaseException | None:
         """What killed the loop, None while it lives or after `stop`."""
         ...

@@ -29,6 +29,7 @@ from streamrl.producers.engines.model import choose_decode, context_length, load
 from streamrl.producers.engines.slot_decoder import SlotDecoder
 from streamrl.producers.engines.slots import SlotBatch
 from streamrl.producers.engines.weights import copy_weights, match_weights
+from streamrl.weight_sync.manifest import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class HfEngine:
     """`Engine` on transformers, with either decode loop (`engine.decode`).
 
     Args:
-        config: the run; `engine`, `model`, `weights.deadline` are read.
+        config: the run; `engine`, `model`, `weights.deadline`, `lease.max_hold` are read.
         seed: of the sampling generator; replicas need different ones.
     """
 
@@ -50,11 +51,16 @@ class HfEngine:
         self._config = config
         self._seed = seed
         self._patience = config.weights.deadline
+        # A step that takes half of what a whole response may take is no slow step, and ends before it costs a response.
+        self._longest_step = min(config.weights.deadline, config.lease.max_hold / 2)
+        self._steps = 0
+        self._still = 0.0
+        self._looked_at = 0.0
         self._model: Any = None
         self._decoder: Decoder | None = None
         self._context = 0
         self._vocabulary = 0
-        self._version = 0
+        self._pair: Pair = (0, 0)
         self._failure: BaseException | None = None
         self._started = False
         self._closed = False
@@ -76,7 +82,9 @@ class HfEngine:
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
+        self._looked_at = self._loop.time()
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
+        self._watcher.add_done_callback(self._watched)
 
     async def close(self) -> None:
         """See `Engine.close`."""
@@ -86,12 +94,13 @@ class HfEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._started:
+        # what hangs cannot be torn down: it is left to the end of the process
+        if self._started and not isinstance(self._failure, DeadlineExceeded):
             self._flush()
             try:
                 # on the control thread, so after a start that was cancelled half-way
                 self._resolve(await self._run(self._patience, self._tear_down))
-            except DeadlineExceeded:
+            except Unreachable:
                 logger.exception("engine does not stop")
         self._fail_open(Unreachable("the engine was closed"))
         self._control.shutdown(wait=False, cancel_futures=True)
@@ -149,9 +158,9 @@ class HfEngine:
         self._serving()
         await self._run(self._patience, self._unhold, "pause")
 
-    async def apply(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def apply(self, pair: Pair, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `Engine.apply`."""
-        await self._run(self._patience, self._swap, self._serving(), version, tensors)
+        await self._run(self._patience, self._swap, self._serving(), pair, tensors)
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
@@ -164,12 +173,13 @@ class HfEngine:
     def load(self) -> EngineLoad:
         """See `Engine.load`."""
         if self._decoder is None:
-            return EngineLoad(0, 0, 0, 0.0, self._version)
+            return EngineLoad(0, 0, 0, 0.0, self._pair[1])
         running, waiting, tokens, busy = self._decoder.counts()
-        return EngineLoad(running, waiting + len(self._arrived), tokens, busy, self._version)
+        return EngineLoad(running, waiting + len(self._arrived), tokens, busy, self._pair[1])
 
     async def health(self) -> None:
         """See `Engine.health`."""
+        self._look()
         self._serving()
 
     # --- event loop's thread ---------------------------------------------------------------------------------------
@@ -180,7 +190,7 @@ class HfEngine:
             raise Unreachable("the engine is closed" if self._closed else "the engine has not been started")
         failure = self._failure or self._decoder.failure()
         if failure is not None:
-            raise Unreachable(f"the engine died: {failure}") from failure
+            raise _death(failure) from failure
         return self._decoder
 
     def _check(self, request: Request) -> int:
@@ -225,33 +235,69 @@ class HfEngine:
                 future.set_exception(error)
 
     async def _watch(self) -> None:
-        """Fail all requests as soon as the decode loop is dead; a dead loop tells nobody."""
-        assert self._decoder is not None
+        """Fail all requests as soon as the decode loop is dead or hangs; it tells nobody itself."""
         while True:
-            failure = self._failure or self._decoder.failure()
-            if failure is not None:
-                self._failure = failure
-                logger.error("engine died", extra={"cause": repr(failure)})
-                self._fail_open(Unreachable(f"the engine died: {failure}"))
+            self._look()
+            if self._failure is not None:
+                logger.error("engine died", extra={"cause": repr(self._failure)})
+                self._fail_open(_death(self._failure))
                 return
             await asyncio.sleep(WATCH_SECONDS)
+
+    def _watched(self, watcher: asyncio.Task[None]) -> None:
+        """An engine that nobody watches any more must not serve either."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._fail(error)
+            self._fail_open(_death(error))
+
+    def _look(self) -> None:
+        """Note a decode loop that is dead, or that has a step to make and makes none for too long."""
+        if self._decoder is None or self._failure is not None:
+            return
+        busy, steps = self._decoder.progress()
+        now = self._loop.time()
+        # A process that was stopped for a while (SIGSTOP) has not waited all that time for a step.
+        passed, self._looked_at = min(now - self._looked_at, 4 * WATCH_SECONDS), now
+        self._still = self._still + passed if busy and steps == self._steps else 0.0
+        self._steps = steps
+        failure = self._decoder.failure()
+        if failure is None and self._still >= self._longest_step:
+            failure = DeadlineExceeded(f"no decode step ended within {self._longest_step:g} s")
+        if failure is not None:
+            self._fail(failure)
 
     async def _run(self, seconds: float, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run work on the control thread, in order of the calls; work that does not end makes the engine dead.
 
-        A cancelled caller does not stop the work: it would leave a model half changed.
+        A cancelled caller does not stop the work: it would leave a model half changed. Nor does it stop the clock.
         """
         future = self._loop.run_in_executor(self._control, lambda: work(*args, **kwargs))
+        late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
+        deadline = self._loop.call_later(seconds, self._fail, late)
+
+        def settled(_: asyncio.Future[_T]) -> None:
+            deadline.cancel()
+            if not future.cancelled() and isinstance(error := future.exception(), DeadlineExceeded):
+                self._fail(error)  # the decode step that the work has waited for does not end
+
+        future.add_done_callback(settled)
         try:
-            done, _ = await asyncio.wait([future], timeout=seconds)
-        except asyncio.CancelledError:
-            future.add_done_callback(_log_failure)
-            raise
-        if not done:
-            future.add_done_callback(_log_failure)
-            self._failure = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
-            raise self._failure
-        return future.result()
+            await asyncio.wait([future], timeout=seconds)
+            if not future.done():
+                self._fail(late)
+                raise late
+            if future.cancelled():
+                raise Unreachable("the engine was closed")
+            return future.result()
+        except DeadlineExceeded as error:
+            raise _death(error) from error
+        finally:
+            if not future.done():
+                future.add_done_callback(_log_failure)
+
+    def _fail(self, cause: BaseException) -> None:
+        """The engine is dead from now on; the first cause counts."""
+        self._failure = self._failure or cause
 
     # --- control thread --------------------------------------------------------------------------------------------
 
@@ -315,20 +361,20 @@ class HfEngine:
         if stack is not None:
             stack.close()
 
-    def _swap(self, decoder: Decoder, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        if version == self._version:
+    def _swap(self, decoder: Decoder, pair: Pair, tensors: Mapping[str, torch.Tensor]) -> None:
+        if pair == self._pair:
             return
-        if version < self._version:
-            raise WeightsError(f"version {version} of the weights is older than {self._version}, which is in force")
+        if pair < self._pair or pair[1] < self._pair[1]:
+            raise WeightsError(f"version {pair} of the weights is older than {self._pair}, which is in force")
         pairs = match_weights(self._model, tensors)
         with decoder.exclusive():
             try:
                 copy_weights(pairs)
             except BaseException as error:
-                self._failure = error
+                self._fail(error)
                 raise
-            decoder.swapped(version)
-            self._version = version
+            decoder.swapped(pair[1])
+            self._pair = pair
 
     def _sleep(self, decoder: Decoder) -> None:
         if "sleep" in self._holds:
@@ -347,6 +393,10 @@ class HfEngine:
             self._model.to(self._home)
             decoder.restore()
             self._unhold("sleep")
+
+
+def _death(failure: BaseException) -> Unreachable:
+    return Unreachable(f"the engine died: {failure}")
 
 
 def _log_failure(future: asyncio.Future[Any]) -> None:

@@ -40,6 +40,7 @@ class SlotDecoder:
         self._stopping = False
         self._failure: BaseException | None = None
         self._busy = 0.0
+        self._steps = 0
         # a daemon: a step that hangs must not keep a process alive that wants to end
         self._thread = threading.Thread(target=self._run, name="engine-decode", daemon=True)
 
@@ -113,6 +114,10 @@ class SlotDecoder:
         """(running, waiting, tokens sampled, busy seconds)."""
         return self._batch.active, len(self._waiting), self._batch.tokens_sampled, self._busy
 
+    def progress(self) -> tuple[bool, int]:
+        """(whether a step runs, steps so far)."""
+        return not self._parked, self._steps
+
     def failure(self) -> BaseException | None:
         """What killed the loop."""
         return self._failure
@@ -143,6 +148,7 @@ class SlotDecoder:
         if self._batch.active:
             ended += self._batch.step()
         self._busy += time.perf_counter() - start
+        self._steps += 1
         if ended:
             self._deliver(ended)
         return True

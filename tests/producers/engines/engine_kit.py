@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,16 @@ def random_model(kind: str, seed: int, attention: str = "sdpa") -> Any:
 
 
 def engine_config(path: Path, decode: str, **engine: Any) -> RunConfig:
-    context = engine.pop("context", 200)
+    context, deadline, max_hold = (
+        engine.pop(name, default) for name, default in (("context", 200), ("deadline", 20), ("max_hold", 900))
+    )
     return RunConfig.model_validate(
         {
             "model": {"path": str(path), "context": context},
             "sampling": {"max_new_tokens": 8},
             "engine": {"decode": decode, "slots": 8, "device": "cpu", "threads": 1, "kv_cache": "64MiB", **engine},
-            "weights": {"deadline": 20},
+            "weights": {"deadline": deadline},
+            "lease": {"max_hold": max_hold},
         }
     )
 
@@ -121,6 +124,32 @@ class Gate:
         """Let everything through from now on."""
         self._hook.remove()
         self._permits.release(1 << 20)
+
+
+class Hang:
+    """Lets no forward pass of a model end; the test ends by itself when it forgets to let go."""
+
+    def __init__(self, model: Any) -> None:
+        self.entered = threading.Event()
+        self._free = threading.Event()
+        self._hook = model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *_args: Any) -> None:
+        self.entered.set()
+        self._free.wait(60)
+
+    def let_go(self) -> None:
+        self._hook.remove()
+        self._free.set()
+
+
+@contextmanager
+def hanging(model: Any) -> Iterator[Hang]:
+    hang = Hang(model)
+    try:
+        yield hang
+    finally:
+        hang.let_go()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import VOCABULARY, gated, named, plain, random_model, request, until, versions
+from engine_kit import VOCABULARY, gated, hanging, named, plain, random_model, request, until, versions
 
 from streamrl.errors import Refused, Unreachable, WeightsError
 from streamrl.producers.engines import make_engine
@@ -116,7 +117,7 @@ async def test_no_step_runs_while_paused(start, decode):
         await engine.pause()
         entered = gate.entered
         more = asyncio.create_task(engine.generate(request("b", prompt(3), 20)))
-        await engine.apply(1, named(random_model("qwen2", 1)))
+        await engine.apply((1, 1), named(random_model("qwen2", 1)))
         assert await engine.abort("nobody") == 0
         assert gate.entered == entered
         await engine.resume()
@@ -139,7 +140,7 @@ async def test_sleep_and_wake(start, decode):
     await engine.sleep()
     tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 6))) for k in range(3)]
     await asyncio.sleep(0)
-    await engine.apply(4, named(new))
+    await engine.apply((1, 4), named(new))
     assert await engine.abort("2") == 1
     assert not tasks[0].done()
     await engine.wake()
@@ -204,7 +205,7 @@ async def test_weights_are_refused_whole(start, decode):
         "tied": "lm_head",
     }.items():
         with pytest.raises(WeightsError, match=says):
-            await engine.apply(1, broken(how))
+            await engine.apply((1, 1), broken(how))
     assert engine.load().version == 0
     for completion in (await task, await engine.generate(request("next", prompt(3), 30))):
         assert completion.runs == [(0, 0)]
@@ -217,17 +218,17 @@ async def test_versions_only_grow_and_a_repeat_does_nothing(start, decode):
     first, second = random_model("qwen2", 1), random_model("qwen2", 2)
     tied = named(first)
     tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
-    await engine.apply(5, tied)
-    await engine.apply(5, named(second))
+    await engine.apply((1, 5), tied)
+    await engine.apply((1, 5), named(second))
     with pytest.raises(WeightsError, match="older"):
-        await engine.apply(4, named(second))
+        await engine.apply((1, 4), named(second))
     completion = await engine.generate(request("a", prompt(3), 10))
     assert completion.runs == [(0, 5)]
     np.testing.assert_allclose(completion.logprobs, plain(first, prompt(3), completion), atol=1e-5)
     rounded = {name: tensor.bfloat16() for name, tensor in named(second).items()}
     # the other name of the tied parameter, and a narrower type
     rounded["lm_head.weight"] = rounded.pop("model.embed_tokens.weight")
-    await engine.apply(6, rounded)
+    await engine.apply((1, 6), rounded)
     second.load_state_dict({name: tensor.bfloat16().float() for name, tensor in second.state_dict().items()})
     completion = await engine.generate(request("a", prompt(3), 10))
     np.testing.assert_allclose(completion.logprobs, plain(second, prompt(3), completion), atol=1e-5)
@@ -258,7 +259,7 @@ async def test_the_death_of_the_decode_loop_surfaces(start, decode, cause):
         engine.generate(request("late", prompt(3))),
         engine.pause(),
         engine.abort(),
-        engine.apply(1, named(random_model("qwen2", 1))),
+        engine.apply((1, 1), named(random_model("qwen2", 1))),
     ):
         with pytest.raises(Unreachable, match="died"):
             await call
@@ -303,12 +304,82 @@ async def test_nothing_works_before_start(model_dir):
 
 
 async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
-    engine = await start("slots")
-    engine._decoder._patience = engine._patience = 0.05
-    async with gated(engine) as gate:
+    engine = await start("slots", deadline=0.1)
+    with hanging(engine._model) as hang:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
-        await until(lambda: gate.entered == 1)
-        with pytest.raises(TimeoutError):
+        await until(hang.entered.is_set)
+        with pytest.raises(Unreachable, match=r"within 0\.1 s|longer than 0\.1 s"):
             await engine.pause()
+        with pytest.raises(Unreachable):
+            await task
+
+
+@MODES
+async def test_a_decode_loop_that_hangs_is_dead_although_nobody_controls_it(start, decode):
+    engine = await start(decode, deadline=0.2)
+    with hanging(engine._model):
+        tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 5))) for k in range(3)]
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, Unreachable)
+            assert "no decode step ended within 0.2 s" in str(result)
+        with pytest.raises(Unreachable, match="no decode step"):
+            await engine.health()
+
+
+@MODES
+async def test_half_of_the_longest_hold_is_too_long_for_a_step(start, decode):
+    """Whoever gives up after `lease.max_hold` learns that the engine is to blame, not the prompt."""
+    engine = await start(decode, max_hold=0.4)
+    engine._watcher.cancel()  # `health` notices by itself as well
+    with hanging(engine._model):
+        task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
+        with pytest.raises(Unreachable, match=r"within 0\.2 s"):
+            async with asyncio.timeout(20):
+                while True:
+                    await engine.health()
+                    await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@MODES
+async def test_a_pause_of_any_length_is_no_hang(start, decode):
+    engine = await start(decode, deadline=0.2)
+    await engine.pause()
+    task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
+    await asyncio.sleep(0.8)
+    await engine.health()
+    await engine.resume()
+    assert (await task).finish == "length"
+
+
+@MODES
+async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller_left(start, decode, monkeypatch):
+    engine = await start(decode, deadline=0.2)
+    free = threading.Event()
+    monkeypatch.setattr("streamrl.producers.engines.hf.match_weights", lambda *_: free.wait(60))
+    task = asyncio.create_task(engine.apply((1, 1), {}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    waiting = asyncio.create_task(engine.generate(request("a", prompt(3), 10**6)))
+    await until(lambda: engine._failure is not None)
+    with pytest.raises(Unreachable, match=r"did not finish _swap within 0\.2 s"):
+        await engine.health()
+    await asyncio.gather(waiting, return_exceptions=True)
+    free.set()
+
+
+async def test_a_version_is_the_pair_of_epoch_and_number(start):
+    """Two learners may use one number; what counts is who is newer, and a number never goes down."""
+    engine = await start("slots")
+    await engine.apply((1, 5), named(random_model("qwen2", 1)))
+    await engine.apply((2, 5), named(random_model("qwen2", 2)))
+    completion = await engine.generate(request("a", prompt(3), 10))
+    expected = plain(random_model("qwen2", 2), prompt(3), completion)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    for older in ((1, 5), (1, 6), (3, 4)):
+        with pytest.raises(WeightsError, match="older"):
+            await engine.apply(older, named(random_model("qwen2", 3)))
+    assert engine.load().version == 5

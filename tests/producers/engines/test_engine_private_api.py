@@ -16,6 +16,7 @@ from streamrl.producers.engines.continuous import PRIVATE_MEMBERS
 
 async def test_members_of_continuous_batching(start):
     engine = await start("continuous")
+    await engine.generate(request("a", [3, 4], 2))
     for path in PRIVATE_MEMBERS:
         try:
             reduce(getattr, path.split("."), engine._decoder._manager)
@@ -51,7 +52,7 @@ async def test_prompts_are_shared_within_a_version_and_not_across(start):
 
     assert await cost("first") == 71
     assert await cost("second") == 7, "transformers changed: prompts with the same beginning share no blocks"
-    await engine.apply(1, named(random_model("qwen2", 1)))
+    await engine.apply((1, 1), named(random_model("qwen2", 1)))
     assert await cost("third") == 71, "transformers changed: blocks of older weights are served after a swap"
     assert await cost("fourth") == 7
 
@@ -62,7 +63,7 @@ async def test_an_old_request_offers_nothing_to_newer_ones(start):
     async with gated(engine) as gate:
         old = asyncio.create_task(engine.generate(request("old", [3 + k % 20 for k in range(40)], 120)))
         await gate.passed(3)
-        await gate.during(engine.apply(1, named(random_model("qwen2", 1))))
+        await gate.during(engine.apply((1, 1), named(random_model("qwen2", 1))))
     done = await old
     assert len(done.runs) == 2
     for allocator in engine._decoder._manager.batch_processor.cache.cache_allocators.values():

@@ -1,0 +1,235 @@
+"""A version is seen whole or not at all, never an older one after a newer one, and a bad one never at all."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+import torch
+from sync_kit import Replica, Stream, folders, publish, same, tensors, until
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import Unreachable, WeightsError
+from streamrl.weight_sync import Follower, Manifest, Publisher
+from streamrl.weight_sync.manifest import decode, encode
+
+
+async def test_newest_only_and_old_versions_go(publisher, stream, config, tmp_path):
+    for version in range(1, 6):
+        await stream.put(publish(publisher, version))
+    assert folders(publisher) == ["v-1-4", "v-1-5"]
+    replica = Replica(stream, config, tmp_path)  # joins late: takes the newest alone
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(replica.follower.run(stop))
+        await replica.until(1)
+        await stream.put(publish(publisher, 6))
+        await replica.until(2)
+        stop.set()
+    assert [pair for pair, _ in replica.applied] == [(1, 5), (1, 6)]
+    assert same(replica.applied[1][1], tensors(6))
+    assert (replica.follower.version, replica.follower.refused) == (6, 0)
+
+
+def corrupt_byte(path):
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("damage", [corrupt_byte, truncate])
+async def test_a_damaged_shard_is_refused_and_the_next_version_is_taken(publisher, stream, replica, damage):
+    await stream.put(publish(publisher, 1))
+    await replica.until(1)
+    data = publish(publisher, 2)
+    damage(publisher.root / "v-1-2" / decode(data).shards[-1].file)
+    await stream.put(data)
+    await until(lambda: replica.follower.refused == 1)
+    assert replica.follower.version == 1
+    await stream.put(publish(publisher, 3))
+    await replica.until(2)
+    assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 3)]
+
+
+def foreign(data, **changes):
+    return encode(Manifest(**{**{name: getattr(decode(data), name) for name in Manifest.__struct_fields__}, **changes}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: b"\x00 no json",
+        lambda data: b"[" * 100_000,
+        lambda data: data.replace(b'"v":1', b'"v":2', 1),
+        lambda data: data.replace(b"v-1-1", b"../v-1", 1),
+        lambda data: foreign(data, run="other"),
+        lambda data: foreign(data, base=0),
+        lambda data: foreign(data, folder="v-1-9"),
+        lambda data: foreign(data, tensors=decode(data).tensors[:-1]),
+        lambda data: foreign(data, shards=decode(data).shards[::-1]),
+        lambda data: foreign(data, transport={"shm": "directory", "directory": "shm"}[decode(data).transport]),
+    ],
+)
+async def test_a_foreign_manifest_is_refused(publisher, stream, replica, change):
+    good = publish(publisher, 1)
+    await stream.put(change(good), number=1)
+    await until(lambda: replica.follower.refused == 1)
+    await stream.put(publish(publisher, 2))
+    await replica.until(1)
+    assert [pair for pair, _ in replica.applied] == [(1, 2)]
+
+
+async def test_an_engine_that_refuses_keeps_its_version_and_a_broken_one_ends_the_follower(
+    publisher, stream, config, tmp_path
+):
+    replica = Replica(stream, config, tmp_path)
+    replica.fail = WeightsError("a name does not fit")
+    await stream.put(publish(publisher, 1))
+    task = asyncio.create_task(replica.follower.run(asyncio.Event()))
+    await until(lambda: replica.follower.refused == 1)
+    assert replica.follower.version == 0
+    assert not replica.follower.first.is_set()
+    replica.fail = RuntimeError("the engine is broken")
+    await stream.put(publish(publisher, 2))
+    with pytest.raises(RuntimeError, match="broken"):
+        await asyncio.wait_for(task, 10)
+
+
+async def test_files_that_cannot_be_read_in_time_are_refused(tmp_path, stream, monkeypatch):
+    config = WeightsConfig(transport="directory", deadline=0.2)
+    publisher = Publisher(config, "r", tmp_path)
+    free = threading.Event()
+    monkeypatch.setattr("streamrl.weight_sync.follower.map_version", lambda folder, manifest: free.wait(30))
+    replica = Replica(stream, config, tmp_path)
+    stop = asyncio.Event()
+    task = asyncio.create_task(replica.follower.run(stop))
+    await stream.put(publish(publisher, 1))
+    await until(lambda: replica.follower.refused == 1)
+    assert not replica.applied
+    free.set()
+    stop.set()
+    await asyncio.wait_for(task, 10)
+
+
+async def test_an_engine_has_its_own_deadline_and_its_death_ends_the_follower(tmp_path, stream):
+    """To cancel an update half-way would leave nobody who knows that the engine hangs."""
+    config = WeightsConfig(transport="directory", deadline=0.1)
+    publisher = Publisher(config, "r", tmp_path)
+    cancelled = []
+
+    async def hangs(manifest, tensors):
+        try:
+            await asyncio.sleep(0.5)
+        except asyncio.CancelledError:
+            cancelled.append(manifest.pair)
+            raise
+        raise Unreachable("the engine died")
+
+    follower = Follower(stream, config, hangs, run="r", run_dir=tmp_path)
+    task = asyncio.create_task(follower.run(asyncio.Event()))
+    await stream.put(publish(publisher, 1))
+    with pytest.raises(Unreachable, match="died"):
+        await asyncio.wait_for(task, 10)
+    assert (cancelled, follower.refused) == ([], 0)
+
+
+async def test_two_epochs_with_one_number_are_two_versions(config, tmp_path, stream, replica):
+    old, new = Publisher(config, "r", tmp_path), Publisher(config, "r", tmp_path)
+    stale = publish(old, 5, epoch=1, seed=1)
+    await stream.put(publish(new, 5, epoch=2, seed=2))
+    await replica.until(1)
+    assert folders(new) == ["v-1-5", "v-2-5"]
+    assert same(replica.applied[0][1], tensors(2))
+    await stream.put(stale)  # the paused learner wakes up
+    await stream.put(publish(old, 6, epoch=1))  # with a greater number even: still an older epoch
+    await until(lambda: replica.follower.refused == 1)
+    await stream.put(publish(new, 7, epoch=2))
+    await replica.until(2)
+    assert [pair for pair, _ in replica.applied] == [(2, 5), (2, 7)]
+    publish(old, 7, epoch=1)
+    publish(old, 8, epoch=1)
+    assert {"v-2-5", "v-2-7"} <= set(folders(new))  # an old publisher never removes what is not its own
+    old.close(unlink=True)
+    new.close(unlink=True)
+
+
+async def test_a_version_that_is_gone_is_an_error_only_when_no_newer_one_came(publisher, config, tmp_path):
+    class Late(Stream):
+        """Shows version 1 to `after` although 2 is there: the follower was slow between the two."""
+
+        async def newest(self):
+            return self.next
+
+    stream = Late()
+    stream.next = None
+    first = publish(publisher, 1)
+    for version in (2, 3):
+        publish(publisher, version)
+    replica = Replica(stream, config, tmp_path)
+    stop = asyncio.Event()
+    task = asyncio.create_task(replica.follower.run(stop))
+    stream.next = (3, b"")
+    await stream.put(first)
+    await until(lambda: replica.follower._seen == 1)
+    assert replica.follower.refused == 0
+    stream.next = (2, b"")
+    gone = foreign(first, version=2, folder="v-9-2", epoch=9)
+    await stream.put(gone)
+    await until(lambda: replica.follower.refused == 1)
+    stop.set()
+    await asyncio.wait_for(task, 10)
+
+
+async def test_training_goes_on_while_versions_are_written_and_read(tmp_path):
+    """Every tensor on its way out, and every version applied, waits for one more optimizer step: a lock would hang."""
+    torch.set_num_threads(1)
+    config = WeightsConfig(transport="directory", shard_bytes=1 << 20)
+    publisher = Publisher(config, "r", tmp_path)
+    stream, loop = Stream(), asyncio.get_running_loop()
+    model, stop, done = torch.nn.Linear(64, 64), asyncio.Event(), threading.Event()
+    stepped = threading.Condition()
+    steps = [0]
+
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        while not done.is_set():
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            with stepped:
+                steps[0] += 1
+                stepped.notify_all()
+
+    def one_more_step():
+        with stepped:
+            now = steps[0]
+            assert stepped.wait_for(lambda: steps[0] > now, 30)
+
+    def snapshot():
+        for index in range(6):
+            one_more_step()
+            yield f"t{index}", torch.randn(1 << 18)
+
+    def publish_three():
+        for version in (1, 2, 3):
+            data = publisher.publish(epoch=1, version=version, step=version, tensors=snapshot())
+            asyncio.run_coroutine_threadsafe(stream.put(data), loop).result(30)
+
+    async def apply(manifest, tensors):
+        await asyncio.to_thread(one_more_step)
+
+    follower = Follower(stream, config, apply, run="r", run_dir=tmp_path)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(follower.run(stop))
+        trainer = group.create_task(asyncio.to_thread(train))
+        await asyncio.to_thread(publish_three)
+        await until(lambda: follower.version == 3)
+        done.set()
+        stop.set()
+        await trainer
+    assert follower.refused == 0

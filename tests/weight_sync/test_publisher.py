@@ -1,0 +1,241 @@
+"""A version is written whole or not at all, and nothing of it stays behind when that fails."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sync_kit import folders, publish, same, tensors
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
+from streamrl.weight_sync import Publisher
+from streamrl.weight_sync import transports as transports_module
+from streamrl.weight_sync.follower import map_version
+from streamrl.weight_sync.manifest import decode
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_every_bit_arrives_and_the_library_reads_the_same_files(tmp_path, dtype):
+    config = WeightsConfig(transport="directory", shard_bytes=4096, dtype=dtype)
+    publisher = Publisher(config, "r", tmp_path)
+    source = {**tensors(), "steps": torch.arange(9), "nan": torch.tensor([float("nan"), float("inf"), -0.0])}
+    data = publisher.publish(epoch=3, version=7, step=5, tensors=source.items())
+    manifest = decode(data)
+    folder = publisher.root / "v-3-7"
+    mapped = map_version(folder, manifest)
+    assert (folder / "manifest.json").read_bytes() == data
+    assert list(mapped) == list(source)
+    by_library = {}
+    for shard in manifest.shards:
+        by_library.update(load_file(folder / shard.file))
+        with safe_open(folder / shard.file, "pt") as file:
+            assert set(file.keys()) == {
+                entry.name for entry in manifest.tensors if manifest.shards[entry.shard].file == shard.file
+            }
+    for name, tensor in source.items():
+        expected = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        for got in (mapped[name], by_library[name]):
+            assert got.dtype == expected.dtype
+            assert got.shape == expected.shape
+            assert got.reshape(-1).view(torch.uint8).tolist() == expected.reshape(-1).view(torch.uint8).tolist()
+    assert len(manifest.shards) > (dtype == "float32")
+    assert all(shard.bytes <= 4096 + 1024 for shard in manifest.shards if shard.file != "shard-00000.safetensors")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(["f", "b", "i"])), max_size=8),
+    st.integers(1, 300),
+)
+def test_any_shapes_in_any_shards(tmp_path_factory, shapes, limit):
+    kinds = {"f": torch.float32, "b": torch.bool, "i": torch.int64}
+    source = {
+        f"t{index}": torch.arange(int(torch.Size(shape).numel())).reshape(shape).to(kinds[kind])
+        for index, (shape, kind) in enumerate(shapes)
+    }
+    config = WeightsConfig(transport="directory", shard_bytes=limit)
+    publisher = Publisher(config, "r", tmp_path_factory.mktemp("run"))
+    manifest = decode(publisher.publish(epoch=1, version=1, step=0, tensors=source.items()))
+    assert same(map_version(publisher.root / manifest.folder, manifest), source)
+
+
+def test_old_versions_stay_readable_while_mapped(publisher):
+    manifest = decode(publish(publisher, 1))
+    mapped = map_version(publisher.root / manifest.folder, manifest)
+    for version in range(2, 5):
+        publish(publisher, version)
+    assert not (publisher.root / "v-1-1").exists()
+    assert same(mapped, tensors(1))
+
+
+def test_a_holder_cannot_change_the_files(publisher):
+    manifest = decode(publish(publisher, 1))
+    map_version(publisher.root / manifest.folder, manifest)["norm"].fill_(3.0)
+    assert same(map_version(publisher.root / manifest.folder, manifest), tensors(1))
+
+
+CRASHING = """
+import sys, pathlib, torch
+from streamrl.config import WeightsConfig
+from streamrl.weight_sync import Publisher
+publisher = Publisher(WeightsConfig(transport=sys.argv[1], shard_bytes=4096), "r", pathlib.Path(sys.argv[2]))
+first = [(f"t{i}", torch.full((1024,), 1.0)) for i in range(8)]
+sys.stdout.buffer.write(publisher.publish(epoch=1, version=1, step=1, tensors=first) + b"\\n")
+def endless():
+    for i in range(10**9):
+        if i == 5:
+            print("writing", flush=True)
+            sys.stdin.read()
+        yield f"t{i}", torch.full((1024,), 2.0)
+publisher.publish(epoch=1, version=2, step=2, tensors=endless())
+"""
+
+
+async def test_a_publisher_killed_in_mid_write_leaves_nothing_that_anybody_reads(config, tmp_path, stream, replica):
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", CRASHING, config.transport, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    data = await asyncio.to_thread(process.stdout.readline)
+    assert await asyncio.to_thread(process.stdout.readline) == b"writing\n"
+    root = transports_module.make_transport(config.transport, tmp_path).root
+    draft = [entry for entry in root.iterdir() if entry.name.startswith(".draft-1-2-")]
+    assert len(draft) == 1
+    assert len(list(draft[0].iterdir())) >= 4  # some shards are written
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    process.stdin.close()
+    process.stdout.close()
+    await stream.put(data.rstrip(b"\n"))  # version 1 stays whole for a late joiner
+    await replica.until(1)
+    assert replica.applied[0][1]["t3"].tolist() == [1.0] * 1024
+    successor = Publisher(config, "r", tmp_path)
+    assert folders(successor) == ["v-1-1"]
+    await stream.put(publish(successor, 2, epoch=2))
+    await replica.until(2)
+    publish(successor, 3, epoch=2)
+    assert folders(successor) == ["v-2-2", "v-2-3"]
+    successor.close(unlink=True)
+
+
+def test_a_start_removes_stale_versions_but_the_newest(config, tmp_path):
+    first = Publisher(config, "r", tmp_path)
+    for version in (1, 2):
+        publish(first, version)
+    (first.root / ".draft-1-3-99999").mkdir()
+    (first.root / "v-1-10").mkdir()
+    (first.root / "something else").mkdir()
+    second = Publisher(config, "r", tmp_path)
+    assert folders(second) == ["something else", "v-1-10"]
+    publish(second, 10, epoch=1)  # a fresh run in an old directory may use the numbers again
+    assert decode((second.root / "v-1-10" / "manifest.json").read_bytes()).pair == (1, 10)
+    second.close(unlink=True)
+    assert folders(second) == ["something else"]
+    (second.root / "something else").rmdir()
+    second.root.rmdir()
+
+
+def test_the_supervisor_gives_the_memory_of_an_ended_run_back_without_torch(tmp_path):
+    publisher = Publisher(WeightsConfig(), "r", tmp_path)
+    manifest = decode(publish(publisher, 1))
+    mapped = map_version(publisher.root / "v-1-1", manifest)
+    program = """
+import pathlib, sys
+from streamrl.weight_sync.transports import release_memory
+release_memory(pathlib.Path(sys.argv[1]))
+release_memory(pathlib.Path(sys.argv[1]))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert not publisher.root.exists()
+    assert same(mapped, tensors(1))
+
+
+def test_one_version_is_published_once(publisher, config, tmp_path):
+    other = Publisher(config, "r", tmp_path)
+    publish(publisher, 1)
+    with pytest.raises(WeightsError, match="another learner"):
+        publish(other, 1)
+    assert folders(publisher) == ["v-1-1"]
+    other.close(unlink=False)
+
+
+@pytest.fixture
+def tiny_memory(tmp_path):
+    """A real file system of 256 KiB."""
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(mount)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"mounting a tmpfs needs root: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_full_shared_memory_is_a_clear_error_and_leaves_nothing(tmp_path, tiny_memory, monkeypatch, checked):
+    monkeypatch.setattr(transports_module, "_SHARED_MEMORY", tiny_memory)
+    monkeypatch.setattr("streamrl.weight_sync.publisher._SLACK_BYTES", 0)
+    if not checked:  # the check is a courtesy; the file system has the last word
+        monkeypatch.setattr("streamrl.weight_sync.publisher.check_room", lambda transport, need: None)
+    publisher = Publisher(WeightsConfig(shard_bytes=16384), "r", tmp_path)
+    small = [("a", torch.zeros(1000))]
+    publisher.publish(epoch=1, version=1, step=1, tensors=small)
+    with pytest.raises(CannotCreate) as caught:
+        publisher.publish(epoch=1, version=2, step=2, tensors=[(f"t{i}", torch.zeros(4096)) for i in range(20)])
+    assert "weights.transport=directory" in caught.value.hint
+    assert caught.value.exit_code == 73
+    assert folders(publisher) == ["v-1-1"]
+    publisher.publish(epoch=1, version=2, step=2, tensors=small)
+    assert folders(publisher) == ["v-1-1", "v-1-2"]
+
+
+def test_room_is_checked_without_a_mount_too(publisher, monkeypatch):
+    """Same as above where nobody may mount: the answer of the file system is played, because it cannot be had."""
+
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(transports_module.os, "statvfs", lambda path: Full)
+    with pytest.raises(CannotCreate, match="no room"):
+        publish(publisher, 1)
+    assert folders(publisher) == []
+
+
+def test_a_root_of_somebody_else_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(transports_module, "_SHARED_MEMORY", tmp_path)
+    root = transports_module.ShmTransport.of_run(tmp_path).root
+    (tmp_path / "elsewhere").mkdir()
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CannotCreate, match="somebody else"):
+        Publisher(WeightsConfig(), "r", tmp_path)
+
+
+def test_bad_tensors_and_the_deadline_of_a_publisher(tmp_path):
+    publisher = Publisher(WeightsConfig(transport="directory", deadline=0.05, shard_bytes=1), "r", tmp_path)
+    with pytest.raises(WeightsError, match="twice"):
+        publisher.publish(epoch=1, version=1, step=1, tensors=[("a", torch.zeros(1)), ("a", torch.zeros(1))])
+    with pytest.raises(WeightsError, match="complex64"):
+        publisher.publish(epoch=1, version=1, step=1, tensors=[("a", torch.zeros(1, dtype=torch.complex64))])
+
+    def slow():
+        yield "a", torch.zeros(1)
+        time.sleep(0.1)
+        yield "b", torch.zeros(1)
+        yield "c", torch.zeros(1)
+
+    with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+        publisher.publish(epoch=1, version=1, step=1, tensors=slow())
+    assert folders(publisher) == []
