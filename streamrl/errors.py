@@ -13,8 +13,7 @@ StreamrlError            70  a bug of ours unless a subclass says otherwise
 ├── WireError            70  bytes that are no message of ours (the message goes to the dead letters)
 ├── WeightsError         70  a version of the weights that must not be applied
 ├── Fenced                0  a newer process of the same role took over: leave quietly
-├── Forgotten            75  Redis came back from the past and does not know this process: start again
-└── NotReady              3  a role failed before it was ready: do not restart it
+└── Forgotten            75  Redis came back from the past and does not know this process: start again
 ```
 
 Every error says what happened, where, and in `hint` how to mend it. All are picklable and take keyword-free
@@ -122,12 +121,6 @@ class Forgotten(StreamrlError):
     """Redis lost some seconds and with them the take-over of this process; nobody newer is there, so start again."""
 
     exit_code = ExitCode.TEMPORARY
-
-
-class NotReady(StreamrlError):
-    """A role failed before it was ready for work."""
-
-    exit_code = ExitCode.NOT_READY
 
 
 def unwrap(error: BaseException) -> BaseException:

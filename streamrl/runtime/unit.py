@@ -68,11 +68,6 @@ class Unit:
         self._stop_reason = ""
         self._last = False
 
-    @property
-    def pids(self) -> Mapping[str, int]:
-        """Process ids by name of the processes that run."""
-        return {name: process.pid for name, process in self._processes.items()}
-
     async def keep(self, gate: Coroutine[Any, Any, None]) -> None:
         """Start the unit when `gate` has returned, and again after each death, until its state is final.
 

@@ -20,7 +20,6 @@ from streamrl.errors import (
     DeadlineExceeded,
     ExitCode,
     Fenced,
-    NotReady,
     Refused,
     StreamrlError,
     Unreachable,
@@ -143,7 +142,6 @@ ERRORS = [
     (Unreachable, 69),
     (DeadlineExceeded, 75),
     (WireError, 70),
-    (NotReady, 3),
     (Fenced, 0),
 ]
 
