@@ -19,7 +19,7 @@ COUNTS = ("admitted", "trained", "dropped", "dead", "evaluated", "live", "lost",
 
 
 def audit(chosen: Path | None, *, json: bool) -> int:
-    """Show where every group of a run is; 1 when one was lost or trained twice."""
+    """Show where every group of a run is; 1 when one was lost or trained twice, or nothing is proved."""
     found = asyncio.run(audit_run(find_run(chosen)))
     if json:
         output.write_json(SCHEMA, msgspec.to_builtins(found))
@@ -44,6 +44,8 @@ def _print(found: Audit) -> None:
     for kind, ids in (("lost", found.lost_ids), ("twice", found.twice_ids)):
         if ids:
             output.write(f"{kind} ids: {' '.join(ids)}")
+    for reason in found.unproved:
+        output.write(f"unproved: {reason}")
     for fault in found.faults:
         output.write(f"fault: {fault}")
-    output.write("nothing lost, nothing trained twice" if found.proved else "NOT PROVED: see the ids above")
+    output.write("nothing lost, nothing trained twice" if found.proved else "NOT PROVED: see above")

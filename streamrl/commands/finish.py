@@ -17,8 +17,8 @@ from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, write_summary
 _NOTE_EVERY: Final = 0.25
 
 
-def finish(config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """Audit the run, write its summary and its picture, print the table; returns the summary.
+def finish(config: RunConfig, run_dir: Path) -> bool:
+    """Audit the run, write its summary and its picture, print the table; returns whether the audit holds.
 
     Raises:
         StreamrlError: as `write_summary`.
@@ -28,7 +28,7 @@ def finish(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     with Measuring() as measuring:
         summary = asyncio.run(write_summary(config, run_dir, counts, measuring.on_progress))
     show(config, run_dir, summary, found)
-    return summary
+    return found.proved
 
 
 class Measuring:
@@ -83,6 +83,8 @@ def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit
     console.print(table)
     if not found.proved:
         console.print(f"AUDIT: {found.lost} lost, {found.twice} trained twice", style="bold red")
+        for reason in found.unproved:
+            console.print(f"AUDIT: {reason}", style="bold red")
     output.write("")
     output.write(f"learning curve  {run_dir / CURVE_FILE}")
     output.write(f"figures         {run_dir / SUMMARY_FILE}")

@@ -44,8 +44,8 @@ def up(
     `resume` and neither, the run goes on as it is.
 
     Returns:
-        0 finished, or drained after the first Ctrl-C; 1 a role failed for good (78, 73: configuration, disk); 130 or
-        143 cut short by a second signal.
+        0 finished, or drained after the first Ctrl-C; 1 a role failed for good (78, 73: configuration, disk), or the
+        closing audit does not hold; 130 or 143 cut short by a second signal.
 
     Raises:
         StreamrlError: configuration, data, model or directory do not allow the start.
@@ -66,8 +66,7 @@ def up(
         return int(outcome.exit_code)
     from streamrl.commands.finish import finish
 
-    finish(prepared.config, prepared.run_dir)
-    return int(outcome.exit_code)
+    return int(outcome.exit_code if finish(prepared.config, prepared.run_dir) else ExitCode.FAILURE)
 
 
 def _configuration(

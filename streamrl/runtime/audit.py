@@ -37,8 +37,10 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Groups by where they are; every id is counted once, and what was trained counts as trained.
 
     `admitted` = trained + dropped + dead + evaluated + live + lost. `lost` and `twice` must be 0. `lost_ids` and
-    `twice_ids` list the first hundred, held-out groups as `eval:ID`. `faults` are breaches of the structure of the
-    ledger or of the checkpoint; while roles are running they may name groups on the move.
+    `twice_ids` list the first hundred, held-out groups as `eval:ID`. `unproved` says why the records prove nothing: the
+    checkpoint that Redis retired for is missing, or its log does not fit the weights. `faults` are breaches of the
+    structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past); while
+    roles are running they may name groups on the move.
     """
 
     admitted: int
@@ -52,12 +54,13 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     lost_ids: list[str]
     twice_ids: list[str]
     checkpoint: str | None
+    unproved: list[str]
     faults: list[str]
 
     @property
     def proved(self) -> bool:
-        """Nothing lost, nothing trained twice."""
-        return self.lost == 0 and self.twice == 0
+        """Nothing lost, nothing trained twice, and the records that say so fit together."""
+        return self.lost == 0 and self.twice == 0 and not self.unproved
 
 
 class _Places(msgspec.Struct):
@@ -83,7 +86,9 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     del config
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
-    meta, gids, faults = await _chain(run_dir, ledgers.train)
+    meta, gids, unproved = await _chain(run_dir, ledgers.train)
+    both_ways = sorted(set(gids) & (train[1].dropped | train[1].dead))
+    faults = [f"group {gid} is trained, and dropped or dead as well" for gid in both_ways[:_LISTED]]
     repeats = {gid: count - 1 for gid, count in Counter(gids).items() if count > 1}
     first = _settle(train, set(gids))
     second = _settle(held_out, await asyncio.to_thread(read_evaluated, run_dir))
@@ -106,6 +111,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
         lost_ids=lost[:_LISTED],
         twice_ids=[str(gid) for gid in sorted(repeats)][:_LISTED],
         checkpoint=meta.name if meta else None,
+        unproved=unproved,
         faults=faults,
     )
 
@@ -134,25 +140,25 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
 
 
 async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
-    """The greatest valid checkpoint, the ids of its chain, and what is wrong with them."""
+    """The greatest valid checkpoint, the ids of its chain, and why they prove nothing."""
     checkpoints = Checkpoints(run_dir / "checkpoints")
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
-    faults = []
+    unproved = []
     if meta is None and parse_name(state.checkpoint) != NOWHERE:
-        faults.append(f"Redis retired for ckpt-{state.checkpoint}: no valid checkpoint goes on from it")
+        unproved.append(f"Redis retired for ckpt-{state.checkpoint}: no valid checkpoint goes on from it")
         meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch)
     if meta is None:
-        return None, [], faults
+        return None, [], unproved
     gids = read_chain(checkpoints.folder, meta.chain)
     digest = TrainedDigest()
     digest.add(gids)
     if (digest.count, digest.hexdigest) != (meta.count, meta.digest):
-        faults.append(
+        unproved.append(
             f"ckpt-{meta.name}: its weights were trained on {meta.count} groups with digest {meta.digest}, the log has"
             f" {digest.count} with {digest.hexdigest}"
         )
-    return meta, gids, faults
+    return meta, gids, unproved
 
 
 def read_evaluated(run_dir: Path) -> set[int]:

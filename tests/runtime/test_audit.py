@@ -150,11 +150,24 @@ async def test_trained_ids_above_the_cursor_are_legal(book):
     assert found.admitted == 3
 
 
-async def test_a_digest_that_does_not_fit_the_log_is_a_fault(book):
+async def test_a_log_that_does_not_fit_the_weights_proves_nothing(book):
     await book.admit(2)
     book.save([0, 1], count=3)
-    (fault,) = (await book.audit()).faults
-    assert "trained on 3 groups" in fault
+    found = await book.audit()
+    (reason,) = found.unproved
+    assert "trained on 3 groups" in reason
+    assert (found.lost, found.twice, found.proved) == (0, 0, False)
+
+
+async def test_trained_and_dropped_at_once_is_told_and_counted_once(book):
+    await book.admit(3)
+    await book.close()
+    assert await book.ledgers.train.drop(NONCE, 1, "stale")
+    book.save([0, 1])
+    found = await book.audit()
+    assert counts(found) == {"trained": 2, "live": 1}
+    assert "group 1 is trained, and dropped or dead as well" in found.faults
+    assert found.proved
 
 
 async def test_a_missing_checkpoint_shows_as_loss(book):
@@ -166,7 +179,7 @@ async def test_a_missing_checkpoint_shows_as_loss(book):
     path.rename(book.run_dir / "elsewhere")
     found = await book.audit()
     assert found.lost == 2
-    assert "ckpt-1-1" in found.faults[0]
+    assert "ckpt-1-1" in found.unproved[0]
 
 
 async def test_a_void_checkpoint_does_not_count(book):
