@@ -224,7 +224,7 @@ class WeightsConfig(Section):
     transport: Literal["shm", "directory"] = Field("shm", description="shm: /dev/shm of this host; directory: run's")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
     shard_bytes: Size = Field(256 << 20, description="largest shard file")
-    deadline: Duration = Field(120.0, description="longest time to publish, read or apply a version and of a decode step")
+    deadline: Duration = Field(120.0, description="longest time to publish or apply a version, and of a decode step")
 
 
 class EvaluationConfig(Section):
@@ -259,7 +259,7 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name; keys in Redis carry it")
     seed: Natural = Field(0, description="seed of data order, sampling and initialisation")
     max_staleness: Natural = Field(1, description="steps a prompt may be admitted ahead of the learner")
-    max_dead: Positive = Field(1000, description="dead letters that stop admission")
+    max_dead: Positive = Field(1000, description="dead letters, of training or held-out prompts, that end the run")
     redis: RedisConfig = Field(default_factory=RedisConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from streamrl.errors import Refused
 from streamrl.queues import Ledger
 from streamrl.queues.records import Admission, AdmitOutcome
 
@@ -54,10 +55,11 @@ class Admitter:
 
         Returns:
             ADMITTED: all of them. FULL: there was room for some, perhaps for none. MOVED: the cursor was elsewhere,
-            call again. TOO_MANY_DEAD: the ledger stopped admission.
+            call again.
 
         Raises:
-            Refused: the ledger holds groups of other data.
+            Refused: the ledger holds groups of other data, or so many dead letters that somebody has to look at them;
+                the groups in flight are untouched.
         """
         last = self.cursor + min(limit, BURST)
         gids = range(self.cursor, last if end is None else min(last, end))
@@ -69,8 +71,19 @@ class Admitter:
         answers = [task.result() for task in tasks]
         self.cursor = answers[-1].cursor
         outcomes = {answer.outcome for answer in answers}
-        worst = (AdmitOutcome.TOO_MANY_DEAD, AdmitOutcome.FULL, AdmitOutcome.MOVED)
+        if AdmitOutcome.TOO_MANY_DEAD in outcomes:
+            raise await self._too_many_dead()
+        worst = (AdmitOutcome.FULL, AdmitOutcome.MOVED)
         return next((outcome for outcome in worst if outcome in outcomes), AdmitOutcome.ADMITTED)
+
+    async def _too_many_dead(self) -> Refused:
+        dead = (await self._ledger.state()).dead
+        kind, option = ("held-out ", " --eval") if self._ledger.evaluation else ("", "")
+        return Refused(
+            f"{dead} dead {kind}letters, max_dead is {self._terms.max_dead}: nothing more is admitted",
+            f"`streamrl dead ls{option}` shows them; mend the cause, `streamrl dead replay all{option}` (or `drop`), or"
+            " raise max_dead, then `streamrl up --resume`",
+        )
 
     async def _admit_one(self, gid: int, version: int) -> Admission:
         terms = self._terms

@@ -95,6 +95,7 @@ class Evaluation:
 
         Raises:
             Fenced: a newer feeder took over.
+            Refused: `max_dead` held-out letters.
         """
         while not self._role.stop.is_set():
             version = self._bell.version
@@ -131,10 +132,6 @@ class Evaluation:
         if self._admitter.cursor >= current.end or self._room == 0:
             return False
         outcome = await self._admitter.admit(current.version, limit=self._room, end=current.end)
-        if outcome is AdmitOutcome.TOO_MANY_DEAD:
-            logger.error("too many dead letters, evaluation round cut short", extra={"round": current.version})
-            self._round = Round(current.version, current.first, self._admitter.cursor)
-            return False
         if outcome is AdmitOutcome.FULL:
             self._room = 0
         return outcome is not AdmitOutcome.FULL

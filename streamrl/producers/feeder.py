@@ -3,15 +3,14 @@
 ```
 FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
 MOVED -> go on where Redis says
-end   -> finish(), then watch: when Redis goes back, the lost groups are admitted again
-dead  -> too many dead letters: say so and wait; somebody has to look at them
+end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
+dead  -> too many dead letters: end with an error; somebody has to look at them
 ```
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Final
 
 from streamrl.config import RunConfig
@@ -24,7 +23,6 @@ from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome
 
-logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
@@ -37,7 +35,7 @@ async def run_feeder(role: Role) -> None:
 
     Raises:
         DataError: a prompt file is missing or has a line that cannot be used.
-        Refused: the run holds groups of other data, another seed or another group size.
+        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters.
         Fenced: a newer feeder took over the held-out ledger.
     """
     config = role.config
@@ -104,17 +102,19 @@ class Training:
         self._show("starting")
 
     async def run(self) -> None:
-        """Admit until the role stops."""
+        """Admit until the role stops.
+
+        Raises:
+            Refused: as `Admitter.admit`.
+        """
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version
             if self._end is not None and self._admitter.cursor >= self._end:
-                await self._finish(self._end)
+                await self._finish(self._end // len(self._data))
                 continue
             outcome = await self._admitter.admit(version, limit=limit, end=self._end)
-            if outcome is AdmitOutcome.TOO_MANY_DEAD:
-                await self._stopped()
-            elif outcome is AdmitOutcome.FULL:
+            if outcome is AdmitOutcome.FULL:
                 self._show("full")
                 rung = await self._bell.wait(version, pause)
                 # Only a step makes room for many; between steps one prompt at a time is enough to ask with.
@@ -127,26 +127,14 @@ class Training:
         config = self._role.config
         return self._data.prompts[self._data.index(gid, config.seed, shuffle=config.data.shuffle)]
 
-    async def _finish(self, end: int) -> None:
-        if await self._ledger.finish(end, end // len(self._data)):
+    async def _finish(self, epochs: int) -> None:
+        """Say that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
+        pause = _LONGEST_PAUSE
+        if await self._ledger.finish(self._admitter.cursor, epochs):
             self._show("end of data")
-            await self._bell.wait(self._bell.version, _IDLE_PAUSE)
+            pause = _IDLE_PAUSE
+        await self._bell.wait(self._bell.version, pause)
         await self._admitter.locate()
-
-    async def _stopped(self) -> None:
-        dead = (await self._ledger.state()).dead
-        words = f"stopped: {dead} dead letters"
-        if self._role.status.get("admission") != words:
-            logger.error(
-                "too many dead letters, admission stopped",
-                extra={
-                    "dead": dead,
-                    "limit": self._role.config.max_dead,
-                    "hint": "streamrl dead ls; then dead replay or dead drop, or a larger max_dead",
-                },
-            )
-        self._show(words)
-        await self._bell.wait(self._bell.version, _IDLE_PAUSE)
 
     def _show(self, state: str) -> None:
         cursor = self._admitter.cursor

@@ -96,6 +96,20 @@ async def test_dead_groups_do_not_block_a_round(run, hands_of):
             assert role.status["accuracy"] == 1.0
 
 
+async def test_too_many_dead_held_out_letters_end_the_feeder(run, hands_of):
+    run.evaluate(prompts=3).set(None, max_dead=2)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers, stop=False) as (_, task):
+            for lease in await until(lambda: hands.lease(ledgers.evaluation.keys.prompts)):
+                await ledgers.evaluation.fail_prompt(lease, "broken")
+            await publish(ledgers, 2)
+            with pytest.raises(Refused, match="dead held-out letters, max_dead is 2") as caught:
+                await asyncio.wait_for(task, 30)
+        assert "streamrl dead ls --eval" in caught.value.hint
+
+
 async def test_no_more_than_a_quarter_of_the_slots_is_held_out(run, hands_of):
     run.evaluate(prompts=6, samples=2).set("engine", slots=16)
     assert evaluation_budget(run.config) == 2

@@ -110,21 +110,73 @@ async def test_other_data_another_seed_or_group_size_are_refused(run):
         assert (await ledgers.train.state()).cursor == 4
 
 
-async def test_dead_letters_stop_admission_without_ending_the_feeder(run, caplog):
+async def test_too_many_dead_letters_end_the_feeder_and_nothing_in_flight_is_lost(run):
     run.set(None, max_dead=2)
     async with run.open() as ledgers:
         hands = await Hands(ledgers.train).fence()
-        async with run.running(run_feeder, "feeder.0", ledgers) as (role, task):
+        async with run.running(run_feeder, "feeder.0", ledgers, stop=False) as (role, task):
             await until(lambda: role.status.get("admission") == "full")
-            for lease in await hands.lease(ledgers.train.keys.prompts):
-                await ledgers.train.fail_prompt(lease, "broken")
-            await until(lambda: str(role.status["admission"]).startswith("stopped: "))
-            assert not task.done()
-            cursor = (await ledgers.train.state()).cursor
-            assert "too many dead letters" in caplog.text
-            await ledgers.train.drop_dead([letter.entry for letter in await ledgers.train.dead_letters()])
+            leases = await hands.lease(ledgers.train.keys.prompts)
+            await ledgers.train.fail_prompt(leases[0], "broken")
+            await ledgers.train.fail_sample(leases[1], 0, "broken")
+            with pytest.raises(Refused, match="dead letters, max_dead is 2") as caught:
+                await asyncio.wait_for(task, 30)
+        assert caught.value.exit_code == 78
+        assert "streamrl dead ls" in caught.value.hint
+        assert (await ledgers.train.state()).live == len(leases) - 1
+        await ledgers.train.drop_dead([letter.entry for letter in await ledgers.train.dead_letters()])
+        cursor = (await ledgers.train.state()).cursor
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # somebody has looked at them
             await until(lambda: moved(ledgers.train, cursor))
-            await until(lambda: role.status["admission"] == "full")
+
+
+async def test_fewer_epochs_than_were_begun_end_the_data_where_it_stands(run):
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admitted") == 4)
+            await hands.step()
+            await until(lambda: role.status.get("admitted") == 8)
+        run.set("data", epochs=1)
+        asked = []
+        finish = ledgers.train.finish
+
+        async def counted(*arguments):
+            asked.append(arguments)
+            return await finish(*arguments)
+
+        ledgers.train.finish = counted
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admission") == "end of data")
+            await asyncio.sleep(0.3)
+        state = await ledgers.train.state()
+        assert (state.done, state.cursor, state.epochs) == (8, 8, 1)
+        assert len(asked) <= 3
+        run.set("data", epochs=2)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # and on again with more
+            while (await ledgers.train.state()).done != 10:
+                await hands.step()
+        await hands.step()
+    assert hands.prompts == expected(run, 10)
+
+
+async def test_a_cursor_that_moves_while_the_end_is_announced_is_asked_for_with_pauses(run):
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        asked = []
+
+        async def refuses(*arguments):
+            asked.append(arguments)
+            return False
+
+        ledgers.train.finish = refuses
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            while role.status.get("admitted") != 10:
+                await hands.step()
+            await until(lambda: asked)
+            asked.clear()
+            await asyncio.sleep(0.5)
+            assert len(asked) <= 12
 
 
 async def test_redis_goes_back_in_time_and_the_same_prompts_come_again(run):
