@@ -79,8 +79,9 @@ def describe(event: Event) -> tuple[str, bool]:
     if isinstance(event, DrainStage):
         return f"draining {', '.join(event.roles)}: up to {event.seconds:.0f} s ({event.advice})", False
     if isinstance(event, StateChanged) and event.state.value in _BAD_STATES:
-        pause = f", again in {event.pause:.1f} s" if event.pause is not None else ""
-        return f"{event.role} {event.state.value}: {event.reason}{pause}", True
+        if event.pause is None:  # the supervisor tells the reason itself when a role has failed for good
+            return f"{event.role} {event.state.value}", True
+        return f"{event.role} {event.state.value}: {event.reason}, again in {event.pause:.1f} s", True
     if isinstance(event, LogLine) and not event.tail:
         record = _record(event.line)
         if record.get("level") in _LOUD:

@@ -147,8 +147,9 @@ class Supervisor:
         if self._outcome is None:
             raise AssertionError("the drain began without an outcome")
         outcome = self._final(self._outcome)
-        text = "run finished" if outcome.finished else f"run ended: {outcome.reason}"
-        self._send(Notice(text, error=outcome.exit_code != ExitCode.OK))
+        failed = outcome.exit_code != ExitCode.OK  # then the reason has been told, and is told again at the very end
+        text = "run finished" if outcome.finished else "run ended" if failed else f"run ended: {outcome.reason}"
+        self._send(Notice(text, error=failed))
         return outcome
 
     def hurry(self, number: int) -> None:
