@@ -21,6 +21,8 @@ from streamrl.queues.role import Role
 logger = logging.getLogger(__name__)
 
 _RECORD_SECONDS: Final = 1.0
+_DRAIN_SHARE: Final = 0.15
+"""Part of the run's drain in which a worker finishes what is in hand; what is left is handed back."""
 
 
 async def run_reward_worker(role: Role) -> None:
@@ -44,6 +46,7 @@ async def run_reward_worker(role: Role) -> None:
         role.config.lease,
         role.config.reward_worker.concurrency,
         worker.handle,
+        drain=_DRAIN_SHARE * role.config.supervisor.drain_deadline,
     )
     role.ready()
     async with asyncio.TaskGroup() as tasks:

@@ -179,6 +179,21 @@ async def test_a_drain_finishes_what_is_in_hand(redis_run, make_config, tmp_path
                                   "rewards_for_tests:waits_in_the_middle/late": 1.0}  # fmt: skip
 
 
+async def test_a_drain_ends_within_its_share_and_hands_back_what_is_in_hand(redis_run, make_config, tmp_path):
+    config = make_config("rewards_for_tests:waits_in_the_middle", deadline=60)
+    config = config.model_copy(update={"supervisor": config.supervisor.model_copy(update={"drain_deadline": 2.0})})
+    async with open_ledgers(config, redis_run.run_dir) as ledgers:
+        await put(ledgers.train, 0, ["a"], metadata={"folder": str(tmp_path)})
+        role = Role("reward.0", config, redis_run.run_dir, ledgers)
+        task = asyncio.create_task(run_reward_worker(role))
+        await eventually(lambda: list(tmp_path.glob("in-*")))
+        role.stop.set()
+        await asyncio.wait_for(task, 20)
+        role.close()
+        [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.rollouts, "g", "-", "+", 10)
+        assert (row[1], row[3]) == (b"handed-back", 0)
+
+
 async def test_redis_that_is_killed_and_restarted_costs_no_sample(redis_run, make_config):
     config = make_config()
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
