@@ -114,13 +114,18 @@ class Evaluation:
         await self._collect()
 
     async def _begin(self, version: int) -> bool:
-        """Begin a round when enough versions have passed since the last, the first one at the first version."""
+        """Begin a round when enough versions have passed since the last, the first one at the first version.
+
+        When Redis came back from before the end of an earlier round, some of its groups come again. What the file holds
+        of them counts there, so the round is as much longer.
+        """
         due = 1 if self._round is None else self._round.version + self._config.every
         if version < due:
             return False
+        await self._ledger.lift(self._nonce, self._log.watermark)
         await self._admitter.locate()
         first = self._admitter.cursor
-        begun = Round(version, first, first + self._config.prompts)
+        begun = Round(version, first, self._log.end_of(first, self._config.prompts))
         if not await asyncio.to_thread(self._log.write_round, begun):
             return False
         self._round, self._open, self._room = begun, True, self._budget

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
@@ -71,6 +71,11 @@ class EvaluationLog:
     def watermark(self) -> int:
         """The lowest group that is not in the file."""
         return next(gid for gid in count() if gid not in self.gids)
+
+    def end_of(self, first: int, prompts: int) -> int:
+        """The lowest end for which `first` to `end - 1` have so many groups that are not in the file."""
+        new = (gid for gid in count(first) if gid not in self.gids)
+        return next(islice(new, prompts - 1, None)) + 1
 
     def append(self, groups: Sequence[EvaluatedGroup]) -> bool:
         """Write the groups that are not there yet and return when they are on disk. A repeat writes nothing.

@@ -14,6 +14,7 @@ from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Rou
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.producers.versions import VersionBell
+from streamrl.queues.records import ReplayOutcome
 
 
 def lines(run):
@@ -94,6 +95,49 @@ async def test_dead_groups_do_not_block_a_round(run, hands_of):
             await answer_round(hands, run, 3, lambda gid, sample: 1.0)
             await until(lambda: role.status.get("accuracy_version") == 1)
             assert role.status["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("dead", [None, 0, 3])
+async def test_a_roll_back_of_a_finished_round_takes_nothing_from_the_next(run, hands_of, dead):
+    """Redis forgets groups 2 to 5, which are in the file. Whoever of them comes again counts in no second round."""
+    run.evaluate(prompts=6)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            hands.dead = 0 if dead is None else 1
+            await answer_round(hands, run, 6, lambda gid, sample: None if gid == dead else 0.0)
+            await until(lambda: role.status.get("accuracy_version") == 1)
+            await until(lambda: retired(ledgers))
+            await ledgers.connection.read("HSET", ledgers.evaluation.keys.state, "cursor", "2")
+            await publish(ledgers, 2)
+            await answer_round(hands, run, 12, lambda gid, sample: 1.0)
+            await until(lambda: role.status.get("accuracy_version") == 2)
+            assert role.status["accuracy"] == 1.0
+    found = [line for line in lines(run) if line["round"] == 2]
+    assert len(found) == 6
+    assert all(line["scores"] == [1.0] for line in found)
+    assert len({line["gid"] for line in lines(run)}) == len(lines(run))
+
+
+async def retired(ledgers):
+    return (await ledgers.evaluation.state()).live == 0
+
+
+async def test_a_replayed_group_counts_to_the_round_it_was_asked_in(run, hands_of):
+    run.evaluate(prompts=3, every=2)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            hands.dead = 1
+            await answer_round(hands, run, 3, lambda gid, sample: 1.0 if gid != 1 else None)
+            await publish(ledgers, 2)
+            assert await ledgers.evaluation.replay(1, budget=10, hard_cap=10) is ReplayOutcome.REPLAYED
+            hands.dead = 0
+            await answer_round(hands, run, 3, lambda gid, sample: 0.0)
+            await until(lambda: role.status.get("accuracy") == pytest.approx(2 / 3))
+    assert {line["gid"]: line["round"] for line in lines(run)} == {0: 1, 1: 1, 2: 1}
 
 
 async def test_too_many_dead_held_out_letters_end_the_feeder(run, hands_of):
