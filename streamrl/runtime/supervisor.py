@@ -22,12 +22,14 @@ from streamrl.runtime.logs import log_to_file
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, RENDEZVOUS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.restarts import ExitClass, classify
-from streamrl.runtime.unit import Unit
+from streamrl.runtime.unit import KILL_SECONDS, Unit
 from streamrl.weight_sync.transports import release_memory
 
 logger = logging.getLogger(__name__)
 
 _KEEPS_RUNNING: Final = frozenset({"redis"})
+_LONGEST_KILL: Final = 6 * KILL_SECONDS
+"""Seconds until a unit has ended after SIGKILL, or has given its processes up."""
 _ASKED: Final = frozenset(
     {int(ExitCode.OK), int(ExitCode.INTERRUPTED), int(ExitCode.TERMINATED), -signal.SIGTERM, -signal.SIGKILL}
 )
@@ -241,7 +243,9 @@ class Supervisor:
         if not await self._all_left(stage, hard_end, Haste.TERMINATE):
             for unit in stage:
                 unit.signal(signal.SIGKILL)
-            await asyncio.wait(stage.values())
+            _, left_behind = await asyncio.wait(stage.values(), timeout=_LONGEST_KILL)
+            for task in left_behind:
+                task.cancel()
 
     async def _all_left(self, stage: dict[Unit, asyncio.Task[None]], deadline: float, at_most: Haste) -> bool:
         """Wait until the units of a stage have ended; False at the deadline or when the haste exceeds `at_most`."""

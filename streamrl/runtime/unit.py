@@ -59,6 +59,7 @@ class Unit:
         self._lifeline = lifeline
         self._send = send
         self._stop = asyncio.Event()
+        self._killed = asyncio.Event()
         self._logs = {
             name: RoleLog(name, run_dir / "logs" / f"{name}.jsonl", config.log_bytes) for name in spec.processes
         }
@@ -118,6 +119,8 @@ class Unit:
 
     def signal(self, number: int) -> None:
         """Send a signal: SIGKILL to all in the sessions of the processes, anything else to the processes alone."""
+        if number == signal.SIGKILL:
+            self._killed.set()
         for process in self._processes.values():
             if number == signal.SIGKILL:
                 process.signal(number)
@@ -136,6 +139,7 @@ class Unit:
     async def _live(self) -> int:
         """Run the processes of one start until all are gone; return the exit code that decides, and set the cause."""
         self._cause, self._fenced = "", False
+        self._killed.clear()
         self._told_ready.clear()
         waits: dict[asyncio.Task[int], str] = {}
         watch = asyncio.create_task(self._watch())
@@ -151,6 +155,9 @@ class Unit:
             await asyncio.gather(watch, return_exceptions=True)
             if waits:
                 await asyncio.wait(waits, timeout=KILL_SECONDS)
+                for left_behind in waits:
+                    left_behind.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
             self._processes.clear()
 
     async def _spawn(self, waits: dict[asyncio.Task[int], str]) -> None:
@@ -179,7 +186,8 @@ class Unit:
         """Wait for the first process to end, then see to it that the others do; return the exit code that decides.
 
         When one rank dies the others hang in a collective or are about to die of it, so they are killed. The first
-        rank may work on alone (last checkpoint, export) after the others have finished.
+        rank may work on alone (last checkpoint, export) after the others have finished. What does not end even after
+        SIGKILL is stuck in the kernel and is left behind.
         """
         leader = self.spec.processes[0]
         codes: dict[str, int] = {}
@@ -187,14 +195,30 @@ class Unit:
         while pending:
             crashed = any(code != ExitCode.OK for code in codes.values())
             limit = LAST_WORDS if crashed else LEAVE_TOGETHER if leader in codes else None
-            done, pending = await asyncio.wait(pending, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            done = await self._next_ends(pending, limit)
             if not done:
                 break
+            pending -= done
             codes |= {waits[task]: task.result() for task in done}
+        if not codes:
+            self._cause = self._cause or f"{leader}: does not end after SIGKILL"
+            return -signal.SIGKILL
         order = {ExitClass.HOPELESS: 0, ExitClass.CRASHED: 1, ExitClass.FINISHED: 2}
         name = min(codes, key=lambda name: order[classify(codes[name])])  # the first of the worst class
         self._explain(name, codes[name])
         return codes[name]
+
+    async def _next_ends(self, pending: set[asyncio.Task[int]], limit: float | None) -> set[asyncio.Task[int]]:
+        """Those that end next; none after `limit` seconds, or some seconds after SIGKILL."""
+        killed = asyncio.create_task(_wait(self._killed))
+        either: set[asyncio.Task[Any]] = {*pending, killed}
+        try:
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if killed.done() and not any(task.done() for task in pending):
+                await asyncio.wait(pending, timeout=KILL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            killed.cancel()
+        return {task for task in pending if task.done()}
 
     def _explain(self, name: str, code: int) -> None:
         fenced = [one for one, process in self._processes.items() if process.fenced]
@@ -255,6 +279,7 @@ class Unit:
     def _kill_these(self, processes: Mapping[str, RoleProcess]) -> None:
         for name, process in processes.items():
             if self._processes.get(name) is process:
+                self._killed.set()
                 process.signal(signal.SIGKILL)
 
     def _show_tails(self) -> None:

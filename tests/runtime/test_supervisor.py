@@ -243,6 +243,21 @@ async def test_the_second_signal_stops_now_and_the_third_kills(tmp_path):
     assert not any(psutil.pid_exists(run.pid(role)) for role in ("redis", "rollout.0", "feeder.0"))
 
 
+async def test_a_process_that_not_even_sigkill_ends_does_not_hold_up_the_supervisor(tmp_path, monkeypatch):
+    """As a process that is stuck in the kernel; it ends by itself when its lifeline is closed."""
+    monkeypatch.setattr("streamrl.runtime.process.RoleProcess.signal", lambda process, number: None)
+    monkeypatch.setattr("streamrl.runtime.unit.KILL_SECONDS", 0.2)
+    stuck = unit(tmp_path, "rollout.0", "deaf", "ready", "beats")
+    silent = unit(tmp_path, "reward.0", "deaf", "ready", "beat", "hang")
+    options = {"drain_deadline": 1.0, "liveness_deadline": 0.5, "max_restarts": 1, "window": 1000.0}
+    async with Run(tmp_path, stuck, silent, **options) as run:
+        outcome = await run.outcome()
+    assert (outcome.exit_code, outcome.restarts) == (ExitCode.FAILURE, {"rollout.0": 0, "reward.0": 1})
+    assert "reward.0: event loop silent" in outcome.reason
+    for role in ("rollout.0", "reward.0"):
+        await _gone(run.pid(role))
+
+
 async def test_a_gang_dies_together_and_starts_together_with_a_new_rendezvous(tmp_path):
     names = ["learner.0", "learner.1"]
     gang = unit(
