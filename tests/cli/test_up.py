@@ -223,3 +223,19 @@ def test_a_role_that_cannot_start_fails_the_run(tiny: Path, tmp_path: Path):
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", "--set", broken, cwd=tmp_path)
     assert done.returncode == 78
     assert "broken.jsonl:65: no JSON" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_too_many_dead_letters_end_the_run_with_the_way_on_and_nothing_is_lost(tiny: Path, tmp_path: Path):
+    (tiny / "broken_reward.py").write_text("def fails(sample):\n    raise ValueError('no judge today')\n")
+    changes = ["max_dead=3", "rewards=[{use: broken_reward:fails}]", "reward_worker.attempts=1"]
+    options = [part for change in changes for part in ("--set", change)]
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path)
+    text = done.stdout + done.stderr
+    assert done.returncode == 78, text
+    assert 1 <= text.count("max_dead is 3: nothing more is admitted") <= 2
+    assert "streamrl dead ls" in text
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    assert (data["lost"], data["twice"], data["unproved"], data["faults"]) == (0, 0, [], [])
+    assert data["admitted"] == data["dead"] + data["live"] > 0
+    assert "no judge today" in cli("dead", "ls", cwd=tmp_path).stdout
