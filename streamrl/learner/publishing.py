@@ -96,9 +96,11 @@ class Publishing:
         try:
             manifest = await loop.run_in_executor(self._executor, self._write, version, step, tensors)
         except (CannotCreate, DeadlineExceeded) as error:
-            self._failing_since = self._failing_since if self._failed_steps else started
+            now = time.monotonic()
+            late = bool(self._failed_steps) and now - self._failing_since > self._deadline
+            if not self._failed_steps:
+                self._failing_since = now  # not the start: a slow write has used up the deadline already
             self._failed_steps.add(step)
-            late = time.monotonic() - self._failing_since > self._deadline
             if late or len(self._failed_steps) >= _MAX_FAILURES:
                 raise
             logger.warning("version not published", extra={"version": version, "error": str(error)})

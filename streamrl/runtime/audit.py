@@ -31,6 +31,7 @@ from streamrl.runtime.structure import structural_faults
 
 EVALUATION_FILE: Final = "evaluation.jsonl"
 _LISTED: Final = 100
+_LOOKS: Final = 5
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +145,12 @@ async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int],
     checkpoints = Checkpoints(run_dir / "checkpoints")
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
+    for _ in range(_LOOKS):
+        if meta is not None or (now := await ledger.state()).checkpoint == state.checkpoint:
+            break
+        # A running learner has saved and retired meanwhile, and removed what was being read.
+        state = now
+        meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     unproved = []
     if meta is None and parse_name(state.checkpoint) != NOWHERE:
         unproved.append(f"Redis retired for ckpt-{state.checkpoint}: no valid checkpoint goes on from it")

@@ -7,20 +7,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamrl.errors import CannotCreate
+from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
 
 
 class Shelf:
-    """Publisher, version log and intake at once; `full` refuses every version."""
+    """Publisher, version log and intake at once; `full` refuses every version, `slow` one."""
 
     def __init__(self) -> None:
         self.full = False
+        self.slow = 0
         self.shown: list[int] = []
 
     def publish(self, *, version, **_) -> bytes:
         if self.full:
             raise CannotCreate("no room")
+        if version == self.slow:
+            raise DeadlineExceeded("not written in time")
         return b"%d" % version
 
     def holds_newest(self) -> bool:
@@ -65,7 +68,18 @@ async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_writte
     publishing.close()
 
 
-@pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.0, [1])])
+async def test_one_slow_version_is_left_out():
+    """Its writing has taken the whole deadline when it is given up; that alone is no reason to leave."""
+    shelf = Shelf()
+    shelf.slow = 2
+    async with asyncio.TaskGroup() as tasks:
+        publishing = make(shelf, tasks, deadline=1e-9)
+        await publish(publishing, (1, 0), (2, 1), (3, 2))
+    assert shelf.shown == [1, 3]
+    publishing.close()
+
+
+@pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.0, [1, 1])])
 async def test_it_gives_up_after_three_steps_or_the_deadline(deadline, steps):
     shelf = Shelf()
     shelf.full = True

@@ -224,6 +224,8 @@ class HfEngine:
                 continue
             count += 1
             if outcome.error is not None:
+                if isinstance(outcome.error, Unreachable):
+                    self._fail(outcome.error)  # before anybody can ask for the health and hear of none
                 future.set_exception(outcome.error)
             else:
                 future.set_result(outcome)
