@@ -418,6 +418,12 @@ async def test_cancelling_the_supervisor_leaves_no_process_and_no_shared_memory(
 
 
 async def _gone(pid):
+    def there():
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
     async with asyncio.timeout(20):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+        while there():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
