@@ -175,6 +175,13 @@ def supervised(config, run_dir, *kinds, **supervisor):
     return Run(run_dir, *units, **supervisor)
 
 
+def _there(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def test_redis_that_is_killed_comes_back_with_its_data_and_the_worker_rides_it_out(tmp_path):
     config, run_dir = make_config(), tmp_path / "run"
     async with supervised(config, run_dir, "redis", "reward") as run:
@@ -254,6 +261,6 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind_and_the_next_one_star
         process.stdout.close()
         end = time.monotonic() + 30
         for pid in pids.values():
-            while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            while _there(pid):
                 assert time.monotonic() < end, f"{pids} outlived the supervisor"
                 time.sleep(0.02)
