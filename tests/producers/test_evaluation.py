@@ -146,9 +146,13 @@ async def test_too_many_dead_held_out_letters_end_the_feeder(run, hands_of):
         hands = hands_of(ledgers)
         await publish(ledgers, 1)
         async with run.running(run_feeder, "feeder.0", ledgers, stop=False) as (_, task):
-            for lease in await until(lambda: hands.lease(ledgers.evaluation.keys.prompts)):
-                await ledgers.evaluation.fail_prompt(lease, "broken")
-            await publish(ledgers, 2)
+            version = 1
+            while not task.done():
+                for lease in await hands.lease(ledgers.evaluation.keys.prompts):
+                    await ledgers.evaluation.fail_prompt(lease, "broken")
+                version += 1
+                await publish(ledgers, version)
+                await asyncio.sleep(0.01)
             with pytest.raises(Refused, match="dead held-out letters, max_dead is 2") as caught:
                 await asyncio.wait_for(task, 30)
         assert "streamrl dead ls --eval" in caught.value.hint
