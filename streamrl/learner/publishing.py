@@ -17,6 +17,8 @@ from streamrl.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 _MAX_FAILURES: Final = 3
+_HANGS: Final = 2
+"""Times `weights.deadline` after which a write hangs: the publisher looks at its deadline between shards only."""
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -59,6 +61,7 @@ class Publishing:
         self._failed_steps: set[int] = set()
         self._failing_since = 0.0
         self._manifest = b""
+        self._hung = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
     async def settle(self) -> None:
@@ -87,14 +90,15 @@ class Publishing:
 
     def close(self) -> None:
         """End the thread. The published versions stay: engines and the evaluation at the end still need them."""
-        self._executor.shutdown()
+        self._executor.shutdown(wait=not self._hung)
         self._publisher.close(unlink=False)
 
     async def _publish(self, version: int, step: int, tensors: Tensors) -> None:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
-            manifest = await loop.run_in_executor(self._executor, self._write, version, step, tensors)
+            async with asyncio.timeout(_HANGS * self._deadline):
+                manifest = await loop.run_in_executor(self._executor, self._write, version, step, tensors)
         except (CannotCreate, DeadlineExceeded) as error:
             now = time.monotonic()
             late = bool(self._failed_steps) and now - self._failing_since > self._deadline
@@ -105,6 +109,12 @@ class Publishing:
                 raise
             logger.warning("version not published", extra={"version": version, "error": str(error)})
             return
+        except TimeoutError as error:
+            # The thread is stuck in a write that never returns, and every later version would wait behind it.
+            self._hung = True
+            raise DeadlineExceeded(
+                f"version {version} is being written and does not end", "look at the disk"
+            ) from error
         self._failed_steps.clear()
         self.version, self._manifest = version, manifest
         await self._intake.consume(version, manifest)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+import itertools
+import threading
+import time
 
 import pytest
 
@@ -23,6 +25,7 @@ class Shelf:
         if self.full:
             raise CannotCreate("no room")
         if version == self.slow:
+            time.sleep(0.6)  # the fault: it takes longer than its deadline
             raise DeadlineExceeded("not written in time")
         return b"%d" % version
 
@@ -73,25 +76,38 @@ async def test_one_slow_version_is_left_out():
     shelf = Shelf()
     shelf.slow = 2
     async with asyncio.TaskGroup() as tasks:
-        publishing = make(shelf, tasks, deadline=1e-9)
+        publishing = make(shelf, tasks, deadline=0.5)
         await publish(publishing, (1, 0), (2, 1), (3, 2))
     assert shelf.shown == [1, 3]
     publishing.close()
 
 
-@pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.0, [1, 1])])
+async def test_a_write_that_never_returns_ends_the_learner():
+    shelf, release = Shelf(), threading.Event()
+    shelf.publish = lambda **_: release.wait(60)
+    try:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as tasks:
+                publishing = make(shelf, tasks, deadline=0.01)
+                await publish(publishing, (1, 0))
+                await asyncio.Event().wait()
+        assert caught.group_contains(DeadlineExceeded, match="does not end")
+        publishing.close()
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.2, itertools.repeat(1))])
 async def test_it_gives_up_after_three_steps_or_the_deadline(deadline, steps):
     shelf = Shelf()
     shelf.full = True
-    made = SimpleNamespace(tried=0)
-
-    async def train() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            publishing = make(shelf, tasks, deadline)
-            for made.tried, step in enumerate([*steps, 99], 1):
-                await publish(publishing, (made.tried, step))
-
+    tried = []
     with pytest.raises(ExceptionGroup) as caught:
-        await train()
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            publishing = make(shelf, tasks, deadline)
+            for version, step in enumerate(steps, 1):
+                tried.append(step)
+                await publish(publishing, (version, step))
     assert caught.group_contains(CannotCreate)
-    assert made.tried == len(steps)
+    assert len(tried) > 1
+    assert deadline < 1 or tried == [1, 1, 2, 3]
