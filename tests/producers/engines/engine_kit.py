@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -51,6 +53,12 @@ CONFIGS = {
 
 
 def random_model(kind: str, seed: int, attention: str = "sdpa") -> Any:
+    """The same weights for the same arguments, also while a decode thread draws from torch's global generator."""
+    return copy.deepcopy(_made(kind, seed, attention))
+
+
+@functools.cache
+def _made(kind: str, seed: int, attention: str) -> Any:
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=attention).eval()
 
