@@ -77,40 +77,32 @@ def greatest_logged_epoch(folder: Path) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
-class TrainedLog:
-    """The log of this learner's epoch.
+class EpochFile:
+    """A file that only the learner of one epoch appends to; a checkpoint names the prefix that counts.
 
-    Ids are held in memory until they could be written: a full disk delays the log as it delays the checkpoint, and
-    without the checkpoint the log has no meaning. Writing repeats at the same offset, so a write that failed half way
+    Bytes are held in memory until they could be written: a full disk delays the file as it delays the checkpoint, and
+    without the checkpoint the file has no meaning. Writing repeats at the same offset, so a write that failed half way
     is simply done again.
 
     Args:
-        folder: the run's `checkpoints` directory.
-        epoch: this learner's epoch.
+        folder: where the file lies.
+        file: its name, which carries the epoch.
 
     Raises:
-        CannotCreate: the log is there already (another learner used this epoch) or cannot be made.
+        CannotCreate: the file is there already (another learner used this epoch) or cannot be made.
     """
 
-    def __init__(self, folder: Path, epoch: int) -> None:
-        self.file = trained_file(epoch)
+    def __init__(self, folder: Path, file: str) -> None:
+        self.file = file
         try:
-            self._descriptor = os.open(folder / self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            self._descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except OSError as error:
-            raise CannotCreate(f"{folder / self.file} cannot be made: {error.strerror}") from error
+            raise CannotCreate(f"{folder / file} cannot be made: {error.strerror}") from error
         self._unwritten = b""
         self._written = 0
 
-    def append(self, gids: Iterable[int]) -> None:
-        """Add ids and try to write them; what the disk refuses waits for `sync`."""
-        self._unwritten += b"".join(b"%d\n" % gid for gid in gids)
-        try:
-            self._write()
-        except OSError:
-            return
-
     def sync(self) -> Link:
-        """Write what is left, make the log durable, and return its link of the chain.
+        """Write what is left, make the file durable, and return its link of the chain.
 
         Raises:
             OSError: the disk is full or broken; nothing is forgotten, call again later.
@@ -128,6 +120,21 @@ class TrainedLog:
             count = os.pwrite(self._descriptor, self._unwritten, self._written)
             self._unwritten = self._unwritten[count:]
             self._written += count
+
+
+class TrainedLog(EpochFile):
+    """The log of the ids that this learner's epoch trained, in the run's `checkpoints` directory."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        super().__init__(folder, trained_file(epoch))
+
+    def append(self, gids: Iterable[int]) -> None:
+        """Add ids and try to write them; what the disk refuses waits for `sync`."""
+        self._unwritten += b"".join(b"%d\n" % gid for gid in gids)
+        try:
+            self._write()
+        except OSError:
+            return
 
 
 class VersionNote(NamedTuple):

@@ -7,13 +7,11 @@ what is behind them was written for a checkpoint that never came to be, or by an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import CannotCreate
-from streamrl.learner.chain import Link
+from streamrl.learner.chain import EpochFile, Link
 from streamrl.wire import pack_frame, read_frames
 
 
@@ -33,46 +31,12 @@ def read_record(run_dir: Path, record: Sequence[Link]) -> Iterator[dict[str, Any
         yield from read_frames(run_dir / file, size)
 
 
-class GroupRecord:
-    """The record of this learner's epoch.
-
-    Frames are held in memory until they could be written; writing repeats at the same offset, so a write that failed
-    half way is simply done again.
-
-    Args:
-        run_dir: directory of the run.
-        epoch: this learner's epoch.
-
-    Raises:
-        CannotCreate: the file is there already (another learner used this epoch) or cannot be made.
-    """
+class GroupRecord(EpochFile):
+    """The record of this learner's epoch, in the run directory."""
 
     def __init__(self, run_dir: Path, epoch: int) -> None:
-        self.file = record_file(epoch)
-        try:
-            self._descriptor = os.open(run_dir / self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except OSError as error:
-            raise CannotCreate(f"{run_dir / self.file} cannot be made: {error.strerror}") from error
-        self._unwritten = b""
-        self._written = 0
+        super().__init__(run_dir, record_file(epoch))
 
     def append(self, frame: dict[str, Any]) -> None:
         """Add the frame of one trained group; it is written by the next `sync`."""
         self._unwritten += pack_frame(frame)
-
-    def sync(self) -> Link:
-        """Write the frames, make them durable and return the link of the record.
-
-        Raises:
-            OSError: the disk is full or broken; nothing is forgotten, call again later.
-        """
-        while self._unwritten:
-            count = os.pwrite(self._descriptor, self._unwritten, self._written)
-            self._unwritten = self._unwritten[count:]
-            self._written += count
-        os.fsync(self._descriptor)
-        return self.file, self._written
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
