@@ -21,8 +21,8 @@ from pathlib import Path
 
 import orjson
 
-from streamrl.config import load, save
 from streamrl.queues import embedded, open_ledgers
+from streamrl.runfile import load, save
 
 ROUNDS = 11
 GROUPS = 64

@@ -1,26 +1,14 @@
-"""One typed configuration of a run, with the origin of every value.
+"""The typed configuration of a run: every key with its type, range, default and meaning.
 
-Order of precedence: defaults < run file (YAML) < environment (`STREAMRL_LEARNER__LR=1e-6`) < `--set learner.lr=1e-6`.
-Unknown keys are refused with a did-you-mean. Paths in a run file are relative to that file. `load` returns the
-resolved `RunConfig` and a map from dotted key to origin; `up` writes both into the run directory as `run.json`, and
-every role reads only that file, so all roles of a run see the same values.
-
-This module imports nothing heavy and knows nothing of the roles.
+This module imports nothing heavy and knows nothing of the roles; `streamrl.runfile` reads and writes it.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from streamrl.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _UNITS = {
     "": 1,
@@ -118,12 +106,35 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """What generates inside a rollout replica."""
 
-    kind: Literal["hf"] = Field("hf", description="hf: transformers inside the replica's process")
+    kind: Literal["hf", "vllm", "sglang", "openai"] = Field(
+        "hf",
+        description="hf: transformers in the replica's process, or `streamrl engines serve` at `url`;"
+        " vllm, sglang: servers that streamrl starts, or those at `url`;"
+        " openai: any completions API at `url`, with weights of its own",
+    )
+    url: tuple[str, ...] = Field((), description="servers that run already; empty: the replica starts its own")
+    servers: Positive = Field(1, description="servers that each replica starts (vllm, sglang)")
+    environment: Path | None = Field(
+        None,
+        description="virtual environment of the server; empty: .engines/KIND, from `streamrl engines install`",
+    )
+    flags: dict[str, Any] = Field(
+        default_factory=dict,
+        description="flags of the server without dashes, passed through: `max-num-seqs: 64`; true: bare",
+    )
+    variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
+    devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
+    tensor_parallel: Positive = Field(1, description="devices (CPU: processes) that one server spreads the model over")
+    api_key_file: Path | None = Field(None, description="file with the key of the servers; it is in no argv and no log")
+    start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")
+    stream_interval: Positive = Field(
+        32, description="tokens between two messages of a server; what it sent survives its death"
+    )
     decode: Literal["auto", "slots", "continuous"] = Field(
         "auto",
         description="slots: our static-slot loop (small models); continuous: transformers' paged batching",
     )
-    slots: Positive = Field(64, description="responses decoded at the same time")
+    slots: Positive = Field(64, description="responses decoded at the same time; servers: at most")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the engine")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -135,6 +146,10 @@ class RolloutConfig(Section):
     """Rollout replicas."""
 
     replicas: Positive = Field(1, description="number of replicas the supervisor starts")
+    placement: Literal["standalone", "colocated"] = Field(
+        "standalone",
+        description="standalone: engines have their own devices; colocated: they share them with the learner, in turn",
+    )
 
 
 class LeaseConfig(Section):
@@ -218,13 +233,29 @@ class CheckpointConfig(Section):
     keep: Positive = Field(2, description="newest checkpoints kept")
 
 
+class DeltaConfig(Section):
+    """Versions that carry only the changed values (docs/weights.md)."""
+
+    enabled: bool = Field(False, description="publish deltas between full versions; worth it with dtype bfloat16")
+    every: Positive = Field(20, description="versions from one full version (anchor) to the next")
+    max_density: Fraction = Field(0.1, description="share of changed values above which a rank sends its shard whole")
+
+
 class WeightsConfig(Section):
     """How versions of the weights reach the engines."""
 
-    transport: Literal["shm", "directory"] = Field("shm", description="shm: /dev/shm of this host; directory: run's")
+    transport: Literal["shm", "directory", "http", "collective", "ipc"] = Field(
+        "shm",
+        description="shm: /dev/shm of this host; directory: run's; http: pulled from the learner's host; collective:"
+        " gloo or NCCL broadcast; ipc: CUDA memory of the learner, on one device",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
-    shard_bytes: Size = Field(256 << 20, description="largest shard file")
+    shard_bytes: Size = Field(256 << 20, description="largest shard file, which is also a bucket of the transports")
     deadline: Duration = Field(120.0, description="longest time to publish or apply a version, and of a decode step")
+    delta: DeltaConfig = Field(default_factory=DeltaConfig)
+    host: str = Field("127.0.0.1", description="address that the learner's host listens on (http, collective)")
+    port: Natural = Field(0, description="port of the http transport; 0: any free one")
+    relay: bool = Field(False, description="a replica's host serves what it has pulled to its neighbours (http)")
 
 
 class EvaluationConfig(Section):
@@ -321,180 +352,3 @@ class RunConfig(Section):
                 f" {sampling.group_size} samples with {self.model.context} tokens; set it to {int(need * 1.3) >> 20}MiB"
             )
         return self
-
-
-class LoadedConfig(BaseModel):
-    """A configuration with where each value came from (`default`, `file`, `env`, `set`), by dotted key."""
-
-    config: RunConfig
-    origins: dict[str, str]
-
-
-def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """Load and check the configuration of a run.
-
-    Args:
-        path: YAML file, or None for the defaults alone.
-        overrides: `a.b=c` as given to `--set`; the value is read as YAML.
-        environ: environment; `STREAMRL_A__B=c` sets `a.b`. Defaults to the process environment.
-
-    Raises:
-        ConfigError: file missing or no YAML, unknown key (with a suggestion), wrong type, or values that do not fit
-            together; the message names the key and where its value came from.
-    """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    if path is not None:
-        values = _read_yaml(path)
-        origins.update({key: f"file {path}" for key, _ in _leaves(values)})
-    variables = os.environ if environ is None else environ
-    for name, raw in sorted(variables.items()):
-        if name.startswith("STREAMRL_") and name.removeprefix("STREAMRL_").split("__")[0].lower() in _SECTIONS:
-            _put(values, origins, name.removeprefix("STREAMRL_").lower().replace("__", "."), raw, f"env {name}")
-    for item in overrides:
-        key, equals, raw = item.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {item}: no '='", "write --set learner.lr=1e-6")
-        _put(values, origins, key.strip(), raw, "--set")
-    config = _validate(values, origins)
-    if path is not None:
-        config = _anchor(config, path.resolve().parent)
-    for key, _ in _leaves(config.model_dump(mode="json")):
-        origins.setdefault(key, "default")
-    return LoadedConfig(config=config, origins=origins)
-
-
-def save(loaded: LoadedConfig, path: Path) -> None:
-    """Write a resolved configuration and its origins as JSON (atomically)."""
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(orjson.dumps(loaded.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-    draft.rename(path)
-
-
-def read_saved(path: Path) -> LoadedConfig:
-    """Read what `save` wrote; `ConfigError` when the file is missing or of another version."""
-    try:
-        return LoadedConfig.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
-        ) from error
-    except ValidationError as error:
-        raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
-
-
-_SCHEMA_HINT = "`streamrl config schema` lists every key with its type, range and meaning"
-_EXAMPLE_HINT = "`streamrl init` writes one that works"
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
-    except OSError as error:
-        raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no mapping of keys to values", _EXAMPLE_HINT)
-    return values
-
-
-def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, origin: str) -> None:
-    try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value", "quote it as in YAML") from error
-    if isinstance(value, str):
-        value = _number(value)
-    *parents, last = key.split(".")
-    node = values
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"{origin} {key}: {parent} is no section", _SCHEMA_HINT)
-        node = child
-    node[last] = value
-    origins[key] = origin
-
-
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads `1e-6` as a string; people mean a number."""
-    try:
-        return float(text) if "e" in text.lower() else text
-    except ValueError:
-        return text
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
-
-
-def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
-    try:
-        return RunConfig.model_validate(_floats(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        origin = origins.get(key, "")
-        where = f" ({origin})" if origin else ""
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
-        raise ConfigError(f"{key or 'configuration'}: {first['msg']}{where}", _SCHEMA_HINT) from error
-
-
-def _floats(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _floats(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_floats(value) for value in node]
-    return _number(node) if isinstance(node, str) else node
-
-
-def _suggest(location: Sequence[str | int]) -> str:
-    model: Any = RunConfig
-    for part in location[:-1]:
-        field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
-        model = field.annotation if field is not None else RewardSpec
-    known = list(getattr(model, "model_fields", {}))
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-
-
-def _anchor(config: RunConfig, folder: Path) -> RunConfig:
-    """Make the paths of a run file absolute; a model is a path only when something is there."""
-
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else (folder / path).resolve()
-
-    def model(name: str | None) -> str | None:
-        return str((folder / name).resolve()) if name is not None and (folder / name).exists() else name
-
-    data = config.data.model_copy(
-        update={"train": absolute(config.data.train), "held_out": absolute(config.data.held_out)}
-    )
-    return config.model_copy(
-        update={
-            "data": data,
-            "model": config.model.model_copy(
-                update={"path": model(config.model.path), "tokenizer": model(config.model.tokenizer)}
-            ),
-            "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
-            "plugin_paths": (folder, *((folder / path).resolve() for path in config.plugin_paths)),
-        }
-    )
-
-
-_SECTIONS = frozenset(RunConfig.model_fields)

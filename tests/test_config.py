@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import RunConfig, load, read_saved, save
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.runfile import load, read_saved, save
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -67,8 +67,8 @@ def _borrowed(run: RunDirectory) -> Iterator[str]:
     url: Future[str] = Future()
 
     async def hold() -> None:
-        from streamrl.config import read_saved
         from streamrl.queues.embedded import running
+        from streamrl.runfile import read_saved
 
         config = read_saved(run.path / "run.json").config
         async with running(config.redis, run.path) as address:
@@ -95,9 +95,9 @@ def _borrowed(run: RunDirectory) -> Iterator[str]:
 @contextlib.asynccontextmanager
 async def ledgers(run: RunDirectory) -> AsyncIterator[Ledgers]:
     """Yield the ledgers of a run; its server is started when it is not running."""
-    from streamrl.config import read_saved
     from streamrl.queues import open_ledgers
     from streamrl.queues.embedded import running
+    from streamrl.runfile import read_saved
 
     config = read_saved(run.path / "run.json").config
     # A person waits: not as patient as a role.

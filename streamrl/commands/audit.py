@@ -30,7 +30,7 @@ def audit(chosen: Path | None, *, json: bool) -> int:
 
 async def audit_run(run: RunDirectory) -> Audit:
     """Audit a run, live or stopped."""
-    from streamrl.config import read_saved
+    from streamrl.runfile import read_saved
 
     config = read_saved(run.path / "run.json").config
     async with ledgers(run) as opened:

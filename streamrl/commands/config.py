@@ -9,9 +9,10 @@ from typing import Any
 import orjson
 
 from streamrl.commands import output
-from streamrl.config import LoadedConfig, RunConfig, load, read_saved
+from streamrl.config import RunConfig
 from streamrl.errors import UsageError
 from streamrl.queues.address import redact
+from streamrl.runfile import LoadedConfig, load, read_saved
 
 SHOW_SCHEMA = "streamrl.config/1"
 VALIDATE_SCHEMA = "streamrl.config.validate/1"

@@ -13,11 +13,12 @@ from streamrl.commands.attach import live_probe
 from streamrl.commands.rolestates import RoleStates
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
-from streamrl.config import LoadedConfig, RunConfig, load, read_saved
+from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import Snapshot, take
+from streamrl.runfile import LoadedConfig, load, read_saved
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import Outcome, supervise

@@ -15,9 +15,8 @@ import hashlib
 import logging
 import math
 import traceback
-from collections.abc import Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
 from streamrl.producers.engines import make_engine
@@ -25,11 +24,8 @@ from streamrl.producers.engines.contract import Completion, Engine, Request
 from streamrl.producers.meter import Meter
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
-from streamrl.weight_sync import Follower, Manifest
+from streamrl.weight_sync import Follower
 from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
@@ -110,7 +106,7 @@ class Replica:
         self._missing = 0
         self._opened = 0
         self._follower = Follower(
-            role.ledgers.weights, config.weights, self._apply, run=config.name, run_dir=role.run_dir
+            role.ledgers.weights, config.weights, engine.apply, run=config.name, run_dir=role.run_dir
         )
         self._leases = Leases(
             [role.ledgers.train, role.ledgers.evaluation],
@@ -228,9 +224,6 @@ class Replica:
                 seconds=completion.seconds,
             )
         )
-
-    async def _apply(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        await self._engine.apply(manifest.pair, tensors)
 
     async def _first_version(self) -> bool:
         """Wait for the first version; False when the role stops before."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamrl.config import LoadedConfig, RunConfig, read_saved, save
+from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, UsageError
+from streamrl.runfile import LoadedConfig, read_saved, save
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.plan import plan
 from streamrl.runtime.preflight import Check, preflight

@@ -18,9 +18,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final, NoReturn
 
-from streamrl.config import RunConfig, read_saved
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError
 from streamrl.queues import Role, embedded, open_role
+from streamrl.runfile import read_saved
 from streamrl.runtime import lifeline
 from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.restarts import ExitClass, classify

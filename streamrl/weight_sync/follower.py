@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -15,13 +15,14 @@ from streamrl.errors import WeightsError
 from streamrl.weight_sync.manifest import Manifest, Pair, decode, folder_name
 from streamrl.weight_sync.safetensors_file import DTYPE_NAMES, map_shard
 from streamrl.weight_sync.transports import make_transport
+from streamrl.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
 _MAP_ATTEMPTS: Final = 4
 _MAP_PAUSE: Final = 0.05
 
-Apply: TypeAlias = Callable[[Manifest, Mapping[str, torch.Tensor]], Awaitable[None]]
+Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
 
 class Versions(Protocol):
@@ -46,9 +47,9 @@ class Follower:
     Args:
         stream: the weights stream.
         config: transport, and the deadline of reading and verifying one version.
-        apply: takes the manifest and the tensors, and must have copied what it needs when it returns. It has a deadline
-            of its own: only the engine knows what became of weights that it was about to take. `WeightsError` from it
-            means "not applied, the old version stays"; any other error ends `run`.
+        apply: takes the version, and must have copied what it needs when it returns. It has a deadline of its own:
+            only the engine knows what became of weights that it was about to take. `WeightsError` from it means "not
+            applied, the old version stays"; any other error ends `run`.
         run: name of the run; versions of another run are refused.
         run_dir: run directory.
     """
@@ -91,14 +92,14 @@ class Follower:
         self._check(number, manifest)
         try:
             async with asyncio.timeout(self._config.deadline):
-                tensors = await self._map(manifest)
+                version = await self._map(manifest)
         except TimeoutError as error:
             raise WeightsError(
                 f"version {number} could not be read within {self._config.deadline:g} s", "raise weights.deadline"
             ) from error
-        if tensors is None:
+        if version is None:
             return
-        await self._apply(manifest, tensors)
+        await self._apply(version)
         self._applied = manifest.pair
         self.first.set()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
@@ -117,7 +118,7 @@ class Follower:
         if self._applied is not None and manifest.pair <= self._applied:
             raise WeightsError(f"version {manifest.pair} is not newer than {self._applied}, which is applied")
 
-    async def _map(self, manifest: Manifest) -> dict[str, torch.Tensor] | None:
+    async def _map(self, manifest: Manifest) -> Version | None:
         """Map all shards; None when the version is gone and a newer one is there."""
         for attempt in range(_MAP_ATTEMPTS):
             try:
@@ -143,11 +144,8 @@ class Follower:
         )
 
 
-def map_version(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Map every shard of a version and check sizes, checksums, names, dtypes and shapes.
-
-    Returns:
-        Name to tensor, in the order of the manifest; the tensors are views of mapped files.
+def map_version(folder: Path, manifest: Manifest) -> Version:
+    """Map every shard of a full version and check sizes, checksums, names, dtypes and shapes.
 
     Raises:
         WeightsError: something does not fit the manifest.
@@ -156,10 +154,20 @@ def map_version(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     shards = [map_shard(folder / shard.file, shard) for shard in manifest.shards]
     tensors: dict[str, torch.Tensor] = {}
     for entry in manifest.tensors:
-        tensor = shards[entry.shard].get(entry.name)
-        if tensor is None or list(tensor.shape) != entry.shape or DTYPE_NAMES[tensor.dtype] != entry.dtype:
+        parts = [shards[part].get(entry.name) for part in entry.parts]
+        found = [part for part in parts if part is not None]
+        if not found or len(found) != len(parts) or any(DTYPE_NAMES[part.dtype] != entry.dtype for part in found):
             raise WeightsError(f"{folder}: tensor {entry.name} is not what the manifest says")
-        tensors[entry.name] = tensor
-    if len(tensors) != sum(len(shard) for shard in shards):
+        tensors[entry.name] = found[0] if len(found) == 1 else torch.cat(found)
+        if list(tensors[entry.name].shape) != entry.shape:
+            raise WeightsError(f"{folder}: tensor {entry.name} is not what the manifest says")
+    if sum(len(entry.parts) for entry in manifest.tensors) != sum(len(shard) for shard in shards):
         raise WeightsError(f"{folder}: the shards hold tensors that the manifest does not list")
-    return tensors
+    return Version(
+        pair=manifest.pair,
+        step=manifest.step,
+        tensors=tensors,
+        folder=folder,
+        files=tuple(shard.file for shard in manifest.shards),
+        parts={entry.name: tuple(manifest.shards[part].file for part in entry.parts) for entry in manifest.tensors},
+    )

@@ -8,7 +8,7 @@ import msgspec
 
 from streamrl.errors import WeightsError
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 MAX_MANIFEST_BYTES: Final = 32 << 20
 
 # A name of one file or folder: no path, so that a manifest cannot point outside of the folder of its transport.
@@ -18,29 +18,52 @@ _Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Pair: TypeAlias = tuple[int, int]
 
 
+_Hash: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+_Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,500}$")]
+
+
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One safetensors file: name inside the folder, size in bytes, xxh3-128 of all its bytes in hexadecimal."""
+    """One file of a version.
+
+    Attributes:
+        file: name inside the folder.
+        bytes: size.
+        checksum: xxh3-128 of all its bytes in hexadecimal.
+        kind: `full`: a safetensors file with the values; `delta`: the encoded changes of such a file against the
+            version that `Manifest.base` names (weight_sync/delta.py). A full shard replaces the one with its name.
+    """
 
     file: _FileName
     bytes: _Count
     checksum: _Checksum
+    kind: Literal["full", "delta"] = "full"
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor: Hugging Face name, safetensors dtype (`F32`, `BF16`, ...), shape, index into the shards."""
+    """One tensor, cut along its first dimension into the parts that the ranks of the learner hold.
+
+    Attributes:
+        name: Hugging Face name; a tied tensor comes under one of its names.
+        dtype: safetensors dtype (`F32`, `BF16`, ...).
+        shape: of the whole tensor.
+        parts: indices of the shards that hold a part, in the order of the rows; a part has the tensor's name there.
+        hashes: xxh3-64 of the bytes of each part in this version; empty when the run publishes no deltas.
+    """
 
     name: str
     dtype: str
     shape: list[_Count]
-    shard: _Count
+    parts: list[_Count]
+    hashes: list[_Hash] = []
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     """One version of the weights.
 
     `version` only grows, also across restarts of the learner; `epoch` is that of the learner that wrote it, `step` the
-    optimizer step the weights come from. `base` names the version a delta needs; None: the version is full. `folder`
-    is the name of the version's folder below the root of the transport.
+    optimizer step the weights come from. `base` is the (epoch, version) that the delta shards need; None: all of them
+    are full. `folder` is the name of the version's folder below the root of the transport. `sources` are the servers
+    that have the files (http) or the rendezvous of the broadcast (collective).
     """
 
     v: int = SCHEMA
@@ -48,9 +71,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     version: _Count
     epoch: _Count
     step: _Count
-    base: _Count | None = None
-    transport: Literal["shm", "directory"]
+    base: tuple[_Count, _Count] | None = None
+    transport: Literal["shm", "directory", "http", "collective", "ipc"]
     folder: _FileName
+    sources: list[_Url] = []
     shards: list[Shard]
     tensors: list[TensorEntry]
 
@@ -58,8 +82,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
         names = {entry.name for entry in self.tensors}
         if len(names) != len(self.tensors):
             raise ValueError("a tensor is named twice")
-        if any(entry.shard >= len(self.shards) for entry in self.tensors):
+        if any(part >= len(self.shards) for entry in self.tensors for part in entry.parts):
             raise ValueError("a tensor lies in a shard that the manifest does not list")
+        if self.base is None and any(shard.kind == "delta" for shard in self.shards):
+            raise ValueError("a delta without a base")
 
     @property
     def pair(self) -> Pair:

@@ -85,7 +85,7 @@ class Publisher:
                 version=version,
                 epoch=epoch,
                 step=step,
-                transport=self._transport.kind,
+                transport=self._config.transport,
                 folder=folder_name(epoch, version),
                 shards=shards,
                 tensors=table,
@@ -135,7 +135,7 @@ class Publisher:
                     raise WeightsError(f"tensor {name} was given twice")
                 names.add(name)
                 dtype = safetensors_file.DTYPE_NAMES[tensor.dtype]
-                table.append(TensorEntry(name, dtype, list(tensor.shape), len(shards)))
+                table.append(TensorEntry(name, dtype, list(tensor.shape), [len(shards)]))
             shards.append(safetensors_file.write(path, batch, durable=self._transport.durable))
         return shards, table
 

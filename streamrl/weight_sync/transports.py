@@ -51,12 +51,13 @@ class DirectoryTransport:
         return cls(run_dir.resolve() / "weights")
 
 
+TransportKind: TypeAlias = Literal["shm", "directory", "http", "collective", "ipc"]
 Transport: TypeAlias = ShmTransport | DirectoryTransport
 
 
-def make_transport(kind: Literal["shm", "directory"], run_dir: Path) -> Transport:
-    """Return the transport that the configuration names."""
-    return ShmTransport.of_run(run_dir) if kind == "shm" else DirectoryTransport.of_run(run_dir)
+def make_transport(kind: TransportKind, run_dir: Path) -> Transport:
+    """Return where the learner's host keeps the files of the transport that the configuration names."""
+    return DirectoryTransport.of_run(run_dir) if kind == "directory" else ShmTransport.of_run(run_dir)
 
 
 def create_root(transport: Transport) -> None:

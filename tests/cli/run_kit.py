@@ -17,8 +17,9 @@ import orjson
 
 from streamrl import wire
 from streamrl.cli import run
-from streamrl.config import RunConfig, load, save
+from streamrl.config import RunConfig
 from streamrl.queues import Lease, Ledger, embedded, open_ledgers, replies
+from streamrl.runfile import load, save
 
 DOC = Path(__file__).parents[2] / "docs" / "cli.md"
 NUMBER = (int, float)

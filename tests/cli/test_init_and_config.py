@@ -6,9 +6,9 @@ from pathlib import Path
 
 import orjson
 
-from streamrl.config import load
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardPrompt, RewardSample
+from streamrl.runfile import load
 from streamrl.wire import pack_int32, unpack_int32
 
 from .run_kit import cli, data_of, make_run

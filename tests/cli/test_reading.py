@@ -12,11 +12,11 @@ import msgspec
 import orjson
 import pytest
 
-from streamrl.config import read_saved
 from streamrl.learner.checkpoint import Meta
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import take, with_rates
+from streamrl.runfile import read_saved
 from streamrl.wire import pack_frame
 
 from .run_kit import DOC, admit, cli, data_of, documented, filled_and_stopped, make_run

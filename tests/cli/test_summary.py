@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import load
 from streamrl.errors import CannotCreate
+from streamrl.runfile import load
 from streamrl.runtime.curve import draw_curve
 from streamrl.runtime.figures import merged, read_learner, read_rollouts, share_within
 from streamrl.runtime.summary import Accuracies, read_rounds, summarize

@@ -118,7 +118,7 @@ def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
 
 
 def test_a_second_up_on_the_same_run_is_refused_and_says_who_has_it(tiny: Path, tmp_path: Path):
-    from streamrl.config import load, save
+    from streamrl.runfile import load, save
 
     run_dir = tmp_path / "run"
     run_dir.mkdir()

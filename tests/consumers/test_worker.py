@@ -13,9 +13,10 @@ import orjson
 import pytest
 
 from streamrl import wire
-from streamrl.config import LoadedConfig, RunConfig, save
+from streamrl.config import RunConfig
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.queues import Role, open_ledgers
+from streamrl.runfile import LoadedConfig, save
 from tests.consumers.samples import prompt, response
 from tests.queues.ledger_kit import admit, faults, lease
 

@@ -15,8 +15,9 @@ import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from streamrl.config import LoadedConfig, RunConfig, save
+from streamrl.config import RunConfig
 from streamrl.queues import Lease, Role, open_ledgers
+from streamrl.runfile import LoadedConfig, save
 from streamrl.wire import Prompt, Sample, Score, decode, encode, pack_float32, pack_int32
 
 
@@ -123,7 +124,7 @@ class Run:
 SPAWNED = """
 import asyncio, importlib, sys
 from pathlib import Path
-from streamrl.config import read_saved
+from streamrl.runfile import read_saved
 from streamrl.queues import open_role
 folder, where, name = Path(sys.argv[1]), *sys.argv[2:]
 module, function = where.split(":")

@@ -9,8 +9,9 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from streamrl.config import LeaseConfig, LoadedConfig, RunConfig, save
+from streamrl.config import LeaseConfig, RunConfig
 from streamrl.queues import Lease, Leases, Ledger, Ledgers
+from streamrl.runfile import LoadedConfig, save
 from tests.queues.ledger_kit import lease
 from tests.redis_kit import RedisRun
 

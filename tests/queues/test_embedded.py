@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import LoadedConfig, RedisConfig, RunConfig, save
+from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
 from streamrl.queues import embedded
 from streamrl.queues.connection import open_connection
 from streamrl.queues.probe import Probe
+from streamrl.runfile import LoadedConfig, save
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import until
 from tests.redis_kit import RedisRun, tear_script

@@ -36,7 +36,8 @@ def server() -> embedded.Server:
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from streamrl.config import LeaseConfig, read_saved
+from streamrl.config import LeaseConfig
+from streamrl.runfile import read_saved
 from streamrl.queues import Leases, open_ledgers
 
 async def main(run_dir):
@@ -134,7 +135,8 @@ async def test_after_max_deliveries_work_is_buried(ledgers: Ledgers):
 POISONED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from streamrl.config import LeaseConfig, read_saved
+from streamrl.config import LeaseConfig
+from streamrl.runfile import read_saved
 from streamrl.queues import Leases, open_ledgers
 
 async def main(run_dir):

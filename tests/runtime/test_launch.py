@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from streamrl.config import load
 from streamrl.errors import CannotCreate, ConfigError, DataError, PluginError, Refused, Unreachable, UsageError
 from streamrl.queues import embedded
+from streamrl.runfile import load
 from streamrl.runtime import preflight
 from streamrl.runtime.launch import describe, prepare_run
 from streamrl.runtime.lock import supervisor_lock

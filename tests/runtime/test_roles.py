@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from streamrl import wire
-from streamrl.config import LoadedConfig, RedisConfig, RunConfig, save
+from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ExitCode
 from streamrl.queues import open_ledgers
+from streamrl.runfile import LoadedConfig, save
 from streamrl.runtime.instance import State
 from streamrl.runtime.plan import plan
 from tests.consumers.samples import prompt, response
@@ -229,7 +230,7 @@ async def test_a_reward_that_cannot_be_loaded_ends_the_run_with_its_reason(tmp_p
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from streamrl.config import read_saved
+from streamrl.runfile import read_saved
 from streamrl.runtime.plan import plan
 from streamrl.runtime.supervisor import supervise
 run_dir = Path(sys.argv[1])

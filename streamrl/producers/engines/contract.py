@@ -7,18 +7,24 @@ belongs to which version. Requests and completions are values; nothing of an eng
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from streamrl.weight_sync.manifest import Pair
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
-    import torch
+    from streamrl.weight_sync.version import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
+PauseMode: TypeAlias = Literal["keep", "recompute", "abort"]
+"""What becomes of requests in flight: they go on with their keys and values, they go on with keys and values computed
+anew by the weights then in force, or they end with what they have."""
+MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
+Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
+"""Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,12 +37,17 @@ class Request:
         max_new_tokens: longest response, end-of-sequence token included; the engine lowers it to what its context
             leaves.
         temperature: above 0; log-probabilities are those of the distribution at this temperature.
+        adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
+        affinity: requests with the same key share a prefix (samples of one group, turns of one conversation) and are
+            better off on one server; empty: none.
     """
 
     id: str
     tokens: Int32Array
     max_new_tokens: int
     temperature: float = 1.0
+    adapter: str | None = None
+    affinity: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +82,10 @@ class EngineLoad:
         tokens_sampled: tokens sampled since the start; only grows. The continuous mode counts a request when it ends.
         busy_seconds: seconds spent decoding since the start; only grows.
         version: version of the weights in force, 0 until the first `apply`.
+        capacity: requests that the engine can make use of at the same time; grows and shrinks.
+        cache_use: share of the memory for keys and values that is in use, 0 to 1; 0 when not known.
+        preemptions: requests that were put back for want of that memory since the start; only grows.
+        servers: servers that can serve now; 1 for an engine in this process.
     """
 
     running: int
@@ -78,6 +93,10 @@ class EngineLoad:
     tokens_sampled: int
     busy_seconds: float
     version: int
+    capacity: int = 1
+    cache_use: float = 0.0
+    preemptions: int = 0
+    servers: int = 1
 
 
 class Engine(Protocol):
@@ -102,16 +121,20 @@ class Engine(Protocol):
         A repeat does nothing. Works on an engine that died or never started.
         """
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """Sample one response.
 
         Waits for as long as it takes, also while the engine is paused or asleep: whoever calls sets the deadline.
         Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
         death fails every call that is waiting.
 
+        Args:
+            request: what to sample.
+            listener: hears of tokens as they are sampled, before the result; never more than the result will hold.
+
         Raises:
-            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, or the
-                limits make no sense. The engine goes on.
+            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
+                limits make no sense, or the adapter is not loaded. The engine goes on.
             ValueError: a request with this id is in flight.
         """
         ...
@@ -124,16 +147,18 @@ class Engine(Protocol):
         """
         ...
 
-    async def pause(self) -> None:
-        """Stop between two decode steps; returns when no step is running. Requests stay, new ones are accepted.
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
 
-        A repeat does nothing.
+        With `abort`, requests in flight end with what they have; otherwise they stay. A repeat does nothing, but a
+        repeat with another mode does what that mode adds. Who pauses resumes in a `finally`; an engine in a process of
+        its own is resumed by a watchdog when the process that paused it dies.
         """
 
     async def resume(self) -> None:
         """Go on after `pause`. A repeat does nothing."""
 
-    async def apply(self, pair: Pair, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def apply(self, version: Version) -> None:
         """Replace all weights between two decode steps, while requests are in flight.
 
         Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
@@ -143,25 +168,39 @@ class Engine(Protocol):
         does not stop an update that has begun.
 
         Args:
-            pair: (epoch, version), newer than the present one; the number of the version never goes down.
-            tensors: every parameter by its Hugging Face name; a tied parameter under one of its names or, with equal
-                values, several. Floating point of any width. Only read, and not used after the return.
+            version: newer than the present one; the number never goes down. Not used after the return.
 
         Raises:
             WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """
 
-    async def sleep(self) -> None:
-        """Give accelerator memory back: free keys and values, move the weights to the host. A repeat does nothing.
+    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+        """Give accelerator memory back. A repeat does nothing.
 
-        On a CPU only the keys and values are freed. Requests are accepted and wait for `wake`.
+        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host; 2 also forgets the
+        weights, so that `wake` wants a version before it serves. On a CPU only the keys and values are freed. Requests
+        are accepted and wait for `wake`.
 
         Raises:
-            Refused: requests are being decoded; abort them or wait for their end first.
+            Refused: requests are being decoded (abort them or wait for their end first), or there is no such level.
         """
 
-    async def wake(self) -> None:
-        """Undo `sleep`. A repeat does nothing; an engine that was paused before stays paused."""
+    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing.
+
+        An engine that was paused before stays paused.
+        """
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter (a PEFT directory that the engine can read) under a new name: one name per version.
+
+        Raises:
+            Refused: the engine cannot serve adapters, or one of this name is loaded.
+            WeightsError: the adapter does not fit the model.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; an unknown name does nothing. Requests in flight with it end as they began."""
 
     def load(self) -> EngineLoad:
         """How busy the engine is; cheap, may be called at any time."""

@@ -30,6 +30,7 @@ from streamrl.producers.engines.slot_decoder import SlotDecoder
 from streamrl.producers.engines.slots import SlotBatch
 from streamrl.producers.engines.weights import copy_weights, match_weights
 from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +159,9 @@ class HfEngine:
         self._serving()
         await self._run(self._patience, self._unhold, "pause")
 
-    async def apply(self, pair: Pair, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def apply(self, version: Version) -> None:
         """See `Engine.apply`."""
-        await self._run(self._patience, self._swap, self._serving(), pair, tensors)
+        await self._run(self._patience, self._swap, self._serving(), version.pair, version.tensors)
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""

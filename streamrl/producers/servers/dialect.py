@@ -1,0 +1,193 @@
+"""What a server engine is asked and what it answers, as values: each dialect translates, and none of them does I/O.
+
+`ServerEngine` sends the calls and hands the answers back to the dialect that built them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.weight_sync.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request to a server.
+
+    Attributes:
+        method: of HTTP.
+        path: below the server's URL, with its leading slash.
+        body: sent as JSON; None: no body.
+        query: of the URL.
+        repeatable: may be sent again when nobody knows whether the server got it. A call that is not is sent again only
+            after an answer that says it was not carried out (503).
+        missing_ok: 404 counts as an empty answer: older servers do not have the route.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    body: Mapping[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = False
+    missing_ok: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one message of a response's stream brought.
+
+    Attributes:
+        tokens: sampled since the message before, and `logprobs` with them, one each.
+        finish: set on the last message.
+        runs: version runs of the whole response, set on the last message by servers that tell; the others leave None.
+        prompt_tokens: as the server counted them, when it said.
+    """
+
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish: Finish | None = None
+    runs: Runs | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a server's own metrics say; counters grow from the start of the server."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_use: float = 0.0
+    tokens_sampled: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a server says of itself at connect.
+
+    Attributes:
+        version: of the server's software, as it prints it.
+        model: path or name of the model that it loaded.
+        context: longest prompt plus response in tokens; None when it does not say.
+        vocabulary: tokens of the model; None when it does not say.
+        can_update: whether weights can be replaced (development routes and our plug-in are there).
+        missing: what is missing for that, in words, with the flag or variable that mends it; empty when nothing.
+    """
+
+    version: str
+    model: str
+    context: int | None = None
+    vocabulary: int | None = None
+    can_update: bool = True
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started: its command line, and what is added to the environment."""
+
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+
+
+class Dialect(Protocol):
+    """Pure translation between `Engine` and one kind of server. No method waits, sends or keeps state.
+
+    Methods that return calls return them in the order in which they are sent, each after the success of the one before.
+    Methods that read an answer raise `WireError` when it is not what the server should say.
+    """
+
+    kind: ClassVar[str]
+
+    def launch(self, *, model: str, port: int) -> Launch:
+        """Return how a server of this kind is started on the loopback interface with all that streamrl needs of it.
+
+        Raises:
+            ConfigError: the environment is missing (with the command that installs it), or streamrl starts no such
+                servers.
+        """
+        ...
+
+    def ready(self) -> Call:
+        """Cheap and true: 200 when the server can take requests; no call of it may disturb a pause."""
+        ...
+
+    def about(self) -> Sequence[Call]:
+        """Calls whose answers `read_about` needs."""
+        ...
+
+    def read_about(self, answers: Sequence[Any]) -> About:
+        """Understand the answers to `about`, in their order (parsed JSON, text where it is none, None for 404)."""
+        ...
+
+    def generation(self, request: Request, *, version: int) -> Call:
+        """Ask for one response, streamed as server-sent events; `version` isolates the prefix cache."""
+        ...
+
+    def chunk(self, message: Any, *, received: int) -> Chunk:
+        """Understand one event of the stream, parsed from JSON; `received` tokens came before it.
+
+        Raises:
+            WireError: missing or non-finite log-probabilities, counts that do not fit, or no such message.
+            DataError: the server refuses the request itself.
+        """
+        ...
+
+    def abort(self, request_id: str | None) -> Call:
+        """End one request, or all."""
+        ...
+
+    def pause(self, mode: PauseMode) -> Sequence[Call]:
+        """Stop decoding."""
+        ...
+
+    def resume(self) -> Sequence[Call]:
+        """Go on; harmless when nothing was paused."""
+        ...
+
+    def prefetch(self, version: Version) -> Sequence[Call]:
+        """Bring the files near and check names and shapes while the server generates; empty when nothing is to be done.
+
+        An error answer means `WeightsError`, and nothing was changed.
+        """
+        ...
+
+    def update(self, version: Version) -> Sequence[Call]:
+        """Replace the weights and name the version, while the server is paused."""
+        ...
+
+    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+        """Give memory back.
+
+        Raises:
+            Refused: the server has no such level.
+        """
+        ...
+
+    def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
+        """Undo `sleep`."""
+        ...
+
+    def load_adapter(self, name: str, folder: Path) -> Call:
+        """Load a LoRA adapter.
+
+        Raises:
+            Refused: the server cannot.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> Call:
+        """Forget a LoRA adapter."""
+        ...
+
+    def figures(self) -> Call:
+        """Ask for the server's metrics."""
+        ...
+
+    def read_figures(self, answer: Any) -> Figures:
+        """Understand the answer to `figures`."""
+        ...
