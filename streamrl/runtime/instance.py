@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from streamrl.runtime.restarts import HEALTHY_SECONDS, ExitClass, RestartPolicy, classify
+from streamrl.restarts import Deaths, ExitClass, RestartPolicy, classify
 
 
 class State(StrEnum):
@@ -61,22 +61,24 @@ class Instance:
     reason: str = ""
     exit_code: int | None = None
     until: float = 0.0
-    _failures: int = 0
-    _ready_at: float | None = None
-    _deaths: list[float] = field(default_factory=list)
+    _deaths: Deaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._deaths = Deaths(self.policy)
 
     def start(self) -> None:
         """Its process is being started."""
         self._expect(State.PENDING, State.BACKOFF)
         if self.state is State.BACKOFF:
             self.restarts += 1
-        self._ready_at = None
+        self._deaths.started()
         self.state = State.STARTING
 
     def ready(self, now: float) -> None:
         """It said that it is ready. Said again, or while draining, it changes nothing."""
         if self.state is State.STARTING:
-            self.state, self.reason, self._ready_at = State.READY, "", now
+            self.state, self.reason = State.READY, ""
+            self._deaths.ready(now)
 
     def drain(self, reason: str) -> None:
         """It is asked to end. Without a process it has ended at once; a repeat changes nothing."""
@@ -110,16 +112,13 @@ class Instance:
             self._crashed(now, cause, jitter)
 
     def _crashed(self, now: float, cause: str, jitter: float) -> None:
-        if self._ready_at is not None and now - self._ready_at >= HEALTHY_SECONDS:
-            self._failures = 0
-        self._failures += 1
-        self._deaths = [at for at in self._deaths if now - at < self.policy.window] + [now]
-        if len(self._deaths) > self.policy.max_restarts:
+        pause = self._deaths.died(now, jitter)
+        if pause is None:
             self.state = State.FAILED
-            self.reason = f"{cause}; {len(self._deaths)} deaths within {self.policy.window:g} s"
+            self.reason = f"{cause}; {self._deaths.recent} deaths within {self.policy.window:g} s"
             return
         self.state, self.reason = State.BACKOFF, cause
-        self.until = now + self.policy.pause(self._failures, jitter)
+        self.until = now + pause
 
     def _expect(self, *states: State) -> None:
         if self.state not in states:

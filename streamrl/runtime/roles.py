@@ -21,10 +21,10 @@ from typing import Final, NoReturn
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError
 from streamrl.queues import Role, embedded, open_role
+from streamrl.restarts import ExitClass, classify
 from streamrl.runfile import read_saved
 from streamrl.runtime import lifeline
 from streamrl.runtime.logs import log_as_json
-from streamrl.runtime.restarts import ExitClass, classify
 from streamrl.runtime.status import StatusPipe
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode
+from streamrl.restarts import ExitClass, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
 from streamrl.runtime.instance import State
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, RENDEZVOUS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
-from streamrl.runtime.restarts import ExitClass, classify
 from streamrl.runtime.unit import KILL_SECONDS, Unit
 from streamrl.weight_sync.transports import release_memory
 

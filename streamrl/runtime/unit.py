@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from streamrl.config import SupervisorConfig
 from streamrl.errors import ExitCode, StreamrlError
+from streamrl.restarts import ExitClass, RestartPolicy, classify
 from streamrl.runtime.events import Event, LogLine, StateChanged
 from streamrl.runtime.instance import FINAL, Instance, State
 from streamrl.runtime.plan import UnitSpec
 from streamrl.runtime.process import Lifeline, RoleProcess
-from streamrl.runtime.restarts import ExitClass, RestartPolicy, classify
 from streamrl.runtime.rolelog import RoleLog
 
 logger = logging.getLogger(__name__)

@@ -1,54 +1,11 @@
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streamrl.config import SupervisorConfig
+from streamrl.restarts import RestartPolicy
 from streamrl.runtime.instance import ALIVE, FINAL, Instance, State
-from streamrl.runtime.restarts import ExitClass, RestartPolicy, classify
 
 POLICY = RestartPolicy(max_restarts=3, window=100.0, backoff=0.5, max_backoff=30.0)
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (0, ExitClass.FINISHED),
-        (1, ExitClass.CRASHED),
-        (2, ExitClass.CRASHED),
-        (3, ExitClass.HOPELESS),
-        (63, ExitClass.CRASHED),
-        (64, ExitClass.HOPELESS),
-        (69, ExitClass.CRASHED),
-        (70, ExitClass.HOPELESS),
-        (73, ExitClass.HOPELESS),
-        (75, ExitClass.CRASHED),
-        (78, ExitClass.HOPELESS),
-        (79, ExitClass.CRASHED),
-        (137, ExitClass.CRASHED),
-        (-9, ExitClass.CRASHED),
-        (-11, ExitClass.CRASHED),
-    ],
-)
-def test_what_an_exit_code_asks_for(code, kind):
-    assert classify(code) is kind
-
-
-def test_pauses_double_to_a_limit_and_jitter_is_full():
-    assert [POLICY.pause(failures, 0.5) for failures in (1, 2, 3)] == [0.25, 0.5, 1.0]
-    assert POLICY.pause(1, 0.0) == 0.0
-    assert POLICY.pause(20, 0.999) < 30.0
-    assert POLICY.pause(10**6, 0.5) == 15.0
-
-
-@given(st.integers(1, 10**9), st.floats(0, 1, exclude_max=True))
-def test_no_pause_leaves_its_bounds(failures, jitter):
-    assert 0.0 <= POLICY.pause(failures, jitter) <= POLICY.max_backoff
-
-
-def test_the_policy_is_that_of_the_configuration():
-    config = SupervisorConfig(max_restarts=2, window=5, backoff=0.25, max_backoff=1)
-    assert RestartPolicy.of(config) == RestartPolicy(2, 5.0, 0.25, 1.0)
 
 
 def started(finishes=False, policy=POLICY):

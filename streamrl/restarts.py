@@ -1,4 +1,6 @@
-"""When a dead role comes back: what its exit code means, how long to wait, how often. Pure functions.
+"""When what died comes back (a role, a server of an engine): how long to wait, how often. Pure, without a clock.
+
+Of roles:
 
 | exit code | meaning | what the supervisor does |
 |---|---|---|
@@ -11,14 +13,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from streamrl.config import SupervisorConfig
 from streamrl.errors import ExitCode
 
 HEALTHY_SECONDS = 60.0
-"""A role that was ready for this long starts its backoff from the beginning."""
+"""What was ready for this long starts its backoff from the beginning."""
 
 
 class ExitClass(StrEnum):
@@ -57,8 +59,49 @@ class RestartPolicy:
     def pause(self, failures: int, jitter: float) -> float:
         """Seconds to wait after `failures` deaths in a row (1 or more), with `jitter` drawn from [0, 1).
 
-        Full jitter: a uniform draw below min(max_backoff, backoff * 2^(failures - 1)), so that roles that died of the
-        same cause do not come back at the same moment (aws.amazon.com, "Exponential Backoff and Jitter").
+        Full jitter: a uniform draw below min(max_backoff, backoff * 2^(failures - 1)), so that all that died of the
+        same cause does not come back at the same moment (aws.amazon.com, "Exponential Backoff and Jitter").
         """
         exponent = min(failures - 1, 60)
         return jitter * min(self.max_backoff, self.backoff * 2.0**exponent)
+
+
+@dataclass(slots=True)
+class Deaths:
+    """Deaths of one thing that is brought back after each, until it dies too often. All times are of one clock.
+
+    Args:
+        policy: limits.
+    """
+
+    policy: RestartPolicy
+    _failures: int = 0
+    _ready_at: float | None = None
+    _recent: list[float] = field(default_factory=list)
+
+    @property
+    def recent(self) -> int:
+        """Deaths within the window, as of the last one."""
+        return len(self._recent)
+
+    def started(self) -> None:
+        """It is being started and is not ready yet."""
+        self._ready_at = None
+
+    def ready(self, now: float) -> None:
+        """It is ready; a repeat sets its health back to the beginning."""
+        self._ready_at = now
+
+    def died(self, now: float, jitter: float) -> float | None:
+        """Count a death. Returns the seconds to wait before the next start, None when there were too many.
+
+        Args:
+            now: the clock.
+            jitter: from [0, 1), for the length of the pause.
+        """
+        if self._ready_at is not None and now - self._ready_at >= HEALTHY_SECONDS:
+            self._failures = 0
+        self._ready_at = None
+        self._failures += 1
+        self._recent = [at for at in self._recent if now - at < self.policy.window] + [now]
+        return None if len(self._recent) > self.policy.max_restarts else self.policy.pause(self._failures, jitter)
