@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.weight_sync.version import Version
+
+PROBE: Final = "Two plus 34 is thirty-six; naïve?"
+"""Text whose token ids tell whether a server has the tokenizer of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,9 @@ class About:
         context: longest prompt plus response in tokens; None when it does not say.
         vocabulary: tokens of the model; None when it does not say.
         can_update: whether weights can be replaced (development routes and our plug-in are there).
-        missing: what is missing for that, in words, with the flag or variable that mends it; empty when nothing.
+        missing: what is missing for that, in words, with the flag or variable that mends it; empty when nothing, or
+            when nothing could mend it (a kind of server whose weights stay as they are).
+        probe: ids of `PROBE` by the server's own tokenizer, without special tokens; None when it cannot be asked.
     """
 
     version: str
@@ -84,6 +89,7 @@ class About:
     vocabulary: int | None = None
     can_update: bool = True
     missing: str = ""
+    probe: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,11 @@ class Dialect(Protocol):
 
     kind: ClassVar[str]
 
-    def launch(self, *, model: str, port: int) -> Launch:
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """Return how a server of this kind is started on the loopback interface with all that streamrl needs of it.
+
+        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers.
+        `engine.variables`, devices and the log are added by who starts it.
 
         Raises:
             ConfigError: the environment is missing (with the command that installs it), or streamrl starts no such
