@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from streamrl.commands.engines import engines_app
+from streamrl.commands.options import EveryOption, JsonOption, RunOption, SetOption, WatchOption
 from streamrl.errors import ExitCode, StreamrlError, unwrap
 
 app = typer.Typer(
@@ -29,6 +31,7 @@ dead_app = typer.Typer(no_args_is_help=True, help="Dead letters: list, show, rep
 config_app = typer.Typer(no_args_is_help=True, help="The configuration: show with origins, validate, JSON schema.")
 app.add_typer(dead_app, name="dead")
 app.add_typer(config_app, name="config")
+app.add_typer(engines_app, name="engines")
 
 
 class ColourChoice(StrEnum):
@@ -58,16 +61,6 @@ class Stage(StrEnum):
     learner = "learner"
 
 
-RunOption = Annotated[
-    Path | None,
-    typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; the newest in runs/ if left out."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout (docs/cli.md).")]
-WatchOption = Annotated[bool, typer.Option("--watch", help="Again and again until Ctrl-C.")]
-EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Pause of --watch.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. learner.lr=1e-6.")
-]
 RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file.")]
 
 
