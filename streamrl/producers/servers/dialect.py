@@ -146,8 +146,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def abort(self, request_id: str | None) -> Call:
-        """End one request, or all."""
+    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
+        """End one request, or all; `paused`: the server stands still, and some need another way then."""
         ...
 
     def pause(self, mode: PauseMode) -> Sequence[Call]:
