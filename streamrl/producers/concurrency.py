@@ -1,0 +1,101 @@
+"""How many requests one server gets at the same time: more until it queues or preempts, then fewer. A pure machine.
+
+Additive increase, multiplicative decrease, as TCP does it with packets: the limit doubles with every quiet period until
+the first congestion, and grows by a small step after it. A queue is no waste yet, so after it the limit goes back to
+what the server runs; a preemption throws work away, so it costs a share of the limit. Long responses end slowly: until
+what is in flight has come down to the limit, further congestion is the old one, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+DECREASE: Final = 0.75
+"""What is left of the limit after a preemption; after a queue it never falls deeper either."""
+QUIET_SECONDS: Final = 1.0
+"""Time without congestion before the limit is raised."""
+_FULL: Final = 0.9
+"""Cache use above which more requests would soon cost a preemption."""
+_FIRST: Final = 16
+_STEPS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What is seen of a server at one moment.
+
+    Attributes:
+        in_flight: requests that it was given and that have not ended, now.
+        peak: the most of them at one time since the sighting before.
+        running: those that it decodes.
+        waiting: those that it queues.
+        preemptions: of all times; the first sighting tells where they stood, a smaller number is that of a new start.
+        cache_use: 0 to 1.
+    """
+
+    in_flight: int
+    peak: int
+    running: int
+    waiting: int
+    preemptions: int
+    cache_use: float = 0.0
+
+
+class Concurrency:
+    """The limit of requests in flight on one server. All times are seconds of one monotonic clock.
+
+    Sightings while the server stands still (paused, taking new weights) tell nothing of its capacity: leave them out
+    and call `interrupted` instead.
+
+    Args:
+        most: upper bound, at least 1.
+        first: limit at the beginning, cut to `most`.
+    """
+
+    def __init__(self, most: int, first: int = _FIRST) -> None:
+        self._most = most
+        self._step = max(1, most // _STEPS)
+        self.limit = max(1, min(first, most))
+        self._slow_start = True
+        self._draining = False
+        self._queued = False
+        self._preemptions: int | None = None
+        self._quiet_since: float | None = None
+        self._used = False
+
+    def see(self, now: float, sighting: Sighting) -> int:
+        """Take in what is seen and return the limit from now on."""
+        preempted = self._preemptions is not None and sighting.preemptions > self._preemptions
+        self._preemptions = sighting.preemptions
+        # New requests stand in the queue for one step of the server; a real queue is still there at the next look.
+        queued = self._queued and sighting.waiting > 0
+        self._queued = sighting.waiting > 0
+        self._draining = self._draining and sighting.in_flight > self.limit
+        if preempted or queued:
+            self._quiet_since = None
+            self._used = False
+            if not self._draining:
+                self._back_off(sighting, preempted=preempted)
+            return self.limit
+        if self._quiet_since is None:
+            self._quiet_since = now
+        self._used = self._used or sighting.peak >= self.limit
+        if now - self._quiet_since >= QUIET_SECONDS and self._used and sighting.cache_use < _FULL:
+            self.limit = min(self._most, self.limit * 2 if self._slow_start else self.limit + self._step)
+            self._quiet_since = now
+            self._used = False
+        return self.limit
+
+    def interrupted(self) -> None:
+        """The server stood still: what was seen before says nothing about what comes."""
+        self._quiet_since = None
+        self._queued = False
+        self._used = False
+
+    def _back_off(self, sighting: Sighting, *, preempted: bool) -> None:
+        floor = max(1, math.floor(self.limit * DECREASE))
+        self.limit = floor if preempted else max(floor, min(self.limit, sighting.running))
+        self._slow_start = False
+        self._draining = sighting.in_flight > self.limit
