@@ -53,7 +53,7 @@ def install(kind: Kind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
         CannotCreate: the folder holds something else, or cannot be written.
         DeadlineExceeded: pip took over an hour for one step, or somebody else two for this folder.
     """
-    folder = folder.expanduser().absolute()
+    folder = folder.expanduser().resolve()  # venv refuses a link
     python = _python()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
