@@ -1,0 +1,136 @@
+"""How an SGLang server is started: command line and environment, on an accelerator or on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.producers.servers.dialect import Launch
+from streamrl.producers.servers.environments import find_environment, has_gpu
+
+PLUGIN: Final = Path(__file__).parent / "plugin"
+LOADER: Final = "streamrl_engine.sglang.load"
+_SHIM: Final = PLUGIN / "sglang_cpu"
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+def on_cpu(config: RunConfig) -> bool:
+    """Whether the servers of this run compute on a CPU."""
+    device = config.engine.device
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def wants_memory_saver(config: RunConfig) -> bool:
+    """Whether the servers of this run can give memory back: started so by us, or by others, who know it best."""
+    engine = config.engine
+    asked = "enable-memory-saver" in {_dashed(flag) for flag in engine.flags}
+    return bool(engine.url) or asked or config.rollout.placement == "colocated"
+
+
+def launch_server(config: RunConfig, *, model: str, port: int) -> Launch:
+    """Return command line and environment of a server on the loopback interface; the user's flags have the last word.
+
+    Raises:
+        ConfigError: there is no environment for SGLang, or `model` is a folder without a readable `config.json`.
+    """
+    engine = config.engine
+    python = find_environment(engine.environment, "sglang") / "bin" / "python"
+    flags: dict[str, Any] = {
+        "model-path": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": engine.dtype,
+        "context-length": config.model.context,
+        "max-running-requests": engine.slots,
+        "stream-interval": engine.stream_interval,
+        # Without it each message holds the whole response so far.
+        "incremental-streaming-output": True,
+        "sampling-defaults": "openai",
+        "custom-weight-loader": LOADER,
+        "tp-size": engine.tensor_parallel,
+        # A server that comes back with the seed of its last life would sample the same responses again.
+        "random-seed": secrets.randbelow(1 << 30),
+        # Otherwise the idle scheduler keeps a core busy.
+        "sleep-on-idle": True,
+    }
+    if config.model.tokenizer is not None:
+        flags["tokenizer-path"] = config.model.tokenizer
+    tokens = _cache_tokens(config, model)
+    if tokens is not None:
+        flags["max-total-tokens"] = tokens
+    if on_cpu(config):
+        flags["device"] = "cpu"
+    elif wants_memory_saver(config):
+        flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+    flags |= {_dashed(name): value for name, value in engine.flags.items()}
+    argv = [str(python), "-m", "sglang.launch_server", *_words(flags)]
+    return Launch(argv, _environ(config, model))
+
+
+def _environ(config: RunConfig, model: str) -> dict[str, str]:
+    engine = config.engine
+    # A look at /health is then only a look: no token is sampled for it.
+    environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    paths = [str(PLUGIN)]
+    if Path(model).is_dir():
+        environ["HF_HUB_OFFLINE"] = "1"
+    if on_cpu(config):
+        # More threads than one fight each other for the cores of a busy machine.
+        environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
+        paths.append(str(_SHIM))
+    environ |= engine.variables
+    if "PYTHONPATH" in engine.variables:
+        paths.append(engine.variables["PYTHONPATH"])
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return environ
+
+
+def _cache_tokens(config: RunConfig, model: str) -> int | None:
+    """Tokens that `engine.kv_cache` has room for: at least one response, at most twice what all slots can hold.
+
+    None when the model is not a folder, so that nobody knows the size of a token.
+    """
+    path = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        return None
+    try:
+        shape = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    shape = shape.get("text_config", shape)
+    try:
+        heads = int(shape.get("num_attention_heads") or shape["n_head"])
+        width = int(shape.get("head_dim") or int(shape.get("hidden_size") or shape["n_embd"]) // heads)
+        layers = int(shape.get("num_hidden_layers") or shape["n_layer"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    kept = int(shape.get("num_key_value_heads") or heads)
+    token = 2 * layers * kept * width * _BYTES[config.engine.dtype]
+    context = config.model.context
+    most = 2 * config.engine.slots * context
+    return max(context + 1, min(most, config.engine.kv_cache * config.engine.tensor_parallel // token))
+
+
+def _words(flags: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        yield f"--{name}"
+        if isinstance(value, list | tuple):
+            yield from map(str, value)
+        elif isinstance(value, Mapping):
+            yield json.dumps(value)
+        elif value is not True:
+            yield str(value)
+
+
+def _dashed(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-")
