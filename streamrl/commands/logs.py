@@ -1,4 +1,4 @@
-"""`streamrl logs`: the log files of the roles, merged in order of time, and followed."""
+"""`streamrl logs`: the logs of the roles and of the engine servers they start, merged in order of time, and followed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 from streamrl.commands import output
 from streamrl.commands.rundir import find_run
 from streamrl.errors import UsageError
+from streamrl.monitor.serverlog import server_record
 from streamrl.monitor.tail import Tail
 
 SCHEMA: Final = "streamrl.logs/1"
@@ -28,16 +29,18 @@ class LogLine:
 
 
 class LogFile:
-    """The log of one role."""
+    """The log of one role, or the plain text of one engine server (`rollout.0.server0.log`)."""
 
     def __init__(self, path: Path) -> None:
-        self.role = path.name.partition(".jsonl")[0]
+        self.role = _name(path)
+        self._server = ".jsonl" not in path.name
         self._tail = Tail(path)
         self._at = 0.0
 
     def read(self) -> Iterator[LogLine]:
         """Yield the lines that came since the last call."""
-        for record in self._tail.read():
+        for line in self._tail.read():
+            record = server_record(line, time.time()) if self._server else line
             at = record.get("at", record.get("time"))
             if isinstance(at, (int, float)):
                 self._at = float(at)
@@ -45,11 +48,11 @@ class LogFile:
 
 
 def logs(chosen: Path | None, roles: Sequence[str], *, lines: int, follow: bool, json: bool) -> int:
-    """Show the last `lines` lines of all roles or of `roles` (`rollout` means every replica), then follow."""
+    """Show the last `lines` lines of all roles or of `roles` (`rollout`: every replica and server), then follow."""
     folder = find_run(chosen).path / "logs"
     files = [LogFile(path) for path in _wanted(folder, roles)]
     if not files and roles and not follow:
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "none yet"
+        known = ", ".join(_name(path) for path in _wanted(folder, [])) or "none yet"
         raise UsageError(f"no log of {' '.join(roles)} in {folder}", f"known: {known}")
     rotated = [LogFile(old) for path in _wanted(folder, roles) if (old := path.with_name(f"{path.name}.1")).exists()]
     past = sorted((line for file in [*rotated, *files] for line in file.read()), key=lambda line: line.at)
@@ -66,18 +69,24 @@ def logs(chosen: Path | None, roles: Sequence[str], *, lines: int, follow: bool,
 
 
 def _wanted(folder: Path, roles: Sequence[str]) -> list[Path]:
-    paths = sorted(folder.glob("*.jsonl"))
+    """Files of the roles, each with its replicas and with the servers of those."""
+    paths = sorted(path for pattern in ("*.jsonl", "*.log") for path in folder.glob(pattern))
     if not roles:
         return paths
-    return [path for path in paths if any(path.stem == role or path.stem.split(".")[0] == role for role in roles)]
+    return [path for path in paths if any(f"{_name(path)}.".startswith(f"{role}.") for role in roles)]
+
+
+def _name(path: Path) -> str:
+    """Name of what writes a file, also of a file that was rotated: `rollout.0`, `rollout.0.server0`."""
+    return path.name.removesuffix(".1").removesuffix(".jsonl").removesuffix(".log")
 
 
 def _follow(folder: Path, roles: Sequence[str], files: list[LogFile], *, json: bool) -> None:
     known = {file.role for file in files}
     while True:
         for path in _wanted(folder, roles):
-            if path.name.removesuffix(".jsonl") not in known:
-                known.add(path.name.removesuffix(".jsonl"))
+            if _name(path) not in known:
+                known.add(_name(path))
                 files.append(LogFile(path))
         fresh = sorted((line for file in files for line in file.read()), key=lambda line: line.at)
         for line in fresh:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import orjson
 import pytest
 
 from streamrl.learner.checkpoint import Meta
+from streamrl.monitor.serverlog import server_record
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import take, with_rates
@@ -233,6 +235,58 @@ async def test_logs_are_merged_by_time_filtered_and_safe(stopped_run: Path):
     assert [text.split(" | ")[1] for text in old] == ["before the rotation", "fo\\x1b[2Jur"]
     missing = await run("logs", "learner", "--run", str(stopped_run))
     assert (missing.returncode, "known: feeder.0, rollout.0, rollout.1" in missing.stderr) == (2, True)
+
+
+async def test_logs_of_a_replicas_servers_stand_among_those_of_the_replica(stopped_run: Path):
+    folder = stopped_run / "logs"
+    folder.mkdir(exist_ok=True)
+    noon = time.mktime((2026, 11, 20, 12, 0, 0, 0, 0, -1))
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "rollout.0.jsonl").write_bytes(
+        b"".join(orjson.dumps({"at": noon + at, "event": f"at {at}"}) + b"\n" for at in (0.5, 2.5))
+    )
+    (folder / "rollout.0.server0.log").write_text(
+        "\x1b[0;36m(APIServer pid=7)\x1b[0;0m INFO 11-20 12:00:01 [api_server.py:99] up\nTraceback of one\n"
+        "(EngineCore pid=8) ERROR 11-20 12:00:03 [core.py:1] down\n"
+    )
+    (folder / "rollout.1.server0.log").write_text("[2026-11-20 12:00:02] The server is fired up\n")
+    (folder / "rollout.10.server0.log").write_text("[2026-11-20 12:00:02] another\n")
+    done = await run("logs", "rollout.0", "rollout.1", "--run", str(stopped_run), "--json")
+    data = [data_of(line, "streamrl.logs/1") for line in done.stdout.splitlines()]
+    assert [(line["role"], line["event"]) for line in data] == [
+        ("rollout.0", "at 0.5"),
+        ("rollout.0.server0", "(APIServer pid=7) INFO 11-20 12:00:01 [api_server.py:99] up"),
+        ("rollout.0.server0", "Traceback of one"),
+        ("rollout.1.server0", "[2026-11-20 12:00:02] The server is fired up"),
+        ("rollout.0", "at 2.5"),
+        ("rollout.0.server0", "(EngineCore pid=8) ERROR 11-20 12:00:03 [core.py:1] down"),
+    ]
+    assert data[-1]["level"] == "error"
+    one = await run("logs", "rollout.10.server0", "--run", str(stopped_run))
+    assert one.stdout.count("\n") == 1
+    missing = await run("logs", "learner", "--run", str(stopped_run))
+    assert "known: rollout.0, rollout.0.server0, rollout.1.server0, rollout.10.server0" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "now", "at"),
+    [
+        ("INFO 12-31 23:59:59 [x.py:1] late", (2027, 1, 1, 0, 0, 5), (2026, 12, 31, 23, 59, 59)),
+        ("INFO 02-29 01:02:03 [x.py:1] leap", (2029, 3, 1, 0, 0, 0), (2028, 2, 29, 1, 2, 3)),
+        ("INFO 02-29 01:02:03 [x.py:1] never", (2027, 3, 1, 0, 0, 0), None),
+        ("[2028-02-29 01:02:03] leap", (2029, 3, 1, 0, 0, 0), (2028, 2, 29, 1, 2, 3)),
+        ("loss 13-32 25:61:00", (2026, 1, 1, 0, 0, 0), None),
+        ("no time at all", (2026, 1, 1, 0, 0, 0), None),
+    ],
+)
+def test_the_time_of_a_servers_line(line: str, now: tuple[int, ...], at: tuple[int, ...] | None):
+    def seconds(moment: tuple[int, ...]) -> float:
+        return time.mktime((*moment, 0, 0, -1))
+
+    record = server_record({"event": line}, seconds(now))
+    assert record.get("at") == (seconds(at) if at else None)
+    assert record["event"] == line
 
 
 async def test_logs_follow_new_lines(stopped_run: Path):
