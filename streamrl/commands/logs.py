@@ -1,4 +1,4 @@
-"""`streamrl logs`: the logs of the roles and of the engine servers they start, merged in order of time, and followed."""
+"""`streamrl logs`: logs of the roles and of the engine servers they start, merged in order of time, and followed."""
 
 from __future__ import annotations
 
