@@ -55,6 +55,10 @@ class Tokenizer:
         """Return the ids of plain prompts, with the special tokens that the model expects at their start."""
         return self._encode(texts, special=True)
 
+    def plain_ids(self, text: str) -> list[int]:
+        """Return the ids of a text alone, without special tokens: what two tokenizers are compared by."""
+        return [int(token) for token in self._encode([text], special=False)[0]]
+
     def encode_chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Int32Array]]:
         """Return, for each chat, its text after the model's chat template, and its ids; the answer's turn is open.
 

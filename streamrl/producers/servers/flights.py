@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -154,7 +155,7 @@ def _are_runs(runs: Runs, count: int) -> bool:
     if not count:
         return not runs
     starts, versions = [first for first, _ in runs], [version for _, version in runs]
-    grow = all(a < b for a, b in zip(starts, starts[1:], strict=False)) and versions == sorted(versions)
+    grow = all(a < b for a, b in itertools.pairwise(starts)) and versions == sorted(versions)
     return bool(runs) and starts[0] == 0 and starts[-1] < count and grow
 
 

@@ -1,0 +1,280 @@
+"""The one place where streamrl speaks HTTP to engine servers: pooled, with deadlines, and nothing sent twice by chance.
+
+Every failure is one of few: `Lost` (no answer; did it arrive?), `BadAnswer` (an error of the server), `DataError` (the
+request itself is refused), `WireError` (an answer that cannot be read). The first two are `Unreachable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import aiohttp
+import orjson
+
+from streamrl.errors import DataError, Unreachable, WireError
+from streamrl.producers.servers.dialect import Call
+
+MAX_BODY: Final = 64 << 20
+MAX_MESSAGE: Final = 16 << 20
+"""Bytes of one event of a stream; one that is longer is no answer to anything that streamrl asks."""
+_CONNECT_SECONDS: Final = 10.0
+_KEEP_ALIVE: Final = 2.0
+"""Shorter than any server's (uvicorn: 5): a connection that the server closes just as a request goes out loses it."""
+_DRAIN_SECONDS: Final = 0.5
+_ATTEMPTS: Final = 4
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_NOT_CARRIED_OUT: Final = frozenset({429, 503})
+_REFUSED: Final = frozenset({400, 404, 405, 409, 413, 415, 422})
+
+_T = TypeVar("_T")
+
+
+class Lost(Unreachable):
+    """No answer came.
+
+    Attributes:
+        sent: the request may have arrived; False: it certainly has not.
+    """
+
+    def __init__(self, message: str, hint: str = "", sent: bool = True) -> None:
+        super().__init__(message, hint)
+        self.sent = sent
+
+
+class BadAnswer(Unreachable):
+    """The server answered with an error of its own, or refuses to speak to us.
+
+    Attributes:
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, hint: str = "", status: int = 500) -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+
+class HttpClient:
+    """A session with one server; made and used in one event loop.
+
+    Args:
+        url: of the server, without a trailing path of its routes.
+        api_key: sent as a bearer token; it is in no message and no log.
+        hint: how to mend a server that does not answer.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, hint: str = "") -> None:
+        self.url = url.rstrip("/")
+        self.headers: dict[str, str] = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._hint = hint
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            headers=self.headers,
+            auto_decompress=True,
+        )
+
+    async def close(self) -> None:
+        """Close all connections. A repeat does nothing."""
+        await self._session.close()
+
+    async def call(self, call: Call, seconds: float, *, retry: bool = True) -> Any:
+        """Send a call and return its answer: parsed JSON, text where it is none, None for a 404 that may be.
+
+        Sent again, after a pause with full jitter, when it certainly was not carried out (connection refused, 503,
+        429), and when nobody knows and the call is repeatable. An error 500 is an answer and ends it.
+
+        Args:
+            call: what to send.
+            seconds: for everything, repeats and pauses included.
+            retry: False: one attempt.
+
+        Raises:
+            Lost: no answer in time.
+            BadAnswer: an error answer.
+            DataError: the server refuses the request (4xx).
+            WireError: JSON that is none, or an answer over `MAX_BODY`.
+        """
+
+        async def attempt() -> Any:
+            response = await self._open(call)
+            try:
+                body = await self._read(response)
+            except (aiohttp.ClientError, OSError) as error:
+                response.close()
+                raise self._lost(call, error) from error
+            await self._check(call, response, body)
+            return None if response.status == 404 else self._parsed(response, body)
+
+        return await self._within(call, seconds, self._repeated(call, seconds, attempt) if retry else attempt())
+
+    async def stream(self, call: Call, seconds: float) -> AsyncGenerator[Any, None]:
+        """Send a call and yield the events of its answer, parsed; a plain JSON answer is one event.
+
+        The stream may last for ever and be silent for as long; whoever reads it knows what silence means. It is not
+        sent again once the server may have it. Closing the generator closes the connection, which aborts at the server.
+
+        Args:
+            call: what to send.
+            seconds: in which the server must stop to answer 503 and accept connections.
+
+        Raises:
+            As `call`; `Lost` also when the connection breaks off in mid-stream.
+        """
+
+        async def attempt() -> aiohttp.ClientResponse:
+            response = await self._open(call)
+            if response.status != 200:
+                await self._check(call, response, await self._within(call, _CONNECT_SECONDS, self._read(response)))
+            return response
+
+        response = await self._repeated(call, seconds, attempt)
+        try:
+            if response.content_type != "text/event-stream":
+                yield self._parsed(response, await self._read(response))
+                return
+            events = Events()
+            async for data in response.content.iter_any():
+                for message in events.feed(data):
+                    if message == b"[DONE]":
+                        await _drain(response)
+                        return
+                    yield self._json(message)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(call, error) from error
+        finally:
+            response.close()
+
+    async def _repeated(self, call: Call, seconds: float, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        tries = 0
+        while True:
+            try:
+                return await attempt()
+            except Unreachable as error:
+                tries += 1
+                pause = random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**tries))  # noqa: S311
+                if not may_repeat(call, error, tries) or loop.time() + pause >= end:
+                    raise
+            await asyncio.sleep(pause)
+
+    async def _within(self, call: Call, seconds: float, work: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(seconds):
+                return await work
+        except TimeoutError as error:
+            raise Lost(f"{self._name(call)}: no answer within {seconds:g} s", self._hint) from error
+
+    async def _open(self, call: Call) -> aiohttp.ClientResponse:
+        """Send a call once; return at its headers."""
+        body = None if call.body is None else orjson.dumps(call.body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            return await self._session.request(
+                call.method,
+                self.url + call.path,
+                params=dict(call.query),
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(call, error) from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for data in response.content.iter_any():
+            body += data
+            if len(body) > MAX_BODY:
+                response.close()
+                raise WireError(f"{response.url.origin()}: an answer of more than {MAX_BODY} bytes")
+        return bytes(body)
+
+    async def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
+        """Raise what an error answer means."""
+        status = response.status
+        if 200 <= status < 300 or (status == 404 and call.missing_ok):
+            return
+        # vLLM resets a connection on which it answered 500
+        response.close()
+        said = f"{self._name(call)} answered {status}: {explanation(body)}"
+        if status in _REFUSED:
+            raise DataError(said)
+        hint = "set engine.api_key_file to the key of the server" if status == 401 else self._hint
+        raise BadAnswer(said, hint, status)
+
+    def _parsed(self, response: aiohttp.ClientResponse, body: bytes) -> Any:
+        return self._json(body) if "json" in response.content_type else body.decode(errors="replace")
+
+    def _json(self, data: bytes) -> Any:
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise WireError(f"{self.url} answered what is no JSON ({error}): {data[:100]!r}") from error
+
+    def _lost(self, call: Call, error: Exception) -> Lost:
+        sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        return Lost(f"{self._name(call)}: {error or type(error).__name__}", self._hint, sent)
+
+    def _name(self, call: Call) -> str:
+        return f"{call.method} {self.url}{call.path}"
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read the end of a stream, so that its connection can be used again; not for longer than that is worth."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            async for _ in response.content.iter_any():
+                pass
+
+
+class Events:
+    """Cuts a stream of bytes into the data of its server-sent events; other fields are passed over."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that has become complete.
+
+        Raises:
+            WireError: an event of more than `MAX_MESSAGE` bytes.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            text = line.removesuffix(b"\r")
+            if text.startswith(b"data:"):
+                self._data.append(text[5:].removeprefix(b" "))
+                self._size += len(text)
+            elif not text and self._data:
+                message, self._data, self._size = b"\n".join(self._data), [], 0
+                yield message
+            if self._size > MAX_MESSAGE:
+                break
+        if self._size + len(self._rest) > MAX_MESSAGE:
+            raise WireError(f"an event of more than {MAX_MESSAGE} bytes")
+
+
+def may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
+    """Whether a call that failed may go out once more, after `tries` attempts."""
+    if isinstance(error, BadAnswer):
+        return error.status in _NOT_CARRIED_OUT
+    return isinstance(error, Lost) and tries < _ATTEMPTS and (call.repeatable or not error.sent)
+
+
+def explanation(body: bytes) -> str:
+    """What an error answer says, in one short line."""
+    try:
+        said: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        said = body.decode(errors="replace")
+    for key in ("error", "message", "detail"):
+        if isinstance(said, dict) and key in said:
+            said = said[key]
+    return " ".join(str(said).split())[:300] or "nothing"
