@@ -166,7 +166,14 @@ class Dialect(Protocol):
         ...
 
     def update(self, version: Version) -> Sequence[Call]:
-        """Replace the weights and name the version, while the server is paused."""
+        """Replace the weights and name the version, while the server is paused.
+
+        A refusal (4xx) of the first call means that nothing was changed. After any other failure nobody knows, and
+        `prefetch` and `update` are sent once more while the server is still paused; if that fails it counts as dead.
+
+        Raises:
+            WeightsError: the version cannot reach such a server.
+        """
         ...
 
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:

@@ -25,6 +25,7 @@ class ServerDied(Unreachable):
         tokens: sampled and heard before the death, one log-probability each; empty when it had not begun.
         logprobs: as sampled.
         runs: `[(first token, version), ...]`, empty when no token.
+        proved: leading tokens whose version is sure: all that were heard before the first change of the weights.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ServerDied(Unreachable):
         runs: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__(message, hint)
+        self.proved = runs[1][0] if len(runs) > 1 else len(tokens)
         self.tokens = list(tokens)
         self.logprobs = list(logprobs)
         self.runs: Runs = list(runs)
