@@ -18,6 +18,7 @@ from streamrl.consumers.plugins import load_rewards
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
 from streamrl.queues import embedded
 from streamrl.queues.probe import Probe
+from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
 
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
@@ -42,6 +43,8 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
         "model": lambda: _model(config),
         "data": lambda: _data(config),
         "rewards": lambda: _rewards(config),
+        "engine": lambda: look_at_engine(config),
+        "weights": lambda: look_at_way(config),
         "disk": lambda: _disk(config, run_dir),
         "shared memory": lambda: _shared_memory(config),
     }
@@ -141,11 +144,15 @@ def _disk(config: RunConfig, run_dir: Path) -> str:
 
 
 def _shared_memory(config: RunConfig) -> str:
-    if config.weights.transport != "shm":
+    copies = shared_memory_copies(config)
+    if not copies:
         return "not used"
+    hint = "give the host (or container: --shm-size) a larger /dev/shm"
+    if not config.weights.delta.enabled:
+        hint = f"{hint}, or set weights.transport: directory"
     if not _SHM.is_dir():
-        raise ConfigError(f"{_SHM} does not exist on this system", "set weights.transport: directory")
-    return _space(_SHM, 3 * _model_bytes(config, config.weights.dtype), "set weights.transport: directory")
+        raise ConfigError(f"{_SHM} does not exist on this system", hint)
+    return _space(_SHM, copies * _model_bytes(config, config.weights.dtype), hint)
 
 
 def _space(folder: Path, need: int, hint: str) -> str:

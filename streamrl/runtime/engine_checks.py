@@ -1,0 +1,146 @@
+"""The part of the preflight that looks at engines and at the way of the weights; nothing is started."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from streamrl.config import EngineConfig, RunConfig
+from streamrl.errors import CannotCreate, ConfigError, Unreachable
+from streamrl.producers.servers import environments
+
+_DEADLINE: Final = 10.0
+_PLUGIN: Final = "streamrl.producers.servers"
+_OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name"})
+_GUARDED: Final = {"vllm": "/v1/models", "openai": "/v1/models", "sglang": "/model_info", "hf": "/about"}
+"""A path of each kind of server that answers 401 or 403 without the right key, and changes nothing."""
+
+
+def look_at_engine(config: RunConfig) -> str:
+    """Return what responses are generated with.
+
+    Raises:
+        ConfigError: the environment or our plug-in is missing, made for another machine, or keys do not fit together.
+        Unreachable: a server at `engine.url` does not answer within ten seconds.
+    """
+    engine = config.engine
+    if engine.url:
+        return ", ".join(_answers(engine, url) for url in _distinct(engine.url))
+    if engine.kind == "hf":
+        return "transformers in the replica's process"
+    if engine.kind == "openai":
+        raise ConfigError("engine.kind openai needs engine.url: streamrl starts no such servers", "set engine.url")
+    return _environment(engine, engine.kind)
+
+
+def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
+    folder = environments.find_environment(engine.environment, kind)
+    taken = sorted({flag.lstrip("-").replace("_", "-") for flag in engine.flags} & _OWN_FLAGS)
+    if taken:
+        raise ConfigError(
+            f"engine.flags sets {', '.join(taken)}, which streamrl chooses for the servers it starts",
+            "leave it out; for a server that you start, set engine.url",
+        )
+    spec = find_spec(_PLUGIN)
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not any((Path(place) / "plugin" / "streamrl_engine" / f"{kind}.py").is_file() for place in places):
+        raise ConfigError(f"streamrl is installed without its plug-in for {kind} servers", "install streamrl again")
+    marker = environments.installed(folder)
+    if marker is None:
+        return f"{kind} of unknown version in {folder}"
+    wants_cpu = engine.device == "cpu" or (engine.device == "auto" and not environments.has_gpu())
+    if marker["cpu"] != wants_cpu:
+        made, wanted = ("CPUs", "a GPU") if marker["cpu"] else ("GPUs", "the CPU")
+        option = "--cpu" if wants_cpu else "--gpu"
+        raise ConfigError(
+            f"the {kind} environment in {folder} is made for {made}, this run generates on {wanted}",
+            f"{environments.install_command(kind)} {option}, or set engine.environment to another one",
+        )
+    return f"{kind} {marker['version']} in {folder}, {engine.servers} for each replica"
+
+
+def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
+    twice = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
+    if twice:
+        raise ConfigError(f"engine.url names {', '.join(twice)} twice", "name each server once")
+    return urls
+
+
+def _answers(engine: EngineConfig, url: str) -> str:
+    """Return the URL when something that speaks HTTP is there and takes the key."""
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ConfigError(f"engine.url {url} is no URL of a server", "write http://HOST:PORT")
+    headers = {}
+    if engine.api_key_file is not None:
+        try:
+            headers["Authorization"] = f"Bearer {engine.api_key_file.read_text().strip()}"
+        except OSError as error:
+            raise ConfigError(f"engine.api_key_file {engine.api_key_file}: {error.strerror}", "name a file") from error
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=_DEADLINE)
+    try:
+        connection.request("GET", parts.path.rstrip("/") + _GUARDED[engine.kind], headers=headers)
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        hint = f"start it, or leave out engine.url to let streamrl start {engine.kind} servers"
+        raise Unreachable(f"no server answers at {url}: {error or type(error).__name__}", hint) from error
+    finally:
+        connection.close()
+    if status in {401, 403}:
+        raise ConfigError(f"the server at {url} refuses our key (HTTP {status})", "set engine.api_key_file")
+    return url
+
+
+def look_at_way(config: RunConfig) -> str:
+    """Return how versions reach the engines.
+
+    Raises:
+        ConfigError: this machine cannot use the transport, or the address is not one of this host.
+        CannotCreate: the port is taken.
+    """
+    weights = config.weights
+    if weights.transport == "ipc" and not environments.has_gpu():
+        raise ConfigError(
+            "weights.transport ipc needs a CUDA device, this machine has none", "set weights.transport: shm"
+        )
+    if weights.transport in {"http", "collective"}:
+        _bindable(weights.host, weights.port)
+    if weights.relay and weights.transport != "http":
+        raise ConfigError(f"weights.relay has no meaning with transport {weights.transport}", "leave it out")
+    deltas = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
+    return f"{weights.transport}, {weights.dtype}{deltas}"
+
+
+def _bindable(host: str, port: int) -> None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"weights.host {host} is unknown: {error.strerror}", "name an address of this host"
+        ) from error
+    except OSError as error:
+        raise CannotCreate(
+            f"cannot listen on {host} port {port} for the weights: {os.strerror(error.errno or 0)}",
+            "set weights.host to an address of this host, and weights.port to a free port or 0",
+        ) from error
+
+
+def shared_memory_copies(config: RunConfig) -> int:
+    """Copies of the weights that lie in /dev/shm at the same time, at most, when all replicas run on this host.
+
+    Three where the learner puts its versions (two are kept, one is written), and as many in the spool of each replica
+    that fetches them or completes them from deltas.
+    """
+    weights = config.weights
+    fetched = weights.transport in {"http", "collective"} or weights.delta.enabled
+    return (0 if weights.transport == "directory" else 3) + (3 * config.rollout.replicas if fetched else 0)

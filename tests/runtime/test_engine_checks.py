@@ -1,0 +1,174 @@
+"""Engines, servers and the way of the weights, looked at before anything starts; each mistake says how to mend it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, ConfigError, Unreachable
+from streamrl.producers.servers import environments
+from streamrl.runtime import engine_checks
+from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(sections)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A whole environment of vLLM for CPUs, as far as anybody can see from outside."""
+    folder = tmp_path / "engines" / "vllm"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text("")
+    (folder / environments.MARKER).write_bytes(orjson.dumps({"version": "0.32.0", "cpu": True}))
+    monkeypatch.setenv(environments.VARIABLE, str(folder.parent))
+    return folder
+
+
+def test_engines_that_need_nothing_of_the_machine():
+    assert "transformers" in look_at_engine(config())
+    with pytest.raises(ConfigError, match=r"needs engine\.url"):
+        look_at_engine(config(engine={"kind": "openai"}))
+
+
+def test_an_environment_is_named_with_its_version(environment: Path):
+    found = look_at_engine(config(engine={"kind": "vllm", "servers": 2, "device": "cpu"}))
+    assert found == f"vllm 0.32.0 in {environment}, 2 for each replica"
+    (environment / environments.MARKER).unlink()
+    assert "unknown version" in look_at_engine(config(engine={"kind": "vllm"}))
+
+
+def test_a_missing_environment_names_the_command_that_makes_it(environment: Path, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        look_at_engine(config(engine={"kind": "sglang", "environment": tmp_path / "gone"}))
+    assert "streamrl engines install sglang" in caught.value.hint
+
+
+def test_an_environment_for_another_machine_is_refused(environment: Path):
+    with pytest.raises(ConfigError, match="made for CPUs, this run generates on a GPU") as caught:
+        look_at_engine(config(engine={"kind": "vllm", "device": "cuda"}))
+    assert "--gpu" in caught.value.hint
+    (environment / environments.MARKER).write_bytes(orjson.dumps({"version": "0.32.1", "cpu": False}))
+    with pytest.raises(ConfigError, match="made for GPUs, this run generates on the CPU"):
+        look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
+
+
+@pytest.mark.parametrize("flag", ["port", "--host", "model_path"])
+def test_flags_that_streamrl_needs_for_itself_are_refused(environment: Path, flag: str):
+    with pytest.raises(ConfigError, match="which streamrl chooses"):
+        look_at_engine(config(engine={"kind": "vllm", "device": "cpu", "flags": {flag: "1"}}))
+
+
+def test_an_installation_without_the_plug_in_is_found(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(Path(environments.__file__).parent, tmp_path / "servers")
+    shutil.rmtree(tmp_path / "servers" / "plugin")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "servers")])
+    monkeypatch.setattr(engine_checks, "find_spec", lambda _: spec)
+    with pytest.raises(ConfigError, match="without its plug-in for vllm"):
+        look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """A server that wants the key `sesame`; yields its URL and what it was asked."""
+    asked: list[tuple[str, str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            key = self.headers.get("Authorization")
+            asked.append((self.path, key))
+            self.send_response(200 if key == "Bearer sesame" else 401)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.server_port}", asked
+    listening.shutdown()
+    thread.join()
+    listening.server_close()
+
+
+def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Path):
+    url, asked = server
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    assert look_at_engine(config(engine={"kind": "sglang", "url": [url], "api_key_file": key})) == url
+    assert asked == [("/model_info", "Bearer sesame")]
+    for wrong in ({}, {"api_key_file": tmp_path / "other"}):
+        (tmp_path / "other").write_text("friend")
+        with pytest.raises(ConfigError, match="refuses our key"):
+            look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
+    with pytest.raises(ConfigError, match="api_key_file"):
+        look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))
+    with pytest.raises(ConfigError, match="twice"):
+        look_at_engine(config(engine={"kind": "vllm", "url": [url, f"{url}/"]}))
+
+
+def test_a_server_that_is_not_there_and_a_url_that_is_none(unused_port: int):
+    with pytest.raises(Unreachable, match=f"no server answers at http://127.0.0.1:{unused_port}"):
+        look_at_engine(config(engine={"kind": "vllm", "url": [f"http://127.0.0.1:{unused_port}"]}))
+    for url in ("localhost:8000", "ftp://host", "http://"):
+        with pytest.raises(ConfigError, match="no URL of a server"):
+            look_at_engine(config(engine={"kind": "vllm", "url": [url]}))
+
+
+@pytest.fixture
+def unused_port() -> Iterator[int]:
+    """A port that refuses connections: bound, and nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def test_the_way_of_the_weights(unused_port: int):
+    assert look_at_way(config()) == "shm, float32"
+    assert "every 5" in look_at_way(config(weights={"delta": {"enabled": True, "every": 5}, "dtype": "bfloat16"}))
+    assert look_at_way(config(weights={"transport": "http"})).startswith("http")
+    with pytest.raises(CannotCreate, match=f"port {unused_port}"):
+        look_at_way(config(weights={"transport": "http", "port": unused_port}))
+    with pytest.raises(CannotCreate, match=r"192\.0\.2\.1"):
+        look_at_way(config(weights={"transport": "collective", "host": "192.0.2.1"}))
+    with pytest.raises(ConfigError, match=r"weights\.host nowhere\.invalid is unknown"):
+        look_at_way(config(weights={"transport": "http", "host": "nowhere.invalid"}))
+    with pytest.raises(ConfigError, match="no meaning"):
+        look_at_way(config(weights={"relay": True}))
+
+
+def test_ipc_wants_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match="CUDA"):
+        look_at_way(config(weights={"transport": "ipc"}))
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
+    assert look_at_way(config(weights={"transport": "ipc"})).startswith("ipc")
+
+
+@pytest.mark.parametrize(
+    ("transport", "deltas", "replicas", "copies"),
+    [
+        ("shm", False, 4, 3),
+        ("directory", False, 4, 0),
+        ("http", False, 2, 9),
+        ("shm", True, 1, 6),
+        ("directory", True, 2, 6),
+    ],
+)
+def test_copies_in_shared_memory(transport: str, deltas: bool, replicas: int, copies: int):
+    weights = {"transport": transport, "delta": {"enabled": deltas}}
+    assert shared_memory_copies(config(weights=weights, rollout={"replicas": replicas})) == copies
