@@ -271,13 +271,12 @@ def _refusal(error: Any) -> WireError | DataError:
 def _finish(reason: Any) -> Finish | None:
     if reason is None:
         return None
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    if kind not in _FINISHES:
+    if not isinstance(reason, Mapping) or reason.get("type") not in _FINISHES:
         raise WireError(f"SGLang ended a response for a reason that nobody knows: {reason!r}")
-    code = reason.get("status_code") if isinstance(reason, Mapping) else None
+    code = reason.get("status_code")
     if isinstance(code, int) and code >= 400:
         raise _refusal({"message": reason.get("message"), "code": code})
-    return _FINISHES[kind]
+    return _FINISHES[reason["type"]]
 
 
 def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:

@@ -1,0 +1,40 @@
+"""Stands in for SGLang's kernels on a CPU without AMX, which SGLang imports and does not call there.
+
+Every layer takes its way through plain torch; a kernel that is called all the same says which one is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__version__ = "0.4.10"
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_args: Any, **_named: Any) -> None:
+        raise NotImplementedError(f"sgl_kernel.{name} needs SGLang's own kernels, which this environment lacks")
+
+    return missing
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Code for LoRA adapters asks for pinned memory; a torch without an accelerator refuses instead of ignoring it."""
+
+    @functools.wraps(make)
+    def call(*args: Any, **named: Any) -> Any:
+        named.pop("pin_memory", None)
+        return make(*args, **named)
+
+    return call
+
+
+for _name in ("arange", "empty", "full", "ones", "tensor", "zeros", "empty_like", "zeros_like"):
+    setattr(torch, _name, _without_pinning(getattr(torch, _name)))
+setattr(torch.Tensor, "pin_memory", lambda self, *_args, **_named: self)  # noqa: B010 - mypy forbids the assignment

@@ -1,0 +1,31 @@
+# A module that Python looks for by its name on the path.
+# ruff: noqa: INP001
+"""Lets torchvision, which PyPI has for CUDA only, be imported next to a torch for CPUs.
+
+Its extension cannot be loaded there, so the operators that it registers fakes for have to exist before `import
+torchvision` runs. On the PYTHONPATH of SGLang servers on a CPU; Python runs it at start, `sgl_kernel` lies next to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class _TorchvisionOperators:
+    """Defines the operators in front of the first `import torchvision`, and leaves the import to the others."""
+
+    library: Any = None
+
+    @classmethod
+    def find_spec(cls, name: str, _path: Any = None, _target: Any = None) -> None:
+        if name == "torchvision":
+            sys.meta_path.remove(cls)
+            import torch
+
+            cls.library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+            for operator in ("nms", "qnms"):
+                cls.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+sys.meta_path.insert(0, _TorchvisionOperators)

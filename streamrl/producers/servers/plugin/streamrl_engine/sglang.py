@@ -1,0 +1,124 @@
+"""Weights into a running SGLang server: the loader behind `--custom-weight-loader`, and the hooks that make it safe.
+
+SGLang finds `register` as an entry point, because the folder of this package is on its PYTHONPATH. The server calls
+`load` in every scheduler process, one for each rank of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .files import BadVersion, Source, finite, table, tensors
+from .sglang_rehearsal import rehearse
+
+LOADER = "streamrl_engine.sglang.load"
+_COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Hook the scheduler's update of weights and of memory; SGLang calls this at the start of each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, hook in (
+        ("update_weights_from_tensor", _update),
+        ("release_memory_occupation", _release),
+        ("resume_memory_occupation", _resume),
+    ):
+        HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Replace the weights of `model`, whole or not at all.
+
+    Args:
+        model: SGLang's, whose `load_weights` takes Hugging Face names and fuses and cuts the tensors itself.
+        named_tensors: one pair; its name is the description of the version (`files.Source` as JSON).
+
+    Raises:
+        BadVersion: unknown or missing names, other shapes, values that are not finite, or files that are no version;
+            nothing was changed.
+        RuntimeError: the weights may be half replaced. The process must not go on, and dies of it.
+    """
+    problem = ""
+    try:
+        source = Source.parse(json.loads(named_tensors[0][0]))
+        rehearse(model, table(source))
+        for name, tensor in tensors(source):
+            if not finite(tensor):
+                raise BadVersion(f"{name} holds values that are not finite")
+    except BadVersion as error:
+        problem = str(error)
+    except ValueError as error:
+        problem = f"not a description of a version: {error}"
+    if _any_rank(bool(problem)):
+        raise BadVersion(problem or "another rank of this server refuses the version")
+    try:
+        model.load_weights(tensors(source))
+    except Exception as error:
+        raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
+
+
+def _any_rank(refuses: bool) -> bool:
+    """Whether any rank of tensor parallelism refuses; all ranks must ask."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return refuses
+    flag = torch.tensor([int(refuses)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(flag.item())
+
+
+def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
+    """One call does it all: open the session, check, copy, name the version, close; a refusal is an answer.
+
+    SGLang's scheduler would die of a loader's exception, and would keep a session open for a caller that died. Drafts
+    of speculative decoding keep their weights: the version has none for them.
+    """
+    if request.load_format != LOADER:
+        return original(component, request)
+    from sglang.srt.managers import io_struct
+
+    if hasattr(request, "selector"):
+        request.selector = "target"
+    elif hasattr(request, "disable_draft_model"):
+        request.disable_draft_model = True
+    sessions = hasattr(component, "_session")
+    if sessions and component._session is None:  # noqa: SLF001 - SGLang has no other way to ask
+        component.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector="target"))
+    try:
+        answer = original(component, request)
+    except BadVersion as error:
+        _log.error("weights refused: %s", error)
+        # The one that the scheduler's own code skipped; every rank refuses together.
+        torch.distributed.barrier(group=component.tp_cpu_group)
+        answer = io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=str(error))
+    if sessions:
+        component.end_weight_update(io_struct.EndWeightUpdateReqInput())
+    return answer
+
+
+def _release(original: Callable[..., Any], component: Any, request: Any) -> Any:
+    """A repeat gives back what is left to be given back; the server would take a second copy of nothing."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    request.tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag not in component.offload_tags]
+    return original(component, request) if request.tags else ReleaseMemoryOccupationReqOutput()
+
+
+def _resume(original: Callable[..., Any], component: Any, request: Any) -> Any:
+    """What was not given back is there; the server would die of a call that names it."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    request.tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag in component.offload_tags]
+    return original(component, request) if request.tags else ResumeMemoryOccupationReqOutput()

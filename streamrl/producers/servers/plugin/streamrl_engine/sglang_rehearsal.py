@@ -1,0 +1,153 @@
+"""Whether a model takes a set of weights, found out without touching it: its own loader runs over shapes alone.
+
+SGLang ignores names that it does not know and is content with half a fused matrix. So before a copy its loader is run
+once with every parameter replaced by one without storage, and every write is noted: a name that writes nothing is
+unknown, a parameter that is not filled lacks a name, and shapes are refused by the code that would have copied them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .files import BadVersion, Head
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LISTED = 4
+
+_passed: weakref.WeakKeyDictionary[torch.nn.Module, Mapping[str, Head]] = weakref.WeakKeyDictionary()
+
+
+def rehearse(model: Any, heads: Mapping[str, Head]) -> None:
+    """Check that `model.load_weights` would fill every parameter with these tensors, and use each of them.
+
+    The same table again is not rehearsed again.
+
+    Raises:
+        BadVersion: unknown names, missing ones, or other shapes or types.
+    """
+    if _passed.get(model) == heads:
+        return
+    writes = _Writes()
+    with _hollow(model) as parameters, torch.no_grad(), writes:
+        writes.watch(parameters)
+        try:
+            model.load_weights(writes.announced(heads))
+        except BadVersion:
+            raise
+        except Exception as error:
+            # Whatever a loader raises over a tensor that it cannot use: AssertionError, RuntimeError, KeyError, ...
+            raise BadVersion(f"the model cannot take {writes.last}: {error or type(error).__name__}") from error
+        unknown = [name for name in heads if name not in writes.used]
+        unfilled = [name for name, parameter in parameters.items() if not writes.filled(parameter)]
+    if unknown:
+        raise BadVersion(f"the model has no {_some(unknown)}")
+    if unfilled:
+        raise BadVersion(f"tensors are missing: nothing fills {_some(unfilled)} whole")
+    _passed[model] = dict(heads)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+@contextmanager
+def _hollow(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Give the model parameters and buffers without storage for a while; yields the parameters by name.
+
+    All that a module holds is put back at the end: some loaders keep tensors that they derive from the weights.
+    """
+    kept = [(module, dict(module.__dict__)) for module in model.modules()]
+    twins: dict[int, torch.Tensor] = {}
+    for module, state in kept:
+        for table in ("_parameters", "_buffers"):
+            module.__dict__[table] = {name: _twin(tensor, twins) for name, tensor in state[table].items()}
+    try:
+        yield dict(model.named_parameters())
+    finally:
+        for module, state in kept:
+            module.__dict__.clear()
+            module.__dict__.update(state)
+
+
+def _twin(tensor: torch.Tensor | None, twins: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    if id(tensor) not in twins:
+        bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        # The type and the attributes carry the loaders.
+        twin = torch.Tensor._make_subclass(type(tensor), bare, tensor.requires_grad)  # noqa: SLF001 - keeps type and class
+        twin.__dict__.update(tensor.__dict__)
+        twins[id(tensor)] = twin
+    return twins[id(tensor)]
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which region of which parameter is written, and on account of which tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used: set[str] = set()
+        self.last = "nothing"
+        self._regions: dict[int, set[tuple[Any, ...]]] = {}
+        self._sources: dict[int, str] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._regions = {_storage(parameter): set() for parameter in parameters.values()}
+
+    def announced(self, heads: Mapping[str, Head]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, head in heads.items():
+            if head.dtype not in _DTYPES:
+                raise BadVersion(f"{name} is of type {head.dtype}, which is no type of weights")
+            tensor = torch.empty(head.shape, dtype=_DTYPES[head.dtype], device="meta")
+            self._alive.append(tensor)
+            self._sources[_storage(tensor)] = name
+            self.last = name
+            yield name, tensor
+
+    def filled(self, parameter: torch.Tensor) -> bool:
+        regions = self._regions.get(_storage(parameter))
+        if regions is None:  # its loader put another tensor in its place
+            return True
+        written = sum(torch.Size(size).numel() for _, size, _ in regions)
+        return written >= parameter.numel() or parameter.numel() == 1  # a scale that the checkpoint need not have
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func.__name__.split(".")[0].endswith("_") and args and isinstance(args[0], torch.Tensor):
+            self._note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: Any) -> None:
+        target = args[0]
+        regions = self._regions.get(_storage(target))
+        if regions is None:
+            return
+        regions.add((target.storage_offset(), tuple(target.size()), tuple(target.stride())))
+        if func is not torch.ops.aten.copy_.default:
+            return
+        source = args[1]
+        # Transposed or converted on the way: then it is the one that was handed out last.
+        name = self._sources.get(_storage(source), self.last)
+        if source.shape != target.shape and source.numel() != target.numel():
+            raise BadVersion(f"{name} is of shape {tuple(source.shape)}, its place of shape {tuple(target.shape)}")
+        self.used.add(name)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - without memory there is no address
