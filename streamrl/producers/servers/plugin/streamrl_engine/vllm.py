@@ -1,0 +1,283 @@
+# mypy: disable-error-code=misc
+# vLLM's classes are not there to be read where this is checked.
+"""New weights inside vLLM's worker processes, versions 0.32 and 0.33.
+
+Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
+`--weight-transfer-config '{"backend":"streamrl"}'`; importing it registers the backend.
+
+The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/collective_rpc
+streamrl_begin`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed
+nothing. A failed `/update_weights` leaves a model without weights: the sequence again, for any version, mends it while
+the server is still paused, and a server that is resumed without that dies by its first step instead of sampling from a
+mixture.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, restore_layer_on_meta, to_meta_tensor
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from .files import BadVersion, Head, Landing, Source, finite, table, tensors, torch_dtype
+
+Table = Mapping[str, Head]
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """One whole version.
+
+    Attributes:
+        source: see `streamrl_engine.files.Source`.
+    """
+
+    source: dict[str, Any]
+
+
+class StreamrlEngine(WeightTransferEngine[Init, Update]):
+    """Loads a version from files through the model's own loaders, all of it within one call."""
+
+    init_info_cls = Init
+    update_info_cls = Update
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._landing = Landing()
+        self._known: list[Table] = []
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: a client that dies before `update_weights` leaves a model that is whole."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to do: vLLM notes the version's name."""
+
+    def shutdown(self) -> None:
+        """Remove what was fetched."""
+        self._landing.clear()
+
+    def check(self, source: Source) -> None:
+        """Bring the files here and prove that the model's loaders would take all of them; the model is not changed.
+
+        Raises:
+            BadVersion: files, names, shapes or values are not those of a version of this model.
+        """
+        local = self._landing.local(source)
+        self._match(local)
+        ranks = max(self.parallel_config.world_size, 1)
+        mine = self.parallel_config.rank % ranks
+        for index, (name, tensor) in enumerate(tensors(local)):
+            if index % ranks == mine and not finite(tensor):
+                raise BadVersion(f"{name} has values that are not finite")
+
+    def _match(self, local: Source) -> None:
+        found = table(local)
+        if found in self._known:
+            return
+        rehearse(self.model, found, self.parallel_config.tensor_parallel_size, self.vllm_config.quant_config is None)
+        self._known = [*self._known[-3:], found]
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Replace all weights. Not the base class's: that one asks for an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Load one version.
+
+        Raises:
+            BadVersion: before the model was touched.
+            Exception: whatever the loaders raise; the model then has no weights at all.
+        """
+        local = self._landing.local(Source.parse(update_info.source))
+        self._match(local)
+        _forget_unfinished(self.model)
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(tensors(local))
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                _repack(self.model)
+        except BaseException:
+            # Layers that were complete have new weights, the others none: take away the former too, so that no step
+            # can pass through a mixture.
+            initialize_layerwise_reload(self.model)
+            raise
+        self._landing.clear(keep=local)
+
+
+class WorkerExt:
+    """Methods for `/collective_rpc`; vLLM makes it a base of its worker class."""
+
+    weight_transfer_engine: Any
+    vllm_config: Any
+    _weight_update_active: bool
+
+    def streamrl_check(self, source: dict[str, Any]) -> None:
+        """See `StreamrlEngine.check`."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.check(Source.parse(source))
+
+    def streamrl_begin(self) -> None:
+        """Forget the session of a client that did not come back, which vLLM would hold against the next one."""
+        self._weight_update_active = False
+
+
+@torch.no_grad()
+def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
+    """Let the model's own loaders load tensors of these types and shapes into nothing, and count what they took.
+
+    Runs between two steps and puts back every parameter as it was.
+
+    Args:
+        model: whole; not one that a failed update has left without weights.
+        heads: of every tensor of the version.
+        ranks: over which a tensor may be spread.
+        strict: every element of every parameter must be covered (models without quantisation).
+
+    Raises:
+        BadVersion: an unknown name, another shape, a missing tensor, or a part of a fused one.
+    """
+    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
+        raise BadVersion("a failed update has left this model without weights: send one that was checked before")
+    loaded: dict[int, int] = {}
+    wanted = _parameters(model)
+    with _on_nothing(model, loaded, ranks):
+        try:
+            model.load_weights((name, _blank(head)) for name, head in heads.items())
+        except BadVersion:
+            raise
+        except Exception as error:  # the loaders raise whatever they like: assertions, KeyError, RuntimeError
+            raise BadVersion(f"the model's loaders refuse it: {type(error).__name__}: {error}") from error
+    if not strict:
+        return
+    for names, sizes in wanted:
+        # A tied parameter comes under one of its names, so the best covered counts.
+        short = min(size - loaded.get(key, 0) for key, size in sizes)
+        if short > 0:
+            raise BadVersion(f"{names[0]} is not covered: {short} of its elements are in no tensor of the version")
+
+
+def _parameters(model: torch.nn.Module) -> list[tuple[list[str], list[tuple[int, int]]]]:
+    """Names of each parameter, and for each of its layers its key in the count and the elements it must get."""
+    groups: dict[int, tuple[list[str], list[tuple[int, int]]]] = {}
+    for prefix, layer in model.named_modules():
+        params, _ = get_layer_params_buffers(layer)
+        blank, _ = get_layerwise_info(layer).restore_metadata
+        for name, param in params.items():
+            size = blank[name].numel() if name in blank else param.numel()
+            if size <= 1:
+                continue  # filled, not copied, by vLLM's loaders
+            if hasattr(layer, "num_embeddings_padded"):
+                size = 1  # its rows are padded; its loader compares the real ones itself
+            names, sizes = groups.setdefault(id(param), ([], []))
+            names.append(f"{prefix}.{name}" if prefix else name)
+            sizes.append((_key(layer, name), size))
+    return list(groups.values())
+
+
+@contextmanager
+def _on_nothing(model: torch.nn.Module, loaded: dict[int, int], ranks: int) -> Iterator[None]:
+    """Replace all parameters by meta tensors whose loaders only count, and put them back."""
+    before: list[tuple[torch.nn.Module, Any, set[str]]] = []
+    loaders: list[tuple[torch.Tensor, Any]] = []
+    try:
+        for layer in model.modules():
+            transient = set(layer._non_persistent_buffers_set)  # noqa: SLF001 - as vLLM's own reload does
+            before.append((layer, get_layer_params_buffers(layer), transient))
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            for name, tensor in get_layer_tensors(layer).items():
+                original = getattr(tensor, "weight_loader", None)
+                loaders.append((tensor, original))
+                tensor.weight_loader = _counting(layer, name, original or default_weight_loader, loaded, ranks)
+        yield
+    finally:
+        for tensor, original in reversed(loaders):
+            if original is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = original
+        for layer, (params, buffers), transient in before:
+            for name in get_layer_tensors(layer):
+                delattr(layer, name)
+            for name, param in params.items():
+                layer.register_parameter(name, param)
+            for name, buffer in buffers.items():
+                layer.register_buffer(name, buffer, persistent=name not in transient)
+
+
+def _counting(
+    layer: torch.nn.Module, name: str, original: Callable[..., Any], loaded: dict[int, int], ranks: int
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        first = next(iter(bound.arguments))
+        if not bound.arguments[first].is_meta:
+            bound.arguments[first] = to_meta_tensor(bound.arguments[first])
+        taken, result = get_numel_loaded(original, bound)
+        offered = next((v.numel() for v in list(bound.arguments.values())[1:] if isinstance(v, torch.Tensor)), 0)
+        if 0 < taken * ranks < offered and not hasattr(layer, "num_embeddings_padded"):
+            raise BadVersion(f"only {taken} of {offered} elements would fit into {name} of {type(layer).__name__}")
+        loaded[_key(layer, name)] = loaded.get(_key(layer, name), 0) + taken
+        return result
+
+    return load
+
+
+def _key(layer: torch.nn.Module, name: str) -> int:
+    return hash((id(layer), name))
+
+
+def _blank(head: Head) -> torch.Tensor:
+    # Memory that nobody writes is never made: a model of any size is rehearsed in no space.
+    return torch.empty(head.shape, dtype=torch_dtype(head.dtype))
+
+
+def _forget_unfinished(model: torch.nn.Module) -> None:
+    """After a failed update: what it had brought must not count towards the next one."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """Pack the weights anew of layers that keep a packed copy of a weight that another layer owns (tied heads)."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel() and weight.ndim == 2:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+WeightTransferEngineFactory.register_engine("streamrl", StreamrlEngine)
