@@ -68,6 +68,16 @@ class Keys:
         return f"{{sr:{self.run}}}:weights"
 
     @property
+    def turn(self) -> str:
+        """Hash: which learner asks for or has the devices that it shares with the engines, and until when."""
+        return f"{{sr:{self.run}}}:turn"
+
+    @property
+    def turn_engines(self) -> str:
+        """Sorted set of the engines that use the shared devices, by the end of their lease."""
+        return f"{{sr:{self.run}}}:turn:engines"
+
+    @property
     def roles(self) -> str:
         """Set of the names of all roles that ever wrote a heartbeat."""
         return f"{{sr:{self.run}}}:roles"

@@ -14,6 +14,7 @@ from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.foreign import read_ours
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.turn import DeviceTurn
 
 _DOORBELL_SECONDS = 2.0
 
@@ -87,6 +88,7 @@ class Ledgers:
     evaluation: Ledger
     weights: WeightsStream
     roles: RoleBoard
+    turn: DeviceTurn
     connection: Connection
 
 
@@ -107,6 +109,7 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
             roles=RoleBoard(connection, train),
+            turn=DeviceTurn(connection, train, config.lease.seconds),
             connection=connection,
         )
         await ledgers.train.ensure()
