@@ -1,0 +1,166 @@
+"""A tiny model with random weights that any engine loads, and the forward pass of transformers as its judge.
+
+It writes for ever, whatever its weights: only after the token `STOP` does it end, and then at once. So what is checked
+with it never depends on when a response happened to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from streamrl.producers.engines.contract import Completion
+from streamrl.weight_sync.version import Version
+
+VOCABULARY: Final = 320
+CONTEXT: Final = 512
+PAD, BOS, EOS, STOP = 0, 1, 2, 5
+FIRST_PLAIN: Final = 8
+"""Tokens from here on mean nothing in particular: prompts are drawn of them."""
+
+_HIDDEN, _LAYERS, _HEADS, _KV_HEADS = 128, 2, 4, 2
+_SPREAD, _EMBEDDED = 0.08, 0.04  # logits stay small: rounded to bfloat16 they are off by less than 0.01
+_FILE: Final = "model.safetensors"
+
+
+def make_model(folder: Path, seed: int = 0) -> None:
+    """Write configuration, weights in bfloat16 and tokenizer (one token per byte) into `folder`."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    model = build(random_weights(seed))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
+    vocabulary |= {character: len(vocabulary) + number for number, character in enumerate(alphabet)}
+    special = dict.fromkeys(("pad_token", "bos_token", "eos_token"))
+    special.update(zip(special, vocabulary, strict=False))
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=None, **special).save_pretrained(folder)
+
+
+def random_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Fresh weights in bfloat16 by their Hugging Face names; the head is tied to the embeddings and has no name.
+
+    Two positions of the hidden state are planted: the first is positive for every token and turns the end of the
+    response away, the second is raised by `STOP` and calls for it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, tensor in _skeleton().state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)
+            continue
+        spread = _EMBEDDED if "embed" in name else _SPREAD
+        value = spread * torch.randn(tensor.shape, generator=generator)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value *= 0.25
+            value[:2] = 0.0
+        weights[name] = value.to(torch.bfloat16)
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[:, 0], embeddings[:, 1] = 0.3, 0.0
+    embeddings[EOS, :2] = torch.tensor([-20.0, 16.0])
+    embeddings[STOP, 1] = 1.0
+    return weights
+
+
+def build(weights: dict[str, torch.Tensor]) -> Any:
+    """Return the model with these weights, in float32."""
+    model = _skeleton().float()
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model.eval()
+
+
+def make_version(folder: Path, number: int, weights: dict[str, torch.Tensor], epoch: int = 1) -> Version:
+    """Write the weights as one file below `folder` and return them as a version; `number` is its step as well."""
+    place = folder / f"v-{epoch}-{number}"
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(weights, place / _FILE)
+    parts = dict.fromkeys(weights, (_FILE,))
+    return Version((epoch, number), number, load_file(place / _FILE), place, (_FILE,), parts)
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: Any, prompt: Sequence[int], completion: Completion, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities of a completion's tokens by one forward pass over prompt and response, shape (tokens,)."""
+    tokens = torch.tensor([*map(int, prompt), *completion.tokens.tolist()])
+    logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
+    found = torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[len(prompt) :, None])
+    return found[:, 0]
+
+
+def worst_error(
+    model: Any, prompt: Sequence[int], completion: Completion, first: int = 0, end: int | None = None
+) -> float:
+    """Largest difference between a completion's log-probabilities and the forward pass's, tokens `first` to `end`."""
+    found = forward_logprobs(model, prompt, completion) - torch.from_numpy(completion.logprobs.copy())
+    return float(found[first:end].abs().max())
+
+
+def make_adapter(folder: Path, seed: int, rank: int = 4) -> None:
+    """Write a LoRA adapter (PEFT's format) with random weights for the attention's projections into `folder`."""
+    import orjson
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    targets = ("q_proj", "v_proj")
+    shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton().state_dict().items()}
+    tensors = {}
+    for layer in range(_LAYERS):
+        for target in targets:
+            name = f"model.layers.{layer}.self_attn.{target}"
+            rows, columns = shapes[f"{name}.weight"]
+            for half, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
+                value = 0.3 * torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{name}.{half}.weight"] = value
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(targets),
+        "base_model_name_or_path": "",
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_bytes(orjson.dumps(config))
+
+
+def with_adapter(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """Return weights with an adapter of `make_adapter` merged into them, in float32."""
+    adapter = load_file(folder / "adapter_model.safetensors")
+    merged = {name: tensor.float() for name, tensor in weights.items()}
+    for key, low in adapter.items():
+        name, half, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
+        if half == "lora_A":
+            merged[f"{name}.weight"] = merged[f"{name}.weight"] + adapter[key.replace("lora_A", "lora_B")] @ low
+    return merged
+
+
+def _skeleton() -> Any:
+    import transformers
+
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=_HIDDEN,
+        intermediate_size=2 * _HIDDEN,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KV_HEADS,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
