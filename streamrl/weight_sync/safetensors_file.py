@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orjson
 import torch
 import xxhash
 
 from streamrl.errors import WeightsError
-from streamrl.weight_sync.checksums import checksum, update
+from streamrl.weight_sync.checksums import Buffer, checksum, update
 from streamrl.weight_sync.manifest import Shard
 
 _ALIGNMENT: Final = 64
@@ -51,16 +51,25 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, durable: b
     Raises:
         OSError: from the file system, among them `ENOSPC`; the file may be left behind in part.
     """
-    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    pieces = [memoryview(_header(ordered)), *(_bytes(tensor) for _, tensor in ordered)]
+    return write_pieces(path, encode(tensors), durable=durable)
+
+
+def write_pieces(
+    path: Path, pieces: Iterable[Buffer], *, durable: bool, kind: Literal["full", "delta"] = "full"
+) -> Shard:
+    """Write bytes as one new file, hash them on their way, and return the entry; arguments and errors as of `write`."""
     state = xxhash.xxh3_128()
+    total = 0
     with path.open("xb", buffering=0) as file:
         for piece in pieces:
             update(state, piece)
-            _write_all(file.fileno(), piece)
+            view = memoryview(piece)
+            total += view.nbytes
+            while view.nbytes:
+                view = view[os.write(file.fileno(), view) :]
         if durable:
             os.fsync(file.fileno())
-    return Shard(file=path.name, bytes=sum(piece.nbytes for piece in pieces), checksum=state.hexdigest())
+    return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), kind=kind)
 
 
 def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
@@ -77,18 +86,45 @@ def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
         size = os.fstat(file.fileno()).st_size
         if size != shard.bytes:
             raise WeightsError(f"{path} has {size} bytes, its manifest says {shard.bytes}")
+        if not size:
+            raise WeightsError(f"{path} is empty")
         mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     found = checksum(mapped)
     if found != shard.checksum:
         raise WeightsError(f"{path} has checksum {found}, its manifest says {shard.checksum}")
-    start = 8 + int.from_bytes(mapped[:8], "little")
+    return parse(mapped, str(path))
+
+
+def encode(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[memoryview[Any]]:
+    """Return the bytes of a safetensors file in pieces, without a copy of the tensors (contiguous, on the CPU)."""
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    return [memoryview(_header(ordered)), *(raw(tensor) for _, tensor in ordered)]
+
+
+def parse(data: bytearray | mmap.mmap, where: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that lies in `data`, as views of it.
+
+    Args:
+        data: the whole file.
+        where: names the file in errors.
+
+    Raises:
+        WeightsError: it is no safetensors file, or a tensor lies outside of it.
+    """
+    size = len(data)
+    start = 8 + int.from_bytes(data[:8], "little")
     if start > min(size, _MAX_HEADER_BYTES):
-        raise WeightsError(f"{path}: the safetensors header is longer than the file")
+        raise WeightsError(f"{where}: the safetensors header is longer than the file")
     try:
-        table: dict[str, Any] = orjson.loads(mapped[8:start])
-        return {name: _view(mapped, start, entry) for name, entry in table.items() if name != "__metadata__"}
+        table: dict[str, Any] = orjson.loads(data[8:start])
+        return {name: _view(data, start, entry) for name, entry in table.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise WeightsError(f"{path} is no safetensors file: {error}") from error
+        raise WeightsError(f"{where} is no safetensors file: {error}") from error
+
+
+def raw(tensor: torch.Tensor) -> memoryview[Any]:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -108,22 +144,13 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview[Any]:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, view: memoryview[Any]) -> None:
-    while view.nbytes:
-        view = view[os.write(descriptor, view) :]
-
-
-def _view(mapped: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _view(data: bytearray | mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     dtype = DTYPES[entry["dtype"]]
     shape = [int(size) for size in entry["shape"]]
     begin, end = (int(offset) for offset in entry["data_offsets"])
     count = (end - begin) // dtype.itemsize
-    if begin < 0 or start + end > len(mapped) or count * dtype.itemsize != end - begin:
+    if not 0 <= begin <= end <= len(data) - start or count * dtype.itemsize != end - begin or min(shape, default=0) < 0:
         raise ValueError("the offsets of a tensor do not fit")
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).view(shape)
