@@ -1,26 +1,28 @@
-"""The replica's side: sees the newest version, proves that it is whole, and hands it to the engine."""
+"""The replica's side: sees the newest version, gets its files near, proves them, and hands them to the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
-import torch
-
 from streamrl.config import WeightsConfig
-from streamrl.errors import WeightsError
-from streamrl.weight_sync.manifest import Manifest, Pair, decode, folder_name
-from streamrl.weight_sync.safetensors_file import DTYPE_NAMES, map_shard
-from streamrl.weight_sync.transports import make_transport
+from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, unwrap
+from streamrl.weight_sync.arrivals import Arrivals, open_arrivals
+from streamrl.weight_sync.hosts import Board
+from streamrl.weight_sync.manifest import Manifest, decode, folder_name
+from streamrl.weight_sync.sources import Traffic
 from streamrl.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
-_MAP_ATTEMPTS: Final = 4
-_MAP_PAUSE: Final = 0.05
+_AGAIN: Final = 2
+_FIRST_PAUSE: Final = 0.5
+_LONGEST_PAUSE: Final = 30.0
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
@@ -37,74 +39,227 @@ class Versions(Protocol):
         ...
 
 
+class _Overtaken(Exception):
+    """The files of a version went away because a newer one came."""
+
+
+class _CannotFetch(Exception):
+    """The files of a version could not be got here; trying again may help."""
+
+    def __init__(self, cause: StreamrlError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class Follower:
     """Follows the newest version of the weights; one in each rollout replica.
 
-    Versions in between are skipped. Whatever is wrong with a version (checksum, size, another run, an older epoch,
-    names or shapes the engine does not know) is logged and counted in `refused`, and the version before it stays.
-    A version whose files went away because a newer one came is no error. Mapping and hashing happen in a thread.
+    The files are fetched while the engine generates; only `apply` may stop it. Versions that come and go meanwhile are
+    skipped. One whose files are here is applied even if a newer one is known by then: it is newer than what the engine
+    has, and a replica whose network is slower than the learner would otherwise never apply any.
+
+    Whatever is wrong with a version (checksum, size, another run, an older epoch, names or shapes the engine does not
+    know) is logged and counted in `refused`, and the version before it stays. A version that could only not be fetched
+    is tried again, with pauses, until a newer one comes. A version whose files went away because a newer one came is no
+    error.
+
+    Attributes:
+        refused: versions that could not be fetched or applied.
+        first: set after the first version was applied.
+        newest_step: optimizer step of the newest version that is published, as far as this follower knows; 0: none.
+        applied_step: optimizer step of the version applied last; 0: none.
+        apply_seconds: spent in `apply` since the start; only grows.
 
     Args:
         stream: the weights stream.
-        config: transport, and the deadline of reading and verifying one version.
+        config: transport, relay, and the deadline of fetching one version and of reading it.
         apply: takes the version, and must have copied what it needs when it returns. It has a deadline of its own:
             only the engine knows what became of weights that it was about to take. `WeightsError` from it means "not
             applied, the old version stays"; any other error ends `run`.
         run: name of the run; versions of another run are refused.
         run_dir: run directory.
+        name: of this replica's role, unique among those of the run.
+        board: where relays announce themselves; None: files are fetched from the learner's host alone.
+        status: what this role says of itself on that board; a relay puts its URL there.
     """
 
-    def __init__(self, stream: Versions, config: WeightsConfig, apply: Apply, *, run: str, run_dir: Path) -> None:
-        self._stream = stream
-        self._config = config
-        self._apply = apply
-        self._run = run
-        self._root = make_transport(config.transport, run_dir).root
-        self._seen = 0
-        self._applied: Pair | None = None
+    def __init__(
+        self,
+        stream: Versions,
+        config: WeightsConfig,
+        apply: Apply,
+        *,
+        run: str,
+        run_dir: Path,
+        name: str = "rollout",
+        board: Board | None = None,
+        status: MutableMapping[str, int | float | str] | None = None,
+    ) -> None:
+        self._stream, self._config, self._apply, self._run, self._run_dir = stream, config, apply, run, run_dir
+        self._name, self._board, self._status = name, board, status
+        self._arrivals: Arrivals | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._known: tuple[int, bytes] | None = None
+        self._applied: Manifest | None = None
+        self._before = Traffic()
         self.refused = 0
         self.first = asyncio.Event()
+        self.newest_step = 0
+        self.applied_step = 0
+        self.apply_seconds = 0.0
 
     @property
     def version(self) -> int:
         """Number of the version applied last; 0 before the first."""
-        return 0 if self._applied is None else self._applied[1]
+        return 0 if self._applied is None else self._applied.version
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes that came over the network since the start; only grows."""
+        return self._before.bytes + (self._arrivals.traffic.bytes if self._arrivals else 0)
+
+    @property
+    def fetch_seconds(self) -> float:
+        """Seconds spent fetching since the start; only grows. The engine generated meanwhile."""
+        return self._before.seconds + (self._arrivals.traffic.seconds if self._arrivals else 0.0)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop` is set; `first` is set after the first version was applied.
 
         Cancelling it between versions leaves the engine whole; in the middle of one it is as whole as the engine's
         `apply` makes it. It may be run again afterwards.
+
+        Raises:
+            CannotCreate: the spool cannot be made, or a relay cannot listen.
+            ConfigError: no token for the http transport.
         """
+        opened = open_arrivals(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
+        try:
+            async with opened as arrivals, asyncio.TaskGroup() as group:
+                self._arrivals = arrivals
+                watching = group.create_task(self._watch(stop), name="watch weights")
+                await self._take_all(arrivals, stop)
+                watching.cancel()
+        except BaseExceptionGroup as error:
+            raise unwrap(error) from error
+        finally:
+            if self._arrivals is not None:
+                traffic = self._arrivals.traffic
+                self._before = Traffic(self._before.bytes + traffic.bytes, self._before.seconds + traffic.seconds)
+            self._arrivals = None
+
+    async def again(self, apply: Apply | None = None) -> bool:
+        """Hand the version applied last once more, to a server that was restarted or added.
+
+        Waits for a version that is just being applied, and holds up the next one. When its files have gone, the newest
+        version takes its place.
+
+        Args:
+            apply: takes the version like the follower's own; None: that one.
+
+        Returns:
+            False when no version was applied yet or `run` is not running: nothing was handed over.
+
+        Raises:
+            WeightsError: the version is refused, or no files of any version are here.
+        """
+        async with self._one_at_a_time:
+            if self._applied is None or self._arrivals is None:
+                return False
+            version = await self._once_more(self._arrivals, self._applied)
+            await (apply or self._apply)(version)
+            return True
+
+    async def _once_more(self, arrivals: Arrivals, manifest: Manifest) -> Version:
+        for attempt in range(_AGAIN):
+            try:
+                return await arrivals.make(await arrivals.fetch(manifest))
+            except (OSError, WeightsError) as error:
+                newest = await self._stream.newest()
+                if attempt == _AGAIN - 1 or newest is None:
+                    raise WeightsError(
+                        f"the files of version {manifest.version} cannot be read again: {error}",
+                        "the next version mends this",
+                    ) from error
+                manifest = decode(newest[1])
+                self._check(newest[0], manifest, again=True)
+        raise AssertionError
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        """Note what is published, also while a version is fetched or applied."""
+        seen = self.version
         while not stop.is_set():
-            found = await self._stream.after(self._seen, _LOOK_SECONDS)
+            found = await self._stream.after(seen, _LOOK_SECONDS)
             if found is None:
                 continue
-            number, data = found
+            self._known, seen = found, found[0]
+            with contextlib.suppress(WeightsError):  # it is refused where it is taken
+                self.newest_step = decode(found[1]).step
+            self._news.set()
+        self._news.set()
+
+    async def _take_all(self, arrivals: Arrivals, stop: asyncio.Event) -> None:
+        pause = 0.0  # until the same version is tried again; 0: not at all
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause or None):
+                    await self._news.wait()
+            if self._news.is_set():
+                pause = 0.0
+            self._news.clear()
+            if stop.is_set() or self._known is None:
+                continue
+            number, data = self._known
             try:
-                await self._take(number, data)
+                await self._take(arrivals, number, data)
+                pause = 0.0
+            except _Overtaken:
+                logger.debug("weights overtaken", extra={"version": number})
+                pause = 0.0
             except WeightsError as error:
                 self._refuse(number, error)
-            self._seen = max(self._seen, number)
+                pause = 0.0
+            except _CannotFetch as error:
+                if not pause:
+                    self._refuse(number, error.cause)
+                pause = min(max(2 * pause, _FIRST_PAUSE), _LONGEST_PAUSE)
 
-    async def _take(self, number: int, data: bytes) -> None:
+    async def _take(self, arrivals: Arrivals, number: int, data: bytes) -> None:
         manifest = decode(data)
         self._check(number, manifest)
-        try:
-            async with asyncio.timeout(self._config.deadline):
-                version = await self._map(manifest)
-        except TimeoutError as error:
-            raise WeightsError(
-                f"version {number} could not be read within {self._config.deadline:g} s", "raise weights.deadline"
-            ) from error
-        if version is None:
-            return
-        await self._apply(version)
-        self._applied = manifest.pair
+        async with self._reading(number):
+            fetched = await arrivals.fetch(manifest)
+        async with self._one_at_a_time:
+            async with self._reading(number):
+                version = await arrivals.make(fetched)
+            began = time.monotonic()
+            try:
+                await self._apply(version)
+            finally:
+                self.apply_seconds += time.monotonic() - began
+            self._applied = manifest
+        self.applied_step = manifest.step
         self.first.set()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
 
-    def _check(self, number: int, manifest: Manifest) -> None:
+    @contextlib.asynccontextmanager
+    async def _reading(self, number: int) -> AsyncIterator[None]:
+        """Say what an error of getting at the files of a version means."""
+        try:
+            yield
+        except (Unreachable, CannotCreate) as error:
+            raise _CannotFetch(error) from error
+        except OSError as error:
+            newest = await self._stream.newest()
+            if newest is not None and newest[0] > number:
+                raise _Overtaken from error
+            raise WeightsError(
+                f"the files of version {number} cannot be read: {error}",
+                "shm works on one host only; use weights.transport=http for several",
+            ) from error
+
+    def _check(self, number: int, manifest: Manifest, *, again: bool = False) -> None:
         if manifest.run != self._run:
             raise WeightsError(f"version {number} belongs to run {manifest.run!r}, this is {self._run!r}")
         if manifest.version != number or manifest.folder != folder_name(*manifest.pair):
@@ -113,61 +268,13 @@ class Follower:
             raise WeightsError(
                 f"version {number} came by {manifest.transport}, this replica reads {self._config.transport}"
             )
-        if manifest.base is not None:
-            raise WeightsError(f"version {number} is a delta, which this follower cannot apply")
-        if self._applied is not None and manifest.pair <= self._applied:
-            raise WeightsError(f"version {manifest.pair} is not newer than {self._applied}, which is applied")
+        applied = self._applied
+        if applied is not None and (manifest.pair < applied.pair or (manifest.pair == applied.pair and not again)):
+            raise WeightsError(f"version {manifest.pair} is not newer than {applied.pair}, which is applied")
 
-    async def _map(self, manifest: Manifest) -> Version | None:
-        """Map all shards; None when the version is gone and a newer one is there."""
-        for attempt in range(_MAP_ATTEMPTS):
-            try:
-                return await asyncio.to_thread(map_version, self._root / manifest.folder, manifest)
-            except OSError as error:
-                newest = await self._stream.newest()
-                if newest is not None and newest[0] > manifest.version:
-                    logger.debug("weights overtaken", extra={"version": manifest.version, "newest": newest[0]})
-                    return None
-                problem = error
-            # A shared file system may show a rename a moment later than Redis shows the manifest.
-            await asyncio.sleep(_MAP_PAUSE * 2**attempt)
-        raise WeightsError(
-            f"the files of version {manifest.version} cannot be read: {problem}",
-            "shm works on one host only; use weights.transport=directory for several",
-        )
-
-    def _refuse(self, number: int, error: WeightsError) -> None:
+    def _refuse(self, number: int, error: StreamrlError) -> None:
         self.refused += 1
         logger.error(
             "weights refused",
             extra={"version": number, "stays": self.version, "error": error.message, "hint": error.hint},
         )
-
-
-def map_version(folder: Path, manifest: Manifest) -> Version:
-    """Map every shard of a full version and check sizes, checksums, names, dtypes and shapes.
-
-    Raises:
-        WeightsError: something does not fit the manifest.
-        OSError: a file cannot be opened or mapped.
-    """
-    shards = [map_shard(folder / shard.file, shard) for shard in manifest.shards]
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        parts = [shards[part].get(entry.name) for part in entry.parts]
-        found = [part for part in parts if part is not None]
-        if not found or len(found) != len(parts) or any(DTYPE_NAMES[part.dtype] != entry.dtype for part in found):
-            raise WeightsError(f"{folder}: tensor {entry.name} is not what the manifest says")
-        tensors[entry.name] = found[0] if len(found) == 1 else torch.cat(found)
-        if list(tensors[entry.name].shape) != entry.shape:
-            raise WeightsError(f"{folder}: tensor {entry.name} is not what the manifest says")
-    if sum(len(entry.parts) for entry in manifest.tensors) != sum(len(shard) for shard in shards):
-        raise WeightsError(f"{folder}: the shards hold tensors that the manifest does not list")
-    return Version(
-        pair=manifest.pair,
-        step=manifest.step,
-        tensors=tensors,
-        folder=folder,
-        files=tuple(shard.file for shard in manifest.shards),
-        parts={entry.name: tuple(manifest.shards[part].file for part in entry.parts) for entry in manifest.tensors},
-    )

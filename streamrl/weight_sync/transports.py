@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from streamrl.errors import CannotCreate
 
+_SPOOL = "-spool-"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder below it is private, see `create_root`)
 
 
@@ -75,12 +77,20 @@ def create_root(transport: Transport) -> None:
         raise CannotCreate(f"{transport.root} belongs to somebody else", f"remove {transport.root}")
 
 
+def spool_of_run(run_dir: Path, name: str) -> Path:
+    """Return the folder in the shared memory of this host that holds what the replica `name` fetched."""
+    root = ShmTransport.of_run(run_dir).root
+    return root.with_name(f"{root.name}{_SPOOL}{re.sub('[^A-Za-z0-9._-]', '_', name)}")
+
+
 def release_memory(run_dir: Path) -> None:
     """Give back the shared memory of a run that ended; whoever has a version mapped keeps it. A repeat does nothing.
 
     For the supervisor, when no role is left: a run that is resumed publishes its weights again.
     """
-    shutil.rmtree(ShmTransport.of_run(run_dir).root, ignore_errors=True)
+    root = ShmTransport.of_run(run_dir).root
+    for folder in (root, *root.parent.glob(f"{root.name}{_SPOOL}*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_room(transport: Transport, need: int) -> None:

@@ -36,17 +36,17 @@ class Stream:
 class Replica:
     """Records what a follower applied, as copies."""
 
-    def __init__(self, stream, config, run_dir, run="r"):
+    def __init__(self, stream, config, run_dir, run="r", **options):
         self.applied = []
         self.fail = None
-        self.follower = Follower(stream, config, self.apply, run=run, run_dir=run_dir)
+        self.follower = Follower(stream, config, self.apply, run=run, run_dir=run_dir, **options)
         self.changed = asyncio.Condition()
 
-    async def apply(self, manifest, tensors):
+    async def apply(self, version):
         if self.fail is not None:
             raise self.fail
         async with self.changed:
-            self.applied.append((manifest.pair, {name: tensor.clone() for name, tensor in tensors.items()}))
+            self.applied.append((version.pair, {name: tensor.clone() for name, tensor in version.tensors.items()}))
             self.changed.notify_all()
 
     async def until(self, count):

@@ -66,10 +66,10 @@ def foreign(data, **changes):
     [
         lambda data: b"\x00 no json",
         lambda data: b"[" * 100_000,
-        lambda data: data.replace(b'"v":1', b'"v":2', 1),
+        lambda data: data.replace(b'"v":2', b'"v":1', 1),
         lambda data: data.replace(b"v-1-1", b"../v-1", 1),
         lambda data: foreign(data, run="other"),
-        lambda data: foreign(data, base=0),
+        lambda data: foreign(data, base=(1, 0)),
         lambda data: foreign(data, folder="v-1-9"),
         lambda data: foreign(data, tensors=decode(data).tensors[:-1]),
         lambda data: foreign(data, shards=decode(data).shards[::-1]),
@@ -105,7 +105,7 @@ async def test_files_that_cannot_be_read_in_time_are_refused(tmp_path, stream, m
     config = WeightsConfig(transport="directory", deadline=0.2)
     publisher = Publisher(config, "r", tmp_path)
     free = threading.Event()
-    monkeypatch.setattr("streamrl.weight_sync.follower.map_version", lambda folder, manifest: free.wait(30))
+    monkeypatch.setattr("streamrl.weight_sync.arrivals.map_version", lambda *_, **__: free.wait(30))
     replica = Replica(stream, config, tmp_path)
     stop = asyncio.Event()
     task = asyncio.create_task(replica.follower.run(stop))
@@ -123,11 +123,11 @@ async def test_an_engine_has_its_own_deadline_and_its_death_ends_the_follower(tm
     publisher = Publisher(config, "r", tmp_path)
     cancelled = []
 
-    async def hangs(manifest, tensors):
+    async def hangs(version):
         try:
             await asyncio.sleep(0.5)
         except asyncio.CancelledError:
-            cancelled.append(manifest.pair)
+            cancelled.append(version.pair)
             raise
         raise Unreachable("the engine died")
 
@@ -163,7 +163,10 @@ async def test_a_version_that_is_gone_is_an_error_only_when_no_newer_one_came(pu
     class Late(Stream):
         """Shows version 1 to `after` although 2 is there: the follower was slow between the two."""
 
+        asked = 0
+
         async def newest(self):
+            self.asked += 1
             return self.next
 
     stream = Late()
@@ -176,7 +179,7 @@ async def test_a_version_that_is_gone_is_an_error_only_when_no_newer_one_came(pu
     task = asyncio.create_task(replica.follower.run(stop))
     stream.next = (3, b"")
     await stream.put(first)
-    await until(lambda: replica.follower._seen == 1)
+    await until(lambda: stream.asked == 1)
     assert replica.follower.refused == 0
     stream.next = (2, b"")
     gone = foreign(first, version=2, folder="v-9-2", epoch=9)
@@ -220,7 +223,7 @@ async def test_training_goes_on_while_versions_are_written_and_read(tmp_path):
             data = publisher.publish(epoch=1, version=version, step=version, tensors=snapshot())
             asyncio.run_coroutine_threadsafe(stream.put(data), loop).result(30)
 
-    async def apply(manifest, tensors):
+    async def apply(version):
         await asyncio.to_thread(one_more_step)
 
     follower = Follower(stream, config, apply, run="r", run_dir=tmp_path)

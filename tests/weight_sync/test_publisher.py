@@ -19,8 +19,8 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
 from streamrl.weight_sync import Publisher
 from streamrl.weight_sync import transports as transports_module
-from streamrl.weight_sync.follower import map_version
 from streamrl.weight_sync.manifest import decode
+from streamrl.weight_sync.mapping import map_version
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

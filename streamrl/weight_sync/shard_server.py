@@ -1,0 +1,145 @@
+"""The server of the http transport: the files of versions below one folder, to whoever has the token of the run.
+
+```
+GET, HEAD /v-EPOCH-VERSION/manifest.json          200 | 404
+GET, HEAD /v-EPOCH-VERSION/FILE  [Range: bytes=]  200 | 206 | 404 | 416 | 503 + Retry-After (enough transfers run)
+```
+Every answer says in `X-Streamrl-Busy` how many transfers run. Files go out by sendfile. The token travels in clear
+text, so that networks which are not private want a tunnel or a proxy with TLS in front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import re
+import socket
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from streamrl.errors import CannotCreate
+from streamrl.weight_sync.manifest import parse_folder
+from streamrl.weight_sync.spool import MANIFEST_FILE
+
+logger = logging.getLogger(__name__)
+BUSY_HEADER: Final = "X-Streamrl-Busy"
+DEFAULT_TRANSFERS: Final = 16
+"""Transfers at the same time. Whoever comes later looks for a relay: many replicas become a tree by themselves."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
+_CHUNK_BYTES: Final = 4 << 20
+
+
+class ShardServer:
+    """Serves the folders of versions below `root`.
+
+    Attributes:
+        transfers: shards that are being sent now.
+
+    Args:
+        root: folder that holds the folders of the versions.
+        token: that requests must bear.
+        limit: transfers at the same time; more are answered 503.
+    """
+
+    def __init__(self, root: Path, token: str, *, limit: int = DEFAULT_TRANSFERS) -> None:
+        self._root = root
+        self._token = token.encode()
+        self._limit = limit
+        self.transfers = 0
+
+    def app(self, routes: Sequence[web.RouteDef] = ()) -> web.Application:
+        """Return the application; `routes` are served next to the files, to bearers of the token only."""
+        app = web.Application(middlewares=[self._guard])
+        app.add_routes([*routes, web.get("/{folder}/{file}", self._file)])
+        app.on_response_prepare.append(self._say_busy)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        known = hmac.compare_digest(token.strip().encode(errors="replace"), self._token)
+        if scheme.lower() != "bearer" or not known:
+            logger.warning("weights asked for without the token", extra={"peer": request.remote})
+            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
+        return await handler(request)
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        path = self._path(request.match_info["folder"], request.match_info["file"])
+        if path.name == MANIFEST_FILE or request.method == "HEAD":
+            return web.FileResponse(path)
+        if self.transfers >= self._limit:
+            raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"}, text="busy")
+        self.transfers += 1
+        try:
+            response = web.FileResponse(path, chunk_size=_CHUNK_BYTES)
+            await response.prepare(request)
+        finally:
+            self.transfers -= 1
+        return response
+
+    def _path(self, folder: str, name: str) -> Path:
+        """Return the regular file with names that a manifest may have; 404 for anything else."""
+        if parse_folder(folder) is None or not _NAME.fullmatch(folder) or not _NAME.fullmatch(name):
+            raise web.HTTPNotFound
+        path = self._root / folder / name
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise web.HTTPNotFound
+        except OSError as error:
+            raise web.HTTPNotFound from error
+        return path
+
+    async def _say_busy(self, request: web.Request, response: web.StreamResponse) -> None:
+        del request
+        response.headers[BUSY_HEADER] = str(self.transfers)
+
+
+@contextlib.asynccontextmanager
+async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve an application for the length of the block; yields its URL. Transfers in flight end with the block.
+
+    Args:
+        app: from `ShardServer.app`.
+        host: address to listen on; for a wildcard the URL names this host.
+        port: 0: any free one.
+
+    Raises:
+        CannotCreate: the address cannot be listened on.
+    """
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=512).start()
+        except OSError as error:
+            raise CannotCreate(
+                f"cannot serve the weights on {host} port {port}: {error}",
+                "set weights.host to an address of this host, and weights.port to a free port or 0",
+            ) from error
+        address = runner.addresses[0]
+        yield f"http://{_literal(reachable(host))}:{address[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def reachable(host: str) -> str:
+    """Return the address under which others reach a server that listens on `host`."""
+    if host not in _WILDCARDS:
+        return host
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
+
+
+def _literal(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
