@@ -1,7 +1,9 @@
 # `make demo` and `make test` do their whole set-up themselves: a virtual environment in .venv, pinned packages, no services.
 #
 #   make demo [SEED=3] [RANKS=2]      watch a small language model learn by streaming reinforcement learning
-#   make test                         fast tests          make test-all   all of them (slow, chaos)
+#   make demo ENGINE=vllm             the same with a vLLM server (or ENGINE=sglang); installs it first
+#   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
+#   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make lint                         ruff, mypy, import rules, dead code
 #
 #   PYTHON=python3.12                 interpreter of the virtual environment (3.11 or 3.12)
@@ -15,13 +17,15 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
 SEED ?= 0
 RANKS ?= 1
+ENGINE ?= hf
+DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 WORKERS ?= 2
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 setup: $(INSTALLED)
 
@@ -35,15 +39,28 @@ $(INSTALLED):
 
 demo: setup
 	@$(BIN)/python examples/sort/prepare.py
-	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --set seed=$(SEED) --set learner.ranks=$(RANKS)
+	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
+	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --set seed=$(SEED) --set learner.ranks=$(RANKS) \
+		$(if $(filter-out hf,$(ENGINE)),--set name=demo-$(ENGINE) --set engine.kind=$(ENGINE))
+
+# What is there already takes a second.
+INSTALL = $(if $(CPU_WHEELS),PIP_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL $(CPU_WHEELS)") $(BIN)/streamrl engines install --$(DEVICE)
+environments: setup
+	@$(INSTALL) vllm
+	@$(INSTALL) sglang
+
+engines: environments
+	@$(BIN)/streamrl engines check vllm
+	@$(BIN)/streamrl engines check sglang
 
 test: setup
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu"
 
-# Chaos wants the machine for itself: alone, and not in parallel.
-test-all: setup
-	$(BIN)/pytest -n $(WORKERS) -m "not chaos and not gpu"
-	$(BIN)/pytest -m "chaos and not gpu"
+# Servers and chaos want the machine for themselves: alone, and not in parallel.
+test-all: environments
+	$(BIN)/pytest -n $(WORKERS) -m "not chaos and not engines and not gpu"
+	$(BIN)/pytest -m "engines and not gpu"
+	$(BIN)/pytest -m "chaos and not engines and not gpu"
 
 lint: setup
 	$(BIN)/ruff check .
@@ -55,4 +72,4 @@ lint: setup
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo environments engines test test-all lint clean

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from streamrl.commands.options import JsonOption
+
 engines_app = typer.Typer(no_args_is_help=True, help="Engine servers: environments, checks, members of a run.")
 
 
@@ -19,6 +21,14 @@ class ServerKind(StrEnum):
 
     vllm = "vllm"
     sglang = "sglang"
+
+
+class CheckedKind(StrEnum):
+    """Engines that `check` knows."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    hf = "hf"
 
 
 IntoOption = Annotated[
@@ -38,3 +48,14 @@ def install(
     from streamrl.commands.environment import install as command
 
     return command(kind.value, into, cpu=cpu)
+
+
+@engines_app.command("check")
+def check(
+    kind: Annotated[CheckedKind, typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
+    json: JsonOption = False,
+) -> int:
+    """Start an engine on a tiny model, update its weights, and say what it can do. 1 when something fails."""
+    from streamrl.commands.enginecheck import check as command
+
+    return command(kind.value, json=json)

@@ -6,7 +6,7 @@ with it never depends on when a response happened to end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,22 +87,31 @@ def make_version(folder: Path, number: int, weights: dict[str, torch.Tensor], ep
 
 
 @torch.no_grad()
-def forward_logprobs(
-    model: Any, prompt: Sequence[int], completion: Completion, temperature: float = 1.0
-) -> torch.Tensor:
-    """Log-probabilities of a completion's tokens by one forward pass over prompt and response, shape (tokens,)."""
-    tokens = torch.tensor([*map(int, prompt), *completion.tokens.tolist()])
-    logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
-    found = torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[len(prompt) :, None])
-    return found[:, 0]
+def judged_logprobs(models: Mapping[int, Any], prompt: Sequence[int], completion: Completion) -> torch.Tensor:
+    """Log-probabilities of a completion's tokens by transformers alone, shape (tokens,), float32, temperature 1.
+
+    Each token by the model of its version, on keys and values as they grew: those of earlier tokens stay as the
+    version of their time computed them. A completion of one version is one plain forward pass.
+    """
+    from transformers import DynamicCache
+
+    tokens = [*map(int, prompt), *completion.tokens.tolist()]
+    ends = [first for first, _ in completion.runs[1:]] + [len(completion.tokens)]
+    cache, fed, found = DynamicCache(), 0, []
+    for (first, version), end in zip(completion.runs, ends, strict=True):
+        upto = len(prompt) + end - 1
+        logits = models[version](input_ids=torch.tensor([tokens[fed:upto]]), past_key_values=cache).logits[0]
+        logprobs = torch.log_softmax(logits[first - end :].float(), -1)
+        wanted = torch.tensor(tokens[len(prompt) + first : len(prompt) + end])
+        found.append(logprobs.gather(1, wanted[:, None])[:, 0])
+        fed = upto
+    return torch.cat(found)
 
 
-def worst_error(
-    model: Any, prompt: Sequence[int], completion: Completion, first: int = 0, end: int | None = None
-) -> float:
-    """Largest difference between a completion's log-probabilities and the forward pass's, tokens `first` to `end`."""
-    found = forward_logprobs(model, prompt, completion) - torch.from_numpy(completion.logprobs.copy())
-    return float(found[first:end].abs().max())
+def worst_error(models: Mapping[int, Any], prompt: Sequence[int], completion: Completion) -> float:
+    """Largest difference between the log-probabilities of a completion and those of its judge."""
+    found = judged_logprobs(models, prompt, completion)
+    return float((found - torch.from_numpy(completion.logprobs.copy())).abs().max())
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 4) -> None:
@@ -119,7 +128,7 @@ def make_adapter(folder: Path, seed: int, rank: int = 4) -> None:
             name = f"model.layers.{layer}.self_attn.{target}"
             rows, columns = shapes[f"{name}.weight"]
             for half, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
-                value = 0.3 * torch.randn(shape, generator=generator)
+                value = 0.2 * torch.randn(shape, generator=generator)
                 tensors[f"base_model.model.{name}.{half}.weight"] = value
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {

@@ -1,0 +1,55 @@
+"""`streamrl engines check`: what an engine can do on this machine, as a table."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from streamrl.commands import output
+from streamrl.errors import ConfigError, ExitCode
+from streamrl.producers.servers import environments
+
+SCHEMA: Final = "streamrl.engines.check/1"
+
+
+def check(kind: Literal["vllm", "sglang", "hf"], *, json: bool) -> int:
+    """Start the engine on a tiny model, try all that a run may ask of it, and show what was found.
+
+    Returns:
+        0 all is well (also when it cannot do something that runs need not have), 1 something failed.
+
+    Raises:
+        ConfigError: the environment is missing, or torch is.
+    """
+    environment = None if kind == "hf" else environments.find_environment(None, kind)
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the check needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    from streamrl.producers.servers.examination import Examination, Finding
+
+    logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # what is killed and refused here is so on purpose
+
+    def heard(finding: Finding) -> None:
+        if not json:
+            output.write(f"{finding.verdict:6}  {finding.name:28}  {finding.detail}")
+
+    if not json:
+        output.write(f"{kind} in {environment or 'this process'}")
+    with tempfile.TemporaryDirectory(prefix=f"streamrl-check-{kind}-") as folder:
+        findings = asyncio.run(Examination(kind, Path(folder), heard).run())
+    failed = any(finding.verdict == "failed" for finding in findings)
+    if json:
+        data: dict[str, Any] = {
+            "kind": kind,
+            "environment": None if environment is None else str(environment),
+            "ok": not failed,
+            "findings": [
+                {"name": finding.name, "verdict": finding.verdict, "detail": finding.detail} for finding in findings
+            ],
+        }
+        output.write_json(SCHEMA, data)
+    return int(ExitCode.FAILURE if failed else ExitCode.OK)
