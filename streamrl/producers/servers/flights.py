@@ -28,22 +28,23 @@ class ServerDied(Unreachable):
         proved: leading tokens whose version is sure: all that were heard before the first change of the weights.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - errors take positional arguments only, so that they can be copied
         self,
         message: str,
         hint: str = "",
         tokens: Sequence[int] = (),
         logprobs: Sequence[float] = (),
         runs: Sequence[tuple[int, int]] = (),
+        proved: int | None = None,
     ) -> None:
         super().__init__(message, hint)
-        self.proved = runs[1][0] if len(runs) > 1 else len(tokens)
+        self.proved = len(tokens) if proved is None else proved
         self.tokens = list(tokens)
         self.logprobs = list(logprobs)
         self.runs: Runs = list(runs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.hint, self.tokens, self.logprobs, self.runs)
+        return type(self), (self.message, self.hint, self.tokens, self.logprobs, self.runs, self.proved)
 
 
 class Flight:
@@ -68,6 +69,7 @@ class Flight:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._runs: Runs = []
+        self._proved: int | None = None
 
     @property
     def heard(self) -> int:
@@ -83,6 +85,8 @@ class Flight:
         """Note that what is heard from now on comes from another version."""
         if not self.sent:
             return
+        # What the server has sampled and not sent yet is still of the version before.
+        self._proved = self.heard if self._proved is None else self._proved
         if self._runs[-1][0] == self.heard:
             self._runs.pop()
         self._runs.append((self.heard, version))
@@ -147,7 +151,7 @@ class Flight:
 
     def died(self, cause: Unreachable) -> ServerDied:
         """What its `generate` raises when the server dies."""
-        return ServerDied(cause.message, cause.hint, self._tokens, self._logprobs, self._observed())
+        return ServerDied(cause.message, cause.hint, self._tokens, self._logprobs, self._observed(), self._proved)
 
     def _observed(self) -> Runs:
         return [run for run in self._runs if run[0] < self.heard]

@@ -1,7 +1,8 @@
 """The one place where streamrl speaks HTTP to engine servers: pooled, with deadlines, and nothing sent twice by chance.
 
-Every failure is one of few: `Lost` (no answer; did it arrive?), `BadAnswer` (an error of the server), `DataError` (the
-request itself is refused), `WireError` (an answer that cannot be read). The first two are `Unreachable`.
+Every failure is one of few: `Lost` (no answer; did it arrive?), `BadAnswer` (an error of the server), `BadRequest` (the
+request itself is refused), `WireError` (an answer that cannot be read). The first two are `Unreachable`, the third is a
+`DataError`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ class BadAnswer(Unreachable):
         self.status = status
 
 
+class BadRequest(DataError):
+    """The server refuses the request itself.
+
+    Attributes:
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, hint: str = "", status: int = 400) -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+
 class HttpClient:
     """A session with one server; made and used in one event loop.
 
@@ -95,7 +108,7 @@ class HttpClient:
         Raises:
             Lost: no answer in time.
             BadAnswer: an error answer.
-            DataError: the server refuses the request (4xx).
+            BadRequest: the server refuses the request (4xx).
             WireError: JSON that is none, or an answer over `MAX_BODY`.
         """
 
@@ -203,7 +216,7 @@ class HttpClient:
         response.close()
         said = f"{self._name(call)} answered {status}: {explanation(body)}"
         if status in _REFUSED:
-            raise DataError(said)
+            raise BadRequest(said, status=status)
         hint = "set engine.api_key_file to the key of the server" if status == 401 else self._hint
         raise BadAnswer(said, hint, status)
 

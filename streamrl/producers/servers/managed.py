@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+import orjson
 
 from streamrl.config import RunConfig
-from streamrl.producers.servers.dialect import Dialect
+from streamrl.errors import ConfigError, DataError, Unreachable, WireError
+from streamrl.producers.servers import keeper
+from streamrl.producers.servers.dialect import Dialect, Launch
+from streamrl.producers.servers.http import HttpClient
+
+logger = logging.getLogger(__name__)
+_PORTS: Final = range(20_000, 32_000)
+"""Below those from which the kernel takes the local ends of connections: a free one stays free until a server that
+loads its model first gets to it."""
+_PORT_ATTEMPTS: Final = 4
+_READY_PAUSE: Final = 0.2
+_READY_SECONDS: Final = 5.0
+_KEEPER_SECONDS: Final = 15.0
+_TAIL_BYTES: Final = 1 << 14
+_TAIL_LINES: Final = 15
+_TAKEN: Final = re.compile(r"address already in use|errno 98|port \d+ is (already|not)", re.IGNORECASE)
+
+
+class _PortTakenError(Exception):
+    """Somebody else has bound the port in the meantime."""
 
 
 class ManagedServer:
@@ -20,36 +52,235 @@ class ManagedServer:
         seed: of its sampling.
 
     Attributes:
-        url: where it listens, once `start` has been called.
+        url: where it listens; empty before `start`.
         log: path of its output.
+        pid: of the server, and of its process group; None before `start`.
     """
-
-    url: str
-    log: Path
 
     def __init__(
         self, dialect: Dialect, config: RunConfig, run_dir: Path, name: str, devices: str = "", *, seed: int
     ) -> None:
-        raise NotImplementedError
+        self._dialect = dialect
+        self._config = config
+        self._devices = devices
+        self._seed = seed % (1 << 31)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._attending: asyncio.Task[None] | None = None
+        self._begun_at = 0
+        self.name = name
+        self.url = ""
+        self.log = run_dir / "logs" / f"{name}.log"
+        self.pid: int | None = None
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        raise NotImplementedError
+        return self._attending is not None and not self._attending.done()
 
     async def start(self) -> str:
         """Start it and return its URL when it answers; works again after `stop` or its death.
+
+        Cancelling it kills what was started.
 
         Raises:
             ConfigError: the environment is missing, or the command cannot be executed.
             Unreachable: it ended, or was not ready within `engine.start_deadline`; the message quotes its log.
         """
-        raise NotImplementedError
+        if self.alive:
+            raise RuntimeError(f"{self.name} runs already")
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            port = free_port()
+            launch = self._dialect.launch(model=self._config.model.path, port=port, seed=self._seed)
+            try:
+                await self._spawn(launch)
+                await self._await_ready(f"http://127.0.0.1:{port}")
+            except _PortTakenError as error:
+                logger.warning("port taken by somebody else", extra={"port": port, "server": self.name})
+                await self.stop()
+                if attempt == _PORT_ATTEMPTS:
+                    raise Unreachable(
+                        f"{self.name} found no free port: {error}", "ports 20000 to 31999 are looked at"
+                    ) from error
+            except BaseException:
+                await self.stop()
+                raise
+            else:
+                return self.url
+        raise AssertionError("unreachable")
 
     async def wait_death(self) -> str:
-        """Return when the process has ended by whatever cause, with the cause in words."""
-        raise NotImplementedError
+        """Return when the process has ended by whatever cause, with the cause in words; at once when it has."""
+        if self._attending is not None:
+            await asyncio.wait([self._attending])
+        return self._cause()
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL for all it has started after `supervisor.term_grace`. A repeat does nothing."""
-        raise NotImplementedError
+        process, attending = self._process, self._attending
+        if process is None or process.stdin is None:
+            return
+        if attending is not None and not attending.done():
+            grace = self._config.supervisor.term_grace
+            with suppress(OSError):
+                process.stdin.write(b"stop\n")
+                process.stdin.flush()
+            await asyncio.wait([attending], timeout=grace + _KEEPER_SECONDS)
+        with suppress(OSError):
+            process.stdin.close()  # its end kills whatever there still is
+        if attending is not None:
+            await asyncio.wait([attending], timeout=_KEEPER_SECONDS)
+            attending.cancel()
+        process.kill()
+        self._process = None
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, launch: Launch) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._begun_at = self.log.stat().st_size if self.log.exists() else 0
+        supervisor = self._config.supervisor
+        order = {
+            "argv": list(launch.argv),
+            "log": str(self.log),
+            "log_bytes": supervisor.log_bytes,
+            "grace": supervisor.term_grace,
+            "secrets": await asyncio.to_thread(_secrets, self._config.engine.api_key_file),
+        }
+        process = subprocess.Popen(  # noqa: ASYNC220, S603 - asyncio's own kills the keeper when a loop is closed
+            [sys.executable, "-I", "-S", keeper.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environ(launch),
+            start_new_session=True,
+        )
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+        )
+        process.stdin.write(orjson.dumps(order) + b"\n")
+        process.stdin.flush()
+        try:
+            async with asyncio.timeout(_KEEPER_SECONDS):
+                said = orjson.loads(await reader.readline() or b'{"error": "its keeper ended"}')
+        except TimeoutError as error:
+            transport.close()
+            raise Unreachable(f"{self.name} cannot be started: its keeper is silent") from error
+        if "error" in said:
+            transport.close()
+            raise ConfigError(
+                f"{self.name} cannot be started: {said['error']}", f"streamrl engines install {self._dialect.kind}"
+            )
+        self.pid = said["pid"]
+        self._attending = asyncio.create_task(self._attend(process, reader, transport), name=f"{self.name}-attend")
+        logger.info("engine server started", extra={"server": self.name, "pid": self.pid, "log": str(self.log)})
+
+    def _environ(self, launch: Launch) -> dict[str, str]:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("STREAMRL_")}
+        environ |= {**launch.environ, **self._config.engine.variables}
+        return environ | ({"CUDA_VISIBLE_DEVICES": self._devices} if self._devices else {})
+
+    async def _attend(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, transport: asyncio.BaseTransport
+    ) -> None:
+        """Return when the keeper has ended, and with it the server."""
+        try:
+            while await reader.read(1 << 12):
+                pass
+            await asyncio.to_thread(process.wait, _KEEPER_SECONDS)
+        finally:
+            transport.close()
+        if process.returncode < 0 and self.pid is not None:  # the keeper itself was killed, so nobody has cleaned up
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def _await_ready(self, url: str) -> None:
+        self.url = url
+        seconds = self._config.engine.start_deadline
+        client = HttpClient(url)
+        asking = asyncio.create_task(self._ask(client))
+        assert self._attending is not None
+        try:
+            await asyncio.wait({asking, self._attending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if self._attending.done():
+                cause = self._cause()
+                if _TAKEN.search(cause):
+                    raise _PortTakenError(cause)
+                raise Unreachable(f"{self.name} did not start: {cause}", f"the whole log: {self.log}")
+            if not asking.done():
+                raise Unreachable(
+                    f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{self._tail()}",
+                    f"engine.start_deadline; the whole log: {self.log}",
+                )
+            asking.result()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await client.close()
+
+    async def _ask(self, client: HttpClient) -> None:
+        while True:
+            try:
+                await client.call(self._dialect.ready(), _READY_SECONDS, retry=False)
+            except (Unreachable, DataError, WireError):
+                await asyncio.sleep(_READY_PAUSE)
+            else:
+                return
+
+    # --- end -------------------------------------------------------------------------------------------------------
+
+    def _cause(self) -> str:
+        code = self._process.returncode if self._process is not None else None
+        if code is None:
+            ended = "stopped"
+        elif code < 0 or code > 128:
+            ended = f"killed by {_signal_name(abs(code) % 128)}"
+        else:
+            ended = f"exit {code}"
+        tail = self._tail()
+        return f"{ended}; its log ends with:\n{tail}" if tail else f"{ended}, and it has logged nothing"
+
+    def _tail(self) -> str:
+        """The last lines of this life's log."""
+        try:
+            with self.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                begin = self._begun_at if self._begun_at <= size else 0
+                file.seek(max(begin, size - _TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on.
+
+    Raises:
+        Unreachable: there is none.
+    """
+    for port in random.sample(_PORTS, 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise Unreachable("no free port between 20000 and 31999 on 127.0.0.1")
+
+
+def _secrets(path: Path | None) -> list[str]:
+    try:
+        key = path.read_text().strip() if path is not None else ""
+    except OSError as error:
+        raise ConfigError(f"engine.api_key_file {path} cannot be read: {error.strerror}") from error
+    return [key] if key else []
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

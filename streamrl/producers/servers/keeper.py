@@ -1,0 +1,193 @@
+"""A process between streamrl and a server that it started: whatever becomes of streamrl, nothing of the server stays.
+
+Run as a script, with nothing but the standard library. Its standard input is a lifeline: the first line says what to
+start (`Order`), `stop` on a line of its own asks for an orderly end, and its end, however it came about, kills the
+server with all it has started. It prints one line, `{"pid": ...}` or `{"error": ...}`, writes the server's output to
+the log without the secrets in it, and ends with the server's exit code (128 + signal).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_TICK = 0.2
+_LAST_OUTPUT_SECONDS = 0.5
+_KILL_SECONDS = 10.0
+_LONGEST_LINE = 1 << 16
+
+
+class Log:
+    """The server's output, line by line, with secrets blotted out; one old file is kept.
+
+    Args:
+        path: of the file.
+        limit: bytes at which it is rotated.
+        secrets: texts that must not be in it.
+    """
+
+    def __init__(self, path: Path, limit: int, secrets: list[str]) -> None:
+        self._path, self._limit = path, limit
+        self._secret = re.compile(b"|".join(re.escape(text.encode()) for text in secrets)) if secrets else None
+        self._file = path.open("ab", buffering=0)
+        self._rest = b""
+
+    def feed(self, data: bytes, *, last: bool = False) -> None:
+        """Write the lines that are complete; with `last`, or when a line is very long, what there is."""
+        whole, newline, rest = (self._rest + data).rpartition(b"\n")
+        if last or len(rest) > _LONGEST_LINE:
+            whole, rest = whole + newline + rest, b""
+        else:
+            whole += newline
+        self._rest = rest
+        if not whole:
+            return
+        self._file.write(self._secret.sub(b"***", whole) if self._secret else whole)
+        if self._file.tell() > self._limit:
+            self._file.close()
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._file = self._path.open("ab", buffering=0)
+
+
+class Keeper:
+    """The server process and its end."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._grace: float = order["grace"]
+        self._log = Log(Path(order["log"]), order["log_bytes"], order["secrets"])
+        self._server = subprocess.Popen(  # noqa: S603
+            order["argv"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_keeper,  # noqa: PLW1509 - this process has one thread
+        )
+        assert self._server.stdout is not None
+        self._output = self._server.stdout.fileno()
+        self._deadline = float("inf")
+        os.set_blocking(self._output, False)
+        os.set_blocking(0, False)
+
+    @property
+    def pid(self) -> int:
+        """Of the server, and of its process group."""
+        return self._server.pid
+
+    def stop(self) -> None:
+        """Ask the server to end, and give it the grace period."""
+        self._deadline = min(self._deadline, time.monotonic() + self._grace)
+        with suppress(ProcessLookupError):
+            self._server.terminate()
+
+    def keep(self) -> int:
+        """Carry its output until it ends or must end; return its exit code."""
+        watched = [0, self._output]
+        while self._server.poll() is None and time.monotonic() < self._deadline:
+            ready, _, _ = select.select(watched, [], [], _TICK)
+            if 0 in ready and not self._listen():
+                break
+            if self._output in ready and not self._carry():
+                watched.remove(self._output)
+            _reap(self.pid)
+        self._kill()
+        end = time.monotonic() + _LAST_OUTPUT_SECONDS
+        while time.monotonic() < end and select.select([self._output], [], [], 0.05)[0] and self._carry():
+            pass
+        self._log.feed(b"", last=True)
+        code = self._server.returncode
+        return 128 - code if code is not None and code < 0 else code or 0
+
+    def _listen(self) -> bool:
+        """Read the lifeline; False when it has ended."""
+        data = os.read(0, 4096)
+        if b"stop" in data:
+            self.stop()
+        return bool(data)
+
+    def _carry(self) -> bool:
+        try:
+            data = os.read(self._output, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._log.feed(data)
+        return bool(data)
+
+    def _kill(self) -> None:
+        """Kill the group, and what has left it: orphans come to this process, because it is their reaper."""
+        end = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < end:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            for pid in _children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._server.poll()
+            _reap(self.pid)
+            if self._server.returncode is not None and not _children():
+                return
+            time.sleep(0.02)
+
+
+def _die_with_keeper() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
+    if prctl is not None:
+        prctl(option, value, 0, 0, 0)
+
+
+def _children() -> list[int]:
+    """Processes whose parent this one is."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            # the name in parentheses may hold anything
+            if (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.append(int(folder.name))
+    return found
+
+
+def _reap(server: int) -> None:
+    """Collect orphans that have ended; the server itself is collected by its `Popen`."""
+    for pid in _children():
+        if pid != server:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def main() -> int:
+    """Read the order, start the server, keep it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):
+            return 0
+        line += byte
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        keeper = Keeper(json.loads(line))
+    except OSError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return 127
+    signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
+    sys.stdout.write(json.dumps({"pid": keeper.pid}) + "\n")
+    sys.stdout.flush()
+    return keeper.keep()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
