@@ -25,7 +25,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cks
 WORKERS ?= 2
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 setup: $(INSTALLED)
 
@@ -40,11 +40,13 @@ $(INSTALLED):
 demo: setup
 	@$(BIN)/python examples/sort/prepare.py
 	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
-	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --set seed=$(SEED) --set learner.ranks=$(RANKS) \
-		$(if $(filter-out hf,$(ENGINE)),--set name=demo-$(ENGINE) --set engine.kind=$(ENGINE))
+	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
 
-# What is there already takes a second.
-INSTALL = $(if $(CPU_WHEELS),PIP_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL $(CPU_WHEELS)") $(BIN)/streamrl engines install --$(DEVICE)
+OF_ENGINE = $(if $(filter-out hf,$(ENGINE)),--set name=demo-$(ENGINE) --set engine.kind=$(ENGINE) \
+	--set engine.device=$(DEVICE:gpu=cuda))
+
+# A whole environment is left as it is, within a second.
+INSTALL = $(if $(CPU_WHEELS),PIP_EXTRA_INDEX_URL="$${PIP_EXTRA_INDEX_URL:-} $(CPU_WHEELS)") $(BIN)/streamrl engines install --$(DEVICE)
 environments: setup
 	@$(INSTALL) vllm
 	@$(INSTALL) sglang
