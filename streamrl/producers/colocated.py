@@ -1,0 +1,195 @@
+"""An engine that shares its devices with the learner: it leaves them when asked, and nothing that was sampled is lost.
+
+```
+leave:  abort (what was sampled stays) -> sleep
+return: wake the weights -> apply the version that came meanwhile -> wake keys and values -> go on with every response
+```
+`queues.turn.EngineSwitch` says when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal
+
+from streamrl.errors import Refused
+from streamrl.producers.engines.contract import (
+    Completion,
+    Engine,
+    EngineLoad,
+    Listener,
+    MemoryTag,
+    PauseMode,
+    Request,
+)
+from streamrl.producers.servers.prefix import Prefix
+from streamrl.weight_sync.version import Version
+
+_ABORTS: Final = 20
+_ABORT_PAUSE: Final = 0.05
+
+
+class ColocatedEngine:
+    """`Engine` that can be taken off its devices and put back, with requests in flight.
+
+    Requests that are in flight at that moment, and those that come meanwhile, wait and go on afterwards with what they
+    have; their later tokens carry the version then in force.
+
+    Args:
+        engine: not yet started.
+        stops: tokens that end a response.
+        context: longest prompt plus response in tokens.
+        level: of `Engine.sleep` while it is off the devices: 1; 0 where there is only a CPU to be shared.
+    """
+
+    def __init__(self, engine: Engine, *, stops: frozenset[int], context: int, level: Literal[0, 1]) -> None:
+        self._engine = engine
+        self._stops, self._context = stops, context
+        self._level = level
+        self._serving = asyncio.Event()
+        self._weights = asyncio.Event()
+        self._applied = asyncio.Event()
+        self._applying = 0
+        self._leaves = 0
+        self._works: dict[str, asyncio.Event] = {}
+        self._serving.set()
+        self._weights.set()
+        self._applied.set()
+
+    async def leave(self) -> None:
+        """Get off the devices. A repeat does nothing.
+
+        Raises:
+            Unreachable: the engine died; what it had is lost with it.
+            Refused: requests go on being decoded although they were aborted.
+        """
+        self._leaves += 1
+        self._serving.clear()
+        await self._applied.wait()
+        self._weights.clear()
+        for _ in range(_ABORTS):
+            await self._engine.abort()
+            with suppress(Refused):
+                await self._engine.sleep(self._level)
+                return
+            await asyncio.sleep(_ABORT_PAUSE)
+        await self._engine.sleep(self._level)
+
+    async def come_back(self) -> None:
+        """Get onto the devices again, with the newest version that waits to be applied. A repeat does nothing."""
+        if self._serving.is_set():
+            return
+        if self._applying:
+            await self._engine.wake(("weights",))
+            self._weights.set()
+            await self._applied.wait()
+        await self._engine.wake()
+        self._weights.set()
+        self._serving.set()
+
+    # --- Engine ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        await self._engine.start()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        for aborted in self._works.values():
+            aborted.set()
+        await self._engine.close()
+        self._serving.set()  # what comes now hears that the engine is closed
+
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        """See `Engine.generate`."""
+        if request.id in self._works:
+            raise ValueError(f"a request {request.id!r} is in flight")
+        aborted = self._works[request.id] = asyncio.Event()
+        prefix = Prefix(request, self._stops, self._context)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            while await self._turn(aborted):
+                leaves = self._leaves
+                last = await self._engine.generate(prefix.rest(), listener)
+                if last.finish != "abort" or aborted.is_set():
+                    return prefix.completed(last, loop.time() - start)
+                prefix.add(last.tokens.tolist(), last.logprobs.tolist(), last.runs, len(last.tokens))
+                if (finish := prefix.finish) is not None:
+                    return prefix.ended(finish, loop.time() - start)
+                if leaves == self._leaves:  # aborted by the engine itself, not by `leave`
+                    return prefix.ended("abort", loop.time() - start)
+            return prefix.ended("abort", loop.time() - start)
+        finally:
+            del self._works[request.id]
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """See `Engine.abort`."""
+        chosen = [name for name in self._works if request_id in {None, name} and not self._works[name].is_set()]
+        for name in chosen:
+            self._works[name].set()
+        if not self._serving.is_set():
+            return len(chosen)
+        return await self._engine.abort(request_id)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See `Engine.pause`."""
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._engine.resume()
+
+    async def apply(self, version: Version) -> None:
+        """See `Engine.apply`. Off the devices it waits for the return, and is part of that."""
+        self._applying += 1
+        self._applied.clear()
+        try:
+            await self._weights.wait()
+            await self._engine.apply(version)
+        finally:
+            self._applying -= 1
+            if not self._applying:
+                self._applied.set()
+
+    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+        """See `Engine.sleep`."""
+        await self._engine.sleep(level)
+
+    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """See `Engine.wake`. Off the devices it does nothing: the turn decides."""
+        if self._serving.is_set():
+            await self._engine.wake(tags)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Engine.load_adapter`."""
+        await self._weights.wait()
+        await self._engine.load_adapter(name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Engine.unload_adapter`."""
+        await self._weights.wait()
+        await self._engine.unload_adapter(name)
+
+    def load(self) -> EngineLoad:
+        """See `Engine.load`."""
+        return self._engine.load()
+
+    async def health(self) -> None:
+        """See `Engine.health`."""
+        await self._engine.health()
+
+    async def _turn(self, aborted: asyncio.Event) -> bool:
+        """Wait until the engine may decode; False when the request was aborted meanwhile."""
+        if self._serving.is_set():
+            return not aborted.is_set()
+        waits = [asyncio.ensure_future(self._serving.wait()), asyncio.ensure_future(aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return not aborted.is_set()
