@@ -28,6 +28,7 @@ from facts import machine_facts
 
 from streamrl.config import RunConfig
 from streamrl.producers.engines import Engine, Request, make_engine
+from streamrl.weight_sync.version import Version
 
 GROUP = 8
 VOCABULARY = 128
@@ -83,7 +84,7 @@ async def measure(
         for version in itertools.count(engine.load().version + 1):
             await asyncio.sleep(swap_every)
             start = time.perf_counter()
-            await engine.apply((1, version), weights)
+            await engine.apply(Version((1, version), version, weights))
             took.append(time.perf_counter() - start)
 
     took: list[float] = []

@@ -21,7 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from streamrl.config import EngineConfig
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.contract import Finish
-from streamrl.producers.engines.decoder import Deliver, Job, Outcome
+from streamrl.producers.engines.decoder import Counts, Deliver, Job, Outcome, Progress, Tell
 from streamrl.producers.engines.model import cache_bytes_per_token
 from streamrl.producers.engines.spans import Spans
 
@@ -31,6 +31,11 @@ LOOP_SECONDS: Final = 30.0
 PRIVATE_MEMBERS: Final = (
     "batch_processor.scheduler.active_requests",
     "batch_processor.scheduler.waiting_requests",
+    "batch_processor.scheduler.waiting_requests_order",
+    "batch_processor.scheduler.add_waiting_request",
+    "batch_processor.scheduler.finish_request",
+    "batch_processor.cache.free_blocks",
+    "batch_processor.cache.compute_free_capacity",
     "batch_processor.cache.evict_cached_blocks",
     "batch_processor.cache.mark_complete_blocks",
     "batch_processor.cache.cache_allocators",
@@ -46,6 +51,7 @@ class _Flight:
 
     job: Job
     spans: Spans
+    told: int = 0
 
 
 class ContinuousDecoder:
@@ -58,6 +64,7 @@ class ContinuousDecoder:
         stop: ids that end a response.
         seed: of torch's global generator, which the manager samples with.
         deliver: gets the jobs that ended.
+        tell: gets what jobs with a listener have sampled.
         loop: event loop in which `submit` is called.
     """
 
@@ -70,6 +77,7 @@ class ContinuousDecoder:
         stop: frozenset[int],
         seed: int,
         deliver: Deliver,
+        tell: Tell,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._model = model
@@ -78,6 +86,7 @@ class ContinuousDecoder:
         self._stop_tokens = stop
         self._seeds = itertools.count(seed)
         self._deliver = deliver
+        self._tell = tell
         self._loop = loop
         self._lock = threading.Lock()
         self._manager: Any = None
@@ -89,6 +98,7 @@ class ContinuousDecoder:
         self._pause: AbstractContextManager[None] | None = None
         self._version = 0
         self._tokens = 0
+        self._preemptions = 0
         self._busy = 0.0
         self._busy_since: float | None = None
 
@@ -164,6 +174,24 @@ class ContinuousDecoder:
                 allocator.ledger.hash_to_block.clear()
                 allocator.ledger.block_to_hash.clear()
 
+    def recompute(self) -> None:
+        """Put the requests in flight back, ahead of those that wait, as prompts that end with what they have sampled.
+
+        It is what the manager itself does with a request that it throws out for want of memory.
+        """
+        with self._lock:
+            if self._manager is None:
+                return
+            scheduler, cache = self._manager.batch_processor.scheduler, self._manager.batch_processor.cache
+            states = list(scheduler.active_requests.values())
+            for state in states:
+                cache.free_blocks(state.request_id, no_cache=True)
+                again = state.create_equivalent_initial_request()
+                scheduler.finish_request(state.request_id)
+                scheduler.add_waiting_request(again)
+            scheduler.waiting_requests_order.rotate(len(states))
+            self._stale.clear()
+
     def release(self) -> None:
         """Free the cache: only a stopped manager does."""
         with self._lock:
@@ -185,12 +213,17 @@ class ContinuousDecoder:
         self._loop.call_soon_threadsafe(self.submit, held)
         self._park()
 
-    def counts(self) -> tuple[int, int, int, float]:
-        """(running, waiting, tokens of ended requests, seconds with a request in flight)."""
+    def counts(self) -> Counts:
+        """How busy the loop is: tokens of ended requests, seconds with a request in flight."""
         since = self._busy_since
         busy = self._busy + (time.perf_counter() - since if since is not None else 0.0)
         running = min(len(self._flights), self._engine.slots)
-        return running, len(self._flights) - running + len(self._held), self._tokens, busy
+        waiting = len(self._flights) - running + len(self._held)
+        return Counts(running, waiting, self._tokens, busy, self._cache_use(), self._preemptions)
+
+    def _cache_use(self) -> float:
+        processor = getattr(self._manager, "batch_processor", None)
+        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
 
     def progress(self) -> tuple[bool, int]:
         """(whether requests wait for steps, steps of the present manager)."""
@@ -238,6 +271,7 @@ class ContinuousDecoder:
         )
         manager.warmup()
         self._refuse_stale_blocks(manager.batch_processor.cache)
+        self._count_preemptions(manager.batch_processor.scheduler)
         manager.start()
         return manager
 
@@ -251,6 +285,17 @@ class ContinuousDecoder:
 
         cache.mark_complete_blocks = mark_complete_blocks
 
+    def _count_preemptions(self, scheduler: Any) -> None:
+        """Count the requests that the manager puts back with what they have; `recompute` does it while it stands."""
+        add = scheduler.add_waiting_request
+
+        def add_waiting_request(state: Any) -> None:
+            if state._true_initial_tokens and not self._depth:  # noqa: SLF001
+                self._preemptions += 1
+            add(state)
+
+        scheduler.add_waiting_request = add_waiting_request
+
     def _submit(self, job: Job) -> None:
         name = str(job.ticket)
         self._flights[name] = _Flight(job, Spans(self._version))
@@ -258,7 +303,11 @@ class ContinuousDecoder:
             self._busy_since = time.perf_counter()
         self._manager.register_result_handler(name, self._finished)
         accepted = self._manager.add_request(
-            list(job.prompt), name, max_new_tokens=job.limit, temperature=float(job.temperature)
+            list(job.prompt),
+            name,
+            max_new_tokens=job.limit,
+            streaming=job.streams,
+            temperature=float(job.temperature),
         )
         if accepted is None:
             self._land(name)
@@ -266,7 +315,10 @@ class ContinuousDecoder:
             self._deliver([Outcome(job.ticket, [], [], [], "abort", error)])
 
     def _finished(self, output: Any) -> None:
-        """Called in the event loop with the output of a request that ended."""
+        """Called in the event loop with the output of a request that ended, or of each step of one with a listener."""
+        if not output.is_finished():
+            self._went_on(output)
+            return
         with self._lock:
             flight = self._land(output.request_id)
         if flight is None:
@@ -277,6 +329,15 @@ class ContinuousDecoder:
         finish: Finish = "stop" if tokens and tokens[-1] in self._stop_tokens else "length"
         runs = flight.spans.runs(len(tokens))
         self._deliver([Outcome(flight.job.ticket, tokens, logprobs, runs, finish, error)])
+
+    def _went_on(self, output: Any) -> None:
+        with self._lock:
+            flight = self._flights.get(output.request_id)
+        if flight is None:
+            return
+        start, flight.told = flight.told, len(output.generated_tokens)
+        if start < flight.told:
+            self._tell([Progress(flight.job.ticket, output.generated_tokens[start:], output.logprobs[start:])])
 
     def _land(self, name: str) -> _Flight | None:
         """Forget a request; None when it ended before."""

@@ -16,12 +16,13 @@ from streamrl.producers.engines.contract import Finish, Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context."""
+    """A checked request: `ticket` is never used again, `limit` fits the context; with `streams` somebody listens."""
 
     ticket: int
     prompt: tuple[int, ...]
     limit: int
     temperature: float
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +37,37 @@ class Outcome:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Progress:
+    """What a job with `streams` has sampled since the last one of these."""
+
+    ticket: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How busy a decode loop is; the fields are those of `EngineLoad`."""
+
+    running: int
+    waiting: int
+    tokens_sampled: int
+    busy_seconds: float
+    cache_use: float
+    preemptions: int
+
+
 Deliver: TypeAlias = Callable[[list[Outcome]], None]
+Tell: TypeAlias = Callable[[list[Progress]], None]
 
 
 class Decoder(Protocol):
     """A decode loop over one model.
 
-    `deliver`, given to its constructor, gets the jobs that ended, in any thread, at once and each job once.
+    `deliver`, given to its constructor, gets the jobs that ended, in any thread, at once and each job once. `tell` gets
+    what jobs with `streams` have sampled, in any thread, each token once and none after the job's outcome; the last
+    tokens may come with the outcome alone.
     """
 
     def start(self) -> None:
@@ -73,14 +98,17 @@ class Decoder(Protocol):
     def swapped(self, version: int) -> None:
         """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
 
+    def recompute(self) -> None:
+        """Inside `exclusive`: compute the keys and values of all jobs in flight anew, by the weights in force."""
+
     def release(self) -> None:
         """Inside `exclusive`: free the cache; `Refused` when a job is being decoded, and then nothing has changed."""
 
     def restore(self) -> None:
         """Inside `exclusive`: undo `release`."""
 
-    def counts(self) -> tuple[int, int, int, float]:
-        """(running, waiting, tokens sampled, busy seconds), from any thread."""
+    def counts(self) -> Counts:
+        """How busy the loop is; cheap, from any thread."""
         ...
 
     def progress(self) -> tuple[bool, int]:

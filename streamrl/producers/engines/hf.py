@@ -11,25 +11,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WeightsError
+from streamrl.errors import DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
-from streamrl.producers.engines.contract import Completion, EngineLoad, Request
-from streamrl.producers.engines.decoder import Decoder, Job, Outcome
+from streamrl.producers.engines.contract import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request
+from streamrl.producers.engines.control import Control
+from streamrl.producers.engines.decoder import Decoder, Job, Outcome, Progress
+from streamrl.producers.engines.limits import Limits
 from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slot_decoder import SlotDecoder
 from streamrl.producers.engines.slots import SlotBatch
-from streamrl.producers.engines.weights import copy_weights, match_weights
-from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,23 @@ WATCH_SECONDS = 0.25
 LOAD_SECONDS = 1800.0
 
 
+@dataclass(slots=True, eq=False)
+class _Ear:
+    """Who listens to a request, and how many tokens it has heard of."""
+
+    listener: Listener
+    told: int = 0
+
+
 class HfEngine:
     """`Engine` on transformers, with either decode loop (`engine.decode`).
 
     Args:
         config: the run; `engine`, `model`, `weights.deadline`, `lease.max_hold` are read.
         seed: of the sampling generator; replicas need different ones.
+
+    Attributes:
+        limits: what can be asked of it; known after `start`.
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -59,9 +70,8 @@ class HfEngine:
         self._looked_at = 0.0
         self._model: Any = None
         self._decoder: Decoder | None = None
-        self._context = 0
-        self._vocabulary = 0
-        self._pair: Pair = (0, 0)
+        self._control: Control | None = None
+        self.limits = Limits(0, 0)
         self._failure: BaseException | None = None
         self._started = False
         self._closed = False
@@ -69,8 +79,8 @@ class HfEngine:
         self._named: dict[str, int] = {}
         self._open: dict[int, asyncio.Future[Outcome]] = {}
         self._arrived: list[Job] = []
-        self._holds: dict[Literal["pause", "sleep"], ExitStack] = {}
-        self._control = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
+        self._ears: dict[int, _Ear] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -104,12 +114,12 @@ class HfEngine:
             except Unreachable:
                 logger.exception("engine does not stop")
         self._fail_open(Unreachable("the engine was closed"))
-        self._control.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """See `Engine.generate`."""
         decoder = self._serving()
-        limit = self._check(request)
+        limit = self.limits.check(request)
         if request.id in self._named:
             raise ValueError(f"a request {request.id!r} is in flight")
         ticket = next(self._tickets)
@@ -117,16 +127,21 @@ class HfEngine:
         self._named[request.id], self._open[ticket] = ticket, future
         if not self._arrived:
             self._loop.call_soon(self._flush)
-        self._arrived.append(Job(ticket, tuple(request.tokens.tolist()), limit, request.temperature))
+        if listener is not None:
+            self._ears[ticket] = _Ear(listener)
+        prompt = tuple(request.tokens.tolist())
+        self._arrived.append(Job(ticket, prompt, limit, request.temperature, listener is not None))
         start = self._loop.time()
         try:
             outcome = await future
-        except asyncio.CancelledError:
-            self._flush()
-            decoder.discard(ticket)
+        except BaseException as error:
+            if not isinstance(error, Unreachable):
+                self._flush()
+                decoder.discard(ticket)
             raise
         finally:
             del self._named[request.id], self._open[ticket]
+            self._ears.pop(ticket, None)
         return Completion(
             tokens=np.asarray(outcome.tokens, dtype=np.int32),
             logprobs=np.asarray(outcome.logprobs, dtype=np.float32),
@@ -138,45 +153,64 @@ class HfEngine:
 
     async def abort(self, request_id: str | None = None) -> int:
         """See `Engine.abort`."""
-        decoder = self._serving()
+        control = self._controlling()
         self._flush()
         if request_id is not None and request_id not in self._named:
             return 0
         tickets = None if request_id is None else {self._named[request_id]}
+        return self._resolve(await self._run(self._patience, control.take, tickets))
 
-        def take() -> list[Outcome]:
-            with decoder.exclusive():
-                return decoder.take(tickets)
-
-        return self._resolve(await self._run(self._patience, take))
-
-    async def pause(self) -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         """See `Engine.pause`."""
-        await self._run(self._patience, self._hold, self._serving(), "pause")
+        control = self._controlling()
+        self._flush()
+        self._resolve(await self._run(self._patience, control.pause, mode))
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
-        self._serving()
-        await self._run(self._patience, self._unhold, "pause")
+        await self._run(self._patience, self._controlling().resume)
 
     async def apply(self, version: Version) -> None:
         """See `Engine.apply`."""
-        await self._run(self._patience, self._swap, self._serving(), version.pair, version.tensors)
+        await self._run(self._patience, self._controlling().apply, version)
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
         """See `Engine.sleep`."""
-        await self._run(self._patience, self._sleep, self._serving())
+        await self._run(self._patience, self._controlling().sleep, level)
 
-    async def wake(self) -> None:
+    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """See `Engine.wake`."""
-        await self._run(self._patience, self._wake, self._serving())
+        await self._run(self._patience, self._controlling().wake, tags)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Engine.load_adapter`; always `Refused`."""
+        self._serving()
+        raise Refused(
+            f"adapter {name!r} of {folder}: the Hugging Face engine serves no LoRA adapters",
+            "merge it into the weights, or use engine.kind vllm or sglang",
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Engine.unload_adapter`; every name is unknown."""
+        logger.debug("no such adapter", extra={"adapter": name})
+        self._serving()
 
     def load(self) -> EngineLoad:
         """See `Engine.load`."""
-        if self._decoder is None:
-            return EngineLoad(0, 0, 0, 0.0, self._pair[1])
-        running, waiting, tokens, busy = self._decoder.counts()
-        return EngineLoad(running, waiting + len(self._arrived), tokens, busy, self._pair[1])
+        slots = self._config.engine.slots
+        if self._decoder is None or self._control is None:
+            return EngineLoad(0, 0, 0, 0.0, 0, slots)
+        counts = self._decoder.counts()
+        return EngineLoad(
+            counts.running,
+            counts.waiting + len(self._arrived),
+            counts.tokens_sampled,
+            counts.busy_seconds,
+            self._control.pair[1],
+            slots,
+            counts.cache_use,
+            counts.preemptions,
+        )
 
     async def health(self) -> None:
         """See `Engine.health`."""
@@ -194,21 +228,11 @@ class HfEngine:
             raise _death(failure) from failure
         return self._decoder
 
-    def _check(self, request: Request) -> int:
-        """Refuse what can never be served; return how many tokens the response may have."""
-        tokens = request.tokens
-        room = self._context - len(tokens)
-        if tokens.ndim != 1 or not len(tokens):
-            raise DataError(f"request {request.id!r} has an empty prompt")
-        if room < 1:
-            raise DataError(f"request {request.id!r}: {len(tokens)} prompt tokens fill a context of {self._context}")
-        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
-            raise DataError(f"request {request.id!r} has a token outside the vocabulary of {self._vocabulary}")
-        if request.max_new_tokens < 1:
-            raise DataError(f"request {request.id!r}: max_new_tokens is {request.max_new_tokens}")
-        if not (0 < request.temperature < math.inf):
-            raise DataError(f"request {request.id!r}: temperature is {request.temperature}")
-        return min(request.max_new_tokens, room)
+    def _controlling(self) -> Control:
+        """The controls, when the engine can serve."""
+        self._serving()
+        assert self._control is not None
+        return self._control
 
     def _flush(self) -> None:
         """Hand the requests of this turn of the event loop to the decoder."""
@@ -228,9 +252,30 @@ class HfEngine:
                 if isinstance(outcome.error, Unreachable):
                     self._fail(outcome.error)  # before anybody can ask for the health and hear of none
                 future.set_exception(outcome.error)
-            else:
+                continue
+            ear = self._ears.get(outcome.ticket)
+            if ear is not None:
+                self._say(outcome.ticket, ear, outcome.tokens[ear.told :], outcome.logprobs[ear.told :])
+            if not future.done():
                 future.set_result(outcome)
         return count
+
+    def _hear(self, news: list[Progress]) -> None:
+        """Pass on what requests with a listener have sampled."""
+        for progress in news:
+            ear = self._ears.get(progress.ticket)
+            if ear is not None:
+                self._say(progress.ticket, ear, progress.tokens, progress.logprobs)
+
+    def _say(self, ticket: int, ear: _Ear, tokens: list[int], logprobs: list[float]) -> None:
+        future = self._open[ticket]
+        if not tokens or future.done():
+            return
+        ear.told += len(tokens)
+        try:
+            ear.listener(tokens, logprobs)
+        except Exception as error:  # noqa: BLE001 - of the caller's own code: it ends the caller's request
+            future.set_exception(error)
 
     def _fail_open(self, error: Exception) -> None:
         for future in list(self._open.values()):
@@ -274,7 +319,7 @@ class HfEngine:
 
         A cancelled caller does not stop the work: it would leave a model half changed. Nor does it stop the clock.
         """
-        future = self._loop.run_in_executor(self._control, lambda: work(*args, **kwargs))
+        future = self._loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
         late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
         deadline = self._loop.call_later(seconds, self._fail, late)
 
@@ -307,95 +352,53 @@ class HfEngine:
     def _build(self) -> None:
         model = load_model(self._config)
         self._model = model
-        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
-        self._context = context_length(self._config, model)
+        context = context_length(self._config, model)
+        self.limits = Limits(context, int(model.get_input_embeddings().num_embeddings))
         stop = stop_tokens(model)
         decoder: Decoder
         if choose_decode(self._config, model) == "slots":
             batch = SlotBatch(
                 model,
                 slots=self._config.engine.slots,
-                context=self._context,
+                context=context,
                 stop_tokens=stop,
                 generator=torch.Generator(model.device).manual_seed(self._seed),
             )
-            decoder = SlotDecoder(batch, self._deliver, self._patience)
+            decoder = SlotDecoder(batch, self._deliver, self._tell, self._patience)
         else:
             decoder = ContinuousDecoder(
                 model,
                 engine=self._config.engine,
-                context=self._context,
+                context=context,
                 stop=stop,
                 seed=self._seed,
                 deliver=self._deliver,
+                tell=self._tell,
                 loop=self._loop,
             )
         decoder.start()
+        self._control = Control(model, decoder, self._fail)
         self._decoder = decoder
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._resolve, outcomes)
 
+    def _tell(self, news: list[Progress]) -> None:
+        """Called by any thread of the decoder."""
+        self._loop.call_soon_threadsafe(self._hear, news)
+
     def _tear_down(self) -> list[Outcome]:
         ended: list[Outcome] = []
-        decoder = self._decoder
-        if decoder is None:
+        if self._decoder is None:
             return ended
         try:
-            with decoder.exclusive():
-                ended = decoder.take(None)
+            if self._control is not None:
+                ended = self._control.close()
         except Unreachable:
             logger.warning("engine closed after its death")
-        for hold in self._holds.values():
-            hold.close()
-        self._holds.clear()
-        decoder.stop()
+        self._decoder.stop()
         return ended
-
-    def _hold(self, decoder: Decoder, why: Literal["pause", "sleep"]) -> None:
-        if why not in self._holds:
-            stack = ExitStack()
-            stack.enter_context(decoder.exclusive())
-            self._holds[why] = stack
-
-    def _unhold(self, why: Literal["pause", "sleep"]) -> None:
-        stack = self._holds.pop(why, None)
-        if stack is not None:
-            stack.close()
-
-    def _swap(self, decoder: Decoder, pair: Pair, tensors: Mapping[str, torch.Tensor]) -> None:
-        if pair == self._pair:
-            return
-        if pair < self._pair or pair[1] < self._pair[1]:
-            raise WeightsError(f"version {pair} of the weights is older than {self._pair}, which is in force")
-        pairs = match_weights(self._model, tensors)
-        with decoder.exclusive():
-            try:
-                copy_weights(pairs)
-            except BaseException as error:
-                self._fail(error)
-                raise
-            decoder.swapped(pair[1])
-            self._pair = pair
-
-    def _sleep(self, decoder: Decoder) -> None:
-        if "sleep" in self._holds:
-            return
-        self._hold(decoder, "sleep")
-        try:
-            decoder.release()
-        except BaseException:
-            self._unhold("sleep")
-            raise
-        self._home = self._model.device
-        self._model.to("cpu")
-
-    def _wake(self, decoder: Decoder) -> None:
-        if "sleep" in self._holds:
-            self._model.to(self._home)
-            decoder.restore()
-            self._unhold("sleep")
 
 
 def _death(failure: BaseException) -> Unreachable:

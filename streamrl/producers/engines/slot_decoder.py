@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable
-from streamrl.producers.engines.decoder import Deliver, Job, Outcome
+from streamrl.producers.engines.decoder import Counts, Deliver, Job, Outcome, Tell
 from streamrl.producers.engines.slots import SlotBatch
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,14 @@ class SlotDecoder:
     Args:
         batch: the sequences; this loop's alone from `start` on, except inside `exclusive`.
         deliver: gets the jobs that ended.
+        tell: gets what jobs with a listener have sampled.
         patience: seconds one step may take before `exclusive` gives up.
     """
 
-    def __init__(self, batch: SlotBatch, deliver: Deliver, patience: float) -> None:
+    def __init__(self, batch: SlotBatch, deliver: Deliver, tell: Tell, patience: float) -> None:
         self._batch = batch
         self._deliver = deliver
+        self._tell = tell
         self._patience = patience
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -98,6 +100,10 @@ class SlotDecoder:
         """The weights have changed."""
         self._batch.swapped(version)
 
+    def recompute(self) -> None:
+        """Compute keys and values anew."""
+        self._batch.recompute()
+
     def release(self) -> None:
         """Free keys and values."""
         if self._batch.active:
@@ -110,9 +116,10 @@ class SlotDecoder:
     def restore(self) -> None:
         """Nothing to do: the next prompt allocates."""
 
-    def counts(self) -> tuple[int, int, int, float]:
-        """(running, waiting, tokens sampled, busy seconds)."""
-        return self._batch.active, len(self._waiting), self._batch.tokens_sampled, self._busy
+    def counts(self) -> Counts:
+        """How busy the loop is; a slot is never taken away from a request."""
+        batch = self._batch
+        return Counts(batch.active, len(self._waiting), batch.tokens_sampled, self._busy, batch.cache_use, 0)
 
     def progress(self) -> tuple[bool, int]:
         """(whether a step runs, steps so far)."""
@@ -149,6 +156,8 @@ class SlotDecoder:
             ended += self._batch.step()
         self._busy += time.perf_counter() - start
         self._steps += 1
+        if news := self._batch.news():
+            self._tell(news)
         if ended:
             self._deliver(ended)
         return True

@@ -21,7 +21,7 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.producers.engines.contract import Finish
-from streamrl.producers.engines.decoder import Job, Outcome
+from streamrl.producers.engines.decoder import Job, Outcome, Progress
 from streamrl.producers.engines.kv import SlotCache, round_up
 from streamrl.producers.engines.sampling import sample
 from streamrl.producers.engines.spans import Spans
@@ -37,11 +37,17 @@ class _Row:
     spans: Spans
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    told: int = 0
 
     @property
     def length(self) -> int:
         """Tokens whose keys and values exist after the next step."""
         return len(self.job.prompt) + len(self.tokens)
+
+    def news(self) -> Progress:
+        """Return what has come since the call before."""
+        start, self.told = self.told, len(self.tokens)
+        return Progress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
 
     def outcome(self, finish: Finish) -> Outcome:
         return Outcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
@@ -70,6 +76,7 @@ class SlotBatch:
         version: int = 0,
     ) -> None:
         self.slots = slots
+        self.context = context
         self.version = version
         self.tokens_sampled = 0
         self._model = model
@@ -80,6 +87,7 @@ class SlotBatch:
         config = model.config.get_text_config()
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
         self._rows: list[_Row | None] = [None] * slots
+        self._heard: dict[int, _Row] = {}
         self._high = 0
         device = model.device
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
@@ -99,7 +107,9 @@ class SlotBatch:
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
-            self._rows[slot] = _Row(job, Spans(self.version))
+            row = self._rows[slot] = _Row(job, Spans(self.version))
+            if job.streams:
+                self._heard[job.ticket] = row
             self._temperature[slot] = job.temperature
             groups.setdefault(job.prompt, []).append(slot)
         ended: list[Outcome] = []
@@ -110,23 +120,13 @@ class SlotBatch:
     def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[Outcome]:
         """One forward pass over distinct prompts, padded on the right; the causal mask keeps the padding out."""
         device = self._token.device
-        longest = len(prompts[-1])
-        inputs = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=device)
         flat = [slot for group in groups for slot in group]
         slots = torch.tensor(flat, device=device)
         sources = torch.tensor([row for row, group in enumerate(groups) for _ in group], device=device)
-        self._cache.reserve(longest)
-        self._cache.prefill(sources, slots)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         # the head runs only where some prompt of the batch ends; each row then picks its own end
-        ends = torch.unique(last) if self._keep else self._ruler[:longest]
-        output = self._model(
-            input_ids=inputs,
-            position_ids=self._ruler[:longest].expand(len(prompts), -1),
-            past_key_values=self._cache,
-            use_cache=True,
-            **({"logits_to_keep": ends} if self._keep else {}),
-        )
+        ends = torch.unique(last) if self._keep else self._ruler[: len(prompts[-1])]
+        output = self._fill(prompts, sources, slots, ends)
         logits = output.logits[torch.arange(len(prompts), device=device), torch.searchsorted(ends, last)]
         tokens, logprobs = sample(logits[sources], self._heat(slots), self._generator)
         self._token[slots] = tokens
@@ -134,6 +134,47 @@ class SlotBatch:
         self._taken[slots] = 1
         self._high = max(self._high, *(slot + 1 for slot in flat))
         return self._record(flat, tokens.tolist(), logprobs.tolist())
+
+    def _fill(
+        self, prompts: list[tuple[int, ...]], sources: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
+    ) -> Any:
+        """Compute keys and values of prompts, the longest last, into slots; logits at `ends` where the model can."""
+        longest = len(prompts[-1])
+        inputs = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=slots.device)
+        self._cache.reserve(longest)
+        self._cache.prefill(sources, slots)
+        return self._model(
+            input_ids=inputs,
+            position_ids=self._ruler[:longest].expand(len(prompts), -1),
+            past_key_values=self._cache,
+            use_cache=True,
+            **({"logits_to_keep": ends} if self._keep else {}),
+        )
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute all keys and values anew by the present weights.
+
+        The token sampled last has none yet: the next step makes them, as it would have without this.
+        """
+        known = {slot: (*row.job.prompt, *row.tokens[:-1]) for slot, row in self._active()}
+        order = sorted(known, key=lambda slot: len(known[slot]))
+        device = self._token.device
+        for prompts in _parts([known[slot] for slot in order]):
+            slots, order = order[: len(prompts)], order[len(prompts) :]
+            rows = torch.arange(len(prompts), device=device)
+            self._fill(prompts, rows, torch.tensor(slots, device=device), self._ruler[:1])
+
+    def news(self) -> list[Progress]:
+        """What the sequences that somebody listens to have sampled since the last call."""
+        return [row.news() for row in self._heard.values()]
+
+    @property
+    def cache_use(self) -> float:
+        """Share of the keys and values that all slots may have."""
+        # from any thread: a row that has just gone is None, and one that just moved counts twice for a moment
+        used = sum(row.length for row in tuple(self._rows) if row is not None)
+        return min(1.0, used / (self.slots * self.context))
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
@@ -210,6 +251,9 @@ class SlotBatch:
         if not slots:
             return
         for slot in slots:
+            row = self._rows[slot]
+            if row is not None:
+                self._heard.pop(row.job.ticket, None)
             self._rows[slot] = None
         self._position[slots] = 0
         self._taken[slots] = 0

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import functools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import transformers
 from streamrl.config import RunConfig
 from streamrl.producers.engines import Completion, Request
 from streamrl.producers.engines.hf import HfEngine
+from streamrl.weight_sync.version import Version
 
 EOS = 2
 VOCABULARY = 24
@@ -206,3 +207,8 @@ def plain(model: Any, prompt: Sequence[int], done: Completion, temperature: floa
 
 def named(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def held(pair: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> Version:
+    """A version made in memory."""
+    return Version(pair, step=pair[1], tensors=tensors)

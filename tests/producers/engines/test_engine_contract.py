@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from engine_kit import EOS, VOCABULARY, gated, named, plain, random_model, replay, request, versions
+from engine_kit import EOS, VOCABULARY, gated, held, named, plain, random_model, replay, request, versions
 
 from streamrl.errors import DataError
 
@@ -55,10 +55,10 @@ async def test_swaps_in_mid_request_are_exact(start, decode, kind):
     async with gated(engine) as gate:
         early = [asyncio.create_task(engine.generate(request(str(k), p, 40))) for k, p in enumerate(prompts)]
         await gate.passed(6)
-        await gate.during(engine.apply((1, 3), named(models[3])))
+        await gate.during(engine.apply(held((1, 3), named(models[3]))))
         late = asyncio.create_task(engine.generate(request("late", prompts[0], 20)))
         await gate.passed(7)
-        await gate.during(engine.apply((1, 5), named(models[5])))
+        await gate.during(engine.apply(held((1, 5), named(models[5]))))
     for p, task in zip([*prompts, prompts[0]], [*early, late], strict=True):
         completion = await task
         seen = versions(completion)
@@ -82,7 +82,7 @@ async def test_nothing_of_old_weights_is_served_after_a_swap(start, decode):
     async with gated(engine) as gate:
         alive = asyncio.create_task(engine.generate(request("alive", shared, 80)))
         await gate.passed(4)
-        await gate.during(engine.apply((1, 1), named(new)))
+        await gate.during(engine.apply(held((1, 1), named(new))))
         followers = [asyncio.create_task(engine.generate(request(f"after {k}", shared, 6))) for k in range(5)]
         await gate.passed(3)
     old = await alive
@@ -101,8 +101,8 @@ async def test_a_swap_before_the_first_token_leaves_one_run(start, decode):
     await engine.pause()
     task = asyncio.create_task(engine.generate(request("a", prompt(4), 5)))
     await asyncio.sleep(0)
-    await engine.apply((1, 1), named(random_model("qwen2", 1)))
-    await engine.apply((1, 2), named(random_model("qwen2", 2)))
+    await engine.apply(held((1, 1), named(random_model("qwen2", 1))))
+    await engine.apply(held((1, 2), named(random_model("qwen2", 2))))
     await engine.resume()
     completion = await task
     assert completion.runs == [(0, 2)]
@@ -122,7 +122,7 @@ async def test_a_paged_cache_that_is_too_small_changes_no_number(start):
         tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
         for version in (1, 2, 3):
             await gate.passed(20)
-            await gate.during(engine.apply((1, version), named(random_model("qwen2", version))))
+            await gate.during(engine.apply(held((1, version), named(random_model("qwen2", version)))))
     for task in tasks:
         completion = await task
         assert len(completion.tokens) == 120

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_kit import VOCABULARY, gated, hanging, named, plain, random_model, request, until, versions
+from engine_kit import VOCABULARY, gated, hanging, held, named, plain, random_model, request, until, versions
 
 from streamrl.errors import Refused, Unreachable, WeightsError
 from streamrl.producers.engines import make_engine
@@ -117,7 +117,7 @@ async def test_no_step_runs_while_paused(start, decode):
         await engine.pause()
         entered = gate.entered
         more = asyncio.create_task(engine.generate(request("b", prompt(3), 20)))
-        await engine.apply((1, 1), named(random_model("qwen2", 1)))
+        await engine.apply(held((1, 1), named(random_model("qwen2", 1))))
         assert await engine.abort("nobody") == 0
         assert gate.entered == entered
         await engine.resume()
@@ -140,7 +140,7 @@ async def test_sleep_and_wake(start, decode):
     await engine.sleep()
     tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 6))) for k in range(3)]
     await asyncio.sleep(0)
-    await engine.apply((1, 4), named(new))
+    await engine.apply(held((1, 4), named(new)))
     assert await engine.abort("2") == 1
     assert not tasks[0].done()
     await engine.wake()
@@ -205,7 +205,7 @@ async def test_weights_are_refused_whole(start, decode):
         "tied": "lm_head",
     }.items():
         with pytest.raises(WeightsError, match=says):
-            await engine.apply((1, 1), broken(how))
+            await engine.apply(held((1, 1), broken(how)))
     assert engine.load().version == 0
     for completion in (await task, await engine.generate(request("next", prompt(3), 30))):
         assert completion.runs == [(0, 0)]
@@ -218,17 +218,17 @@ async def test_versions_only_grow_and_a_repeat_does_nothing(start, decode):
     first, second = random_model("qwen2", 1), random_model("qwen2", 2)
     tied = named(first)
     tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
-    await engine.apply((1, 5), tied)
-    await engine.apply((1, 5), named(second))
+    await engine.apply(held((1, 5), tied))
+    await engine.apply(held((1, 5), named(second)))
     with pytest.raises(WeightsError, match="older"):
-        await engine.apply((1, 4), named(second))
+        await engine.apply(held((1, 4), named(second)))
     completion = await engine.generate(request("a", prompt(3), 10))
     assert completion.runs == [(0, 5)]
     np.testing.assert_allclose(completion.logprobs, plain(first, prompt(3), completion), atol=1e-5)
     rounded = {name: tensor.bfloat16() for name, tensor in named(second).items()}
     # the other name of the tied parameter, and a narrower type
     rounded["lm_head.weight"] = rounded.pop("model.embed_tokens.weight")
-    await engine.apply((1, 6), rounded)
+    await engine.apply(held((1, 6), rounded))
     second.load_state_dict({name: tensor.bfloat16().float() for name, tensor in second.state_dict().items()})
     completion = await engine.generate(request("a", prompt(3), 10))
     np.testing.assert_allclose(completion.logprobs, plain(second, prompt(3), completion), atol=1e-5)
@@ -259,7 +259,7 @@ async def test_the_death_of_the_decode_loop_surfaces(start, decode, cause):
         engine.generate(request("late", prompt(3))),
         engine.pause(),
         engine.abort(),
-        engine.apply((1, 1), named(random_model("qwen2", 1))),
+        engine.apply(held((1, 1), named(random_model("qwen2", 1)))),
     ):
         with pytest.raises(Unreachable, match="died"):
             await call
@@ -357,15 +357,15 @@ async def test_a_pause_of_any_length_is_no_hang(start, decode):
 async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller_left(start, decode, monkeypatch):
     engine = await start(decode, deadline=0.2)
     free = threading.Event()
-    monkeypatch.setattr("streamrl.producers.engines.hf.match_weights", lambda *_: free.wait(60))
-    task = asyncio.create_task(engine.apply((1, 1), {}))
+    monkeypatch.setattr("streamrl.producers.engines.control.match_weights", lambda *_: free.wait(60))
+    task = asyncio.create_task(engine.apply(held((1, 1), {})))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     waiting = asyncio.create_task(engine.generate(request("a", prompt(3), 10**6)))
     await until(lambda: engine._failure is not None)
-    with pytest.raises(Unreachable, match=r"did not finish _swap within 0\.2 s"):
+    with pytest.raises(Unreachable, match=r"did not finish apply within 0\.2 s"):
         await engine.health()
     await asyncio.gather(waiting, return_exceptions=True)
     free.set()
@@ -374,12 +374,12 @@ async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller
 async def test_a_version_is_the_pair_of_epoch_and_number(start):
     """Two learners may use one number; what counts is who is newer, and a number never goes down."""
     engine = await start("slots")
-    await engine.apply((1, 5), named(random_model("qwen2", 1)))
-    await engine.apply((2, 5), named(random_model("qwen2", 2)))
+    await engine.apply(held((1, 5), named(random_model("qwen2", 1))))
+    await engine.apply(held((2, 5), named(random_model("qwen2", 2))))
     completion = await engine.generate(request("a", prompt(3), 10))
     expected = plain(random_model("qwen2", 2), prompt(3), completion)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
     for older in ((1, 5), (1, 6), (3, 4)):
         with pytest.raises(WeightsError, match="older"):
-            await engine.apply(older, named(random_model("qwen2", 3)))
+            await engine.apply(held(older, named(random_model("qwen2", 3))))
     assert engine.load().version == 5

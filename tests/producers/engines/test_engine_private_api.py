@@ -7,7 +7,7 @@ import inspect
 from functools import reduce
 
 import pytest
-from engine_kit import gated, named, random_model, request
+from engine_kit import gated, held, named, random_model, request
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
@@ -52,7 +52,7 @@ async def test_prompts_are_shared_within_a_version_and_not_across(start):
 
     assert await cost("first") == 71
     assert await cost("second") == 7, "transformers changed: prompts with the same beginning share no blocks"
-    await engine.apply((1, 1), named(random_model("qwen2", 1)))
+    await engine.apply(held((1, 1), named(random_model("qwen2", 1))))
     assert await cost("third") == 71, "transformers changed: blocks of older weights are served after a swap"
     assert await cost("fourth") == 7
 
@@ -63,7 +63,7 @@ async def test_an_old_request_offers_nothing_to_newer_ones(start):
     async with gated(engine) as gate:
         old = asyncio.create_task(engine.generate(request("old", [3 + k % 20 for k in range(40)], 120)))
         await gate.passed(3)
-        await gate.during(engine.apply((1, 1), named(random_model("qwen2", 1))))
+        await gate.during(engine.apply(held((1, 1), named(random_model("qwen2", 1)))))
     done = await old
     assert len(done.runs) == 2
     for allocator in engine._decoder._manager.batch_processor.cache.cache_allocators.values():
