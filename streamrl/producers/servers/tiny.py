@@ -23,7 +23,7 @@ FIRST_PLAIN: Final = 8
 """Tokens from here on mean nothing in particular: prompts are drawn of them."""
 
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS = 128, 2, 4, 2
-_SPREAD, _EMBEDDED = 0.08, 0.04  # logits stay small: rounded to bfloat16 they are off by less than 0.01
+_SPREAD, _EMBEDDED = 0.08, 0.03  # logits stay small: rounded to bfloat16 they are off by less than 0.01
 _FILE: Final = "model.safetensors"
 
 
@@ -32,8 +32,12 @@ def make_model(folder: Path, seed: int = 0) -> None:
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    model = build(random_weights(seed))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = _skeleton().to(torch.bfloat16)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_file(random_weights(seed), folder / _FILE, metadata={"format": "pt"})
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
     vocabulary |= {character: len(vocabulary) + number for number, character in enumerate(alphabet)}
@@ -45,8 +49,8 @@ def make_model(folder: Path, seed: int = 0) -> None:
 def random_weights(seed: int) -> dict[str, torch.Tensor]:
     """Fresh weights in bfloat16 by their Hugging Face names; the head is tied to the embeddings and has no name.
 
-    Two positions of the hidden state are planted: the first is positive for every token and turns the end of the
-    response away, the second is raised by `STOP` and calls for it.
+    The first position of the hidden state is planted: it is positive after every token, which makes `EOS` and `STOP` as
+    good as impossible, and negative after `STOP`, which makes `EOS` as good as certain.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -60,12 +64,10 @@ def random_weights(seed: int) -> dict[str, torch.Tensor]:
         value = spread * torch.randn(tensor.shape, generator=generator)
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             value *= 0.25
-            value[:2] = 0.0
+            value[0] = 0.0
         weights[name] = value.to(torch.bfloat16)
     embeddings = weights["model.embed_tokens.weight"]
-    embeddings[:, 0], embeddings[:, 1] = 0.3, 0.0
-    embeddings[EOS, :2] = torch.tensor([-20.0, 16.0])
-    embeddings[STOP, 1] = 1.0
+    embeddings[:, 0], embeddings[EOS, 0], embeddings[STOP, 0] = 0.3, -30.0, -15.0
     return weights
 
 
