@@ -1,40 +1,85 @@
-"""The learner's side: writes a version so that a reader sees all of it or nothing."""
+"""The learner's side: a version is put together from the files of all ranks, so that a reader sees all or nothing.
+
+Kept are the newest version with all that it builds on (its anchor and the deltas after it) and, until the next one is
+written, the version before. Without deltas these are at most two versions. With deltas a new anchor is due as soon as
+the deltas have the size of an anchor, so that three times the weights are enough: anchor, deltas, and the next anchor
+that is being written (four when one version suddenly changes almost everything on all ranks but one).
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-import torch
+from typing import Literal
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
-from streamrl.weight_sync import safetensors_file
-from streamrl.weight_sync.manifest import Manifest, Shard, TensorEntry, encode, folder_name, parse_folder
-from streamrl.weight_sync.transports import Transport, check_room, create_root, make_transport
+from streamrl.weight_sync.buckets import Named
+from streamrl.weight_sync.manifest import Manifest, Pair, TensorEntry, decode, encode, folder_name, parse_folder
+from streamrl.weight_sync.rank_writer import (
+    DRAFT,
+    RankWriter,
+    Report,
+    draft_name,
+    out_of_time,
+    report_name,
+    take_report,
+    wait_for,
+)
+from streamrl.weight_sync.transports import Transport, create_root, make_transport
 
 logger = logging.getLogger(__name__)
-_DRAFT: Final = ".draft-"
-_KEEP: Final = 2
-_SLACK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the newest version cost.
+
+    Attributes:
+        bytes: of all its files.
+        density: share of values that changed since the version before; None when nobody compared.
+        kind: `full`, or `delta` when at least one file is one.
+    """
+
+    bytes: int
+    density: float | None
+    kind: Literal["full", "delta"]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A version that is on the transport."""
+
+    pair: Pair
+    base: Pair | None
+    bytes: int
+
+    @property
+    def folder(self) -> str:
+        return folder_name(*self.pair)
 
 
 class Publisher:
     """Publishes versions of the weights; rank 0 of the learner has one, and uses it from one thread.
 
-    At start, temporaries of a publisher that died and all versions but the newest of earlier epochs are removed; that
-    newest one stays for late joiners until this publisher has two of its own. Removing is safe for whoever has the
-    files mapped. A publisher only ever removes what was there when it started and what it published itself, so an old
-    learner that wakes up cannot take away the versions of its successor.
+    At start, temporaries of a publisher that died and all versions but the newest of earlier epochs, with what that one
+    builds on, are removed; it stays for late joiners until this publisher has two of its own. Removing is safe for
+    whoever has the files mapped. A publisher only ever removes what was there when it started and what it published
+    itself, so an old learner that wakes up cannot take away the versions of its successor.
+
+    Attributes:
+        figures: of the newest version that this publisher wrote, None before the first.
 
     Args:
-        config: transport, dtype, size of shards and deadline.
+        config: transport, dtype, size of shards, deltas and deadline.
         run: name of the run; a follower refuses versions of another run.
         run_dir: run directory.
 
@@ -46,50 +91,78 @@ class Publisher:
         self._config = config
         self._run = run
         self._transport: Transport = make_transport(config.transport, run_dir)
-        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._writer = RankWriter(config, run_dir, 0)
+        self._stopped = threading.Event()
         create_root(self._transport)
-        self._kept: list[str] = self._leftover()
+        self._kept: list[_Kept] = self._leftover()
+        self._deltas = 0
+        self._chained = False
+        self.figures: Figures | None = None
 
     @property
     def root(self) -> Path:
         """Folder that holds the folders of the versions."""
         return self._transport.root
 
-    def publish(self, *, epoch: int, version: int, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-        """Write one version and return its encoded manifest, which is for the weights stream.
+    def next_base(self) -> Pair | None:
+        """The version that the next one may be a delta against; None: every rank must write all of its values.
 
-        Floating tensors are cast to the configured dtype; tensors are taken one by one, and at most one shard of them
-        is held. When it fails nothing is left behind and the newest version before it stays; a repeat is then fine.
-        The deadline is looked at between shards only: nothing stops a write to a file system that hangs. Call it in a
+        That is so for the first version of a publisher, after a version that failed or whose files are gone, after
+        `weights.delta.every` versions, and when the deltas since the last anchor are about to have its size.
+        """
+        config = self._config.delta
+        if not (config.enabled and self._chained) or self._deltas + 1 >= config.every or not self.holds_newest():
+            return None
+        anchor, *deltas = self._chain()
+        bytes_since = sum(kept.bytes for kept in deltas) + (deltas[-1].bytes if deltas else 0)
+        return None if bytes_since > anchor.bytes else self._kept[-1].pair
+
+    def publish(
+        self,
+        *,
+        epoch: int,
+        version: int,
+        step: int,
+        tensors: Iterable[Named],
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        world: int = 1,
+        base: Pair | Literal["next"] | None = "next",
+        sources: Sequence[str] = (),
+    ) -> bytes:
+        """Write rank 0's files of one version, wait for those of the other ranks, and return the encoded manifest.
+
+        When it fails nothing is left behind, the newest version before it stays, and the next one is whole. The
+        deadline is looked at between shards only: nothing stops a write to a file system that hangs. Call it in a
         thread of its own, and hold that thread to a deadline.
 
         Args:
             epoch: epoch of the learner.
-            version: number of the version, greater than all before it.
+            version: number of the version, greater than all before it and never used before, failed ones included.
             step: optimizer step of the weights.
-            tensors: Hugging Face names and CPU tensors.
+            tensors: Hugging Face names and this rank's rows; with deltas they must not be changed afterwards.
+            shapes: shapes of the whole tensors; one that is left out is whole here.
+            world: ranks of the learner.
+            base: what the ranks were told; `next` asks `next_base`.
+            sources: for the manifest.
 
         Raises:
             CannotCreate: no room, or no permission.
-            WeightsError: the version exists already, a name comes twice, or a dtype is unknown.
-            DeadlineExceeded: it took longer than the configured deadline.
+            WeightsError: the version exists already, a name comes twice, a dtype is unknown, or the parts of the ranks
+                are not those of one model.
+            DeadlineExceeded: it took longer than the configured deadline, all ranks together.
         """
-        draft = self.root / f"{_DRAFT}{epoch}-{version}-{os.getpid()}"
+        pair = (epoch, version)
+        base = self.next_base() if base == "next" else base
+        self._chained = False  # until this version is there
+        draft = self.root / draft_name(pair)
+        until = time.monotonic() + self._config.deadline
         create_root(self._transport)  # somebody may have cleaned up the shared memory
-        self._remove_older(_KEEP - 1)  # two whole versions are then the most that memory must hold
+        self._remove_older()
         try:
             draft.mkdir(mode=0o700)
-            shards, table = self._write(draft, tensors)
-            manifest = Manifest(
-                run=self._run,
-                version=version,
-                epoch=epoch,
-                step=step,
-                transport=self._config.transport,
-                folder=folder_name(epoch, version),
-                shards=shards,
-                tensors=table,
-            )
+            reports = [self._writer.write(pair, base, tensors, shapes or {}, until=until)]
+            reports.extend(self._report(draft, rank, until) for rank in range(1, world))
+            manifest = self._manifest(pair, base, step, reports, sources)
             data = encode(manifest)
             self._finish(draft, manifest.folder, data)
         except OSError as error:
@@ -98,60 +171,67 @@ class Publisher:
             raise self._cannot(draft, error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        self._kept.append(manifest.folder)
+        self._note(manifest, reports)
         logger.info(
             "weights published", extra={"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}
         )
         return data
 
     def holds_newest(self) -> bool:
-        """Whether the files of the newest version are still there for engines that join now."""
-        return bool(self._kept) and (self.root / self._kept[-1] / "manifest.json").exists()
+        """Whether the newest version and all it builds on are still there for engines that join now."""
+        return bool(self._kept) and all((self.root / kept.folder / "manifest.json").exists() for kept in self._chain())
 
     def close(self, *, unlink: bool) -> None:
-        """End the publisher. With `unlink` its versions are removed: nobody can join after that."""
+        """End the publisher and any wait for other ranks. With `unlink` its versions go too: nobody can join then."""
+        self._stopped.set()
+        self._writer.stop()
         if unlink:
-            self._remove_older(0)
+            while self._kept:
+                self._remove(self._kept.pop(0).folder)
             try:
                 self.root.rmdir()
             except OSError as error:
                 logger.debug("weights folder not empty", extra={"folder": str(self.root), "error": str(error)})
 
-    def _write(self, draft: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Shard], list[TensorEntry]]:
-        deadline = time.monotonic() + self._config.deadline
-        shards: list[Shard] = []
-        table: list[TensorEntry] = []
-        names: set[str] = set()
-        for batch in _batches(self._cast(tensors), self._config.shard_bytes):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"the weights were not written to {draft} within {self._config.deadline:g} s",
-                    "raise weights.deadline, or use a faster transport",
-                )
-            check_room(self._transport, sum(tensor.nbytes for _, tensor in batch) + _SLACK_BYTES)
-            path = draft / f"shard-{len(shards):05}.safetensors"
-            for name, tensor in batch:
-                if name in names:
-                    raise WeightsError(f"tensor {name} was given twice")
-                names.add(name)
-                dtype = safetensors_file.DTYPE_NAMES[tensor.dtype]
-                table.append(TensorEntry(name, dtype, list(tensor.shape), [len(shards)]))
-            shards.append(safetensors_file.write(path, batch, durable=self._transport.durable))
-        return shards, table
+    def _report(self, draft: Path, rank: int, until: float) -> Report:
+        wait_for(draft, report_name(rank), until, self._stopped)
+        if time.monotonic() > until:
+            raise out_of_time(draft, self._config.deadline)
+        return take_report(draft, rank)
 
-    def _cast(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            if tensor.dtype not in safetensors_file.DTYPE_NAMES:
-                raise WeightsError(f"tensor {name} has dtype {tensor.dtype}, which cannot be published")
-            cast = tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
-            yield name, cast.cpu().contiguous()
+    def _manifest(
+        self, pair: Pair, base: Pair | None, step: int, reports: Sequence[Report], sources: Sequence[str]
+    ) -> Manifest:
+        shards = [shard for report in reports for shard in report.shards]
+        return Manifest(
+            run=self._run,
+            version=pair[1],
+            epoch=pair[0],
+            step=step,
+            base=base if any(shard.kind == "delta" for shard in shards) else None,
+            transport=self._config.transport,
+            folder=folder_name(*pair),
+            sources=list(sources),
+            shards=shards,
+            tensors=_table(reports),
+        )
+
+    def _note(self, manifest: Manifest, reports: Sequence[Report]) -> None:
+        self._kept.append(_Kept(manifest.pair, manifest.base, manifest.total_bytes))
+        self._deltas = 0 if manifest.base is None else self._deltas + 1
+        self._chained = True
+        counts = [report.changed for report in reports if report.changed is not None]
+        elements = sum(report.elements for report in reports)
+        density = sum(counts) / elements if elements and len(counts) == len(reports) else None
+        self.figures = Figures(manifest.total_bytes, density, "full" if manifest.base is None else "delta")
 
     def _finish(self, draft: Path, folder: str, data: bytes) -> None:
         """Give the draft its name; from here on readers may see it."""
         target = self.root / folder
         if target.exists():
-            if folder not in self._kept:
+            if folder not in {kept.folder for kept in self._kept}:
                 raise WeightsError(f"{target} was already published by another learner")
+            self._kept = [kept for kept in self._kept if kept.folder != folder]
             self._remove(folder)
         with (draft / "manifest.json").open("xb") as file:
             file.write(data)
@@ -159,36 +239,47 @@ class Publisher:
                 file.flush()
                 os.fsync(file.fileno())
         if self._transport.durable:
-            _fsync_folder(draft)
+            fsync_folder(draft)
         draft.rename(target)
         if self._transport.durable:
-            _fsync_folder(self.root)
+            fsync_folder(self.root)
 
     def _cannot(self, draft: Path, error: OSError) -> CannotCreate:
         hint = self._transport.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return CannotCreate(f"cannot write the weights to {draft}: {error}", hint)
 
-    def _leftover(self) -> list[str]:
-        """Remove what earlier publishers left, but for the newest version, and return the name of that."""
-        versions: list[tuple[int, int]] = []
+    def _leftover(self) -> list[_Kept]:
+        """Remove what earlier publishers left, but for the newest version and what it builds on, and return those."""
+        found: dict[Pair, _Kept] = {}
         for entry in self.root.iterdir():
             pair = parse_folder(entry.name)
             if pair is not None:
-                versions.append(pair)
-            elif entry.name.startswith(_DRAFT):
+                found[pair] = _look(entry, pair)
+            elif entry.name.startswith(DRAFT):
                 self._remove(entry.name)
-        names = [folder_name(*pair) for pair in sorted(versions)]
-        for name in names[:-1]:
-            self._remove(name)
-        return names[-1:]
+        self._kept = [found[pair] for pair in sorted(found)]
+        self._remove_older()
+        return self._kept
 
-    def _remove_older(self, keep: int) -> None:
-        while len(self._kept) > keep:
-            self._remove(self._kept.pop(0))
+    def _chain(self) -> list[_Kept]:
+        """The newest version and what it builds on, the oldest first; there must be a version."""
+        known = {kept.pair: kept for kept in self._kept}
+        chain = [self._kept[-1]]
+        while chain[-1].base in known and len(chain) < len(known):
+            chain.append(known[chain[-1].base])
+        return chain[::-1]
+
+    def _remove_older(self) -> None:
+        """Remove all versions that the newest one does not build on."""
+        needed = self._chain() if self._kept else []
+        for kept in self._kept:
+            if kept not in needed:
+                self._remove(kept.folder)
+        self._kept = needed
 
     def _remove(self, name: str) -> None:
         # The version loses its name first, so that no reader finds a folder with some of its shards gone.
-        gone = self.root / f"{_DRAFT}gone-{name}-{os.getpid()}"
+        gone = self.root / f"{DRAFT}gone-{name}-{os.getpid()}"
         try:
             (self.root / name).rename(gone)
             shutil.rmtree(gone)
@@ -198,23 +289,44 @@ class Publisher:
             logger.warning("old weights stay", extra={"folder": str(self.root / name), "error": str(error)})
 
 
-def _batches(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Group tensors so that each group has at most `limit` bytes; a larger tensor is a group of its own."""
-    batch: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if batch and size + tensor.nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append((name, tensor))
-        size += tensor.nbytes
-    if batch:
-        yield batch
-
-
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _look(folder: Path, pair: Pair) -> _Kept:
+    """What a manifest of an earlier publisher says; one that cannot be read builds on nothing."""
+    try:
+        manifest = decode((folder / "manifest.json").read_bytes())
+    except (OSError, WeightsError):
+        return _Kept(pair, None, 0)
+    return _Kept(pair, manifest.base, manifest.total_bytes)
+
+
+def _table(reports: Sequence[Report]) -> list[TensorEntry]:
+    """Put the parts of all ranks together: their rows follow each other in the order of the ranks.
+
+    Raises:
+        WeightsError: the rows do not add up to the tensor, or ranks say different things of it.
+    """
+    entries: dict[str, TensorEntry] = {}
+    values: dict[str, int] = {}
+    before = 0
+    for report in reports:
+        for part in report.parts:
+            entry = entries.setdefault(part.name, TensorEntry(part.name, part.dtype, part.whole, [], []))
+            if (entry.dtype, entry.shape, part.shape[1:]) != (part.dtype, part.whole, part.whole[1:]):
+                raise WeightsError(f"rank {report.rank} holds another {part.name} than the ranks before it")
+            entry.parts.append(before + part.shard)
+            if part.hash:
+                entry.hashes.append(part.hash)
+            values[part.name] = values.get(part.name, 0) + math.prod(part.shape)
+        before += len(report.shards)
+    for name, entry in entries.items():
+        if values[name] != math.prod(entry.shape):
+            raise WeightsError(f"the ranks hold {values[name]} values of {name} {entry.shape} together")
+    return list(entries.values())

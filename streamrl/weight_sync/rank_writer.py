@@ -1,0 +1,310 @@
+"""One rank's own files of a version: full values, or only what changed since the version it wrote last.
+
+```
+rank 0:       makes the draft folder ---------------------- own files -- waits for all reports -> manifest -> rename
+rank 1 ..:    waits for the draft folder -> own files -> part-RRR.json
+```
+No rank reads or waits for the tensors of another; only rank 0 waits, and only until its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import torch
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import CannotCreate, DeadlineExceeded, StreamrlError, WeightsError
+from streamrl.weight_sync import delta, safetensors_file
+from streamrl.weight_sync.buckets import Named, buckets
+from streamrl.weight_sync.checksums import short_hash
+from streamrl.weight_sync.manifest import Pair, Shard
+from streamrl.weight_sync.transports import Transport, check_room, make_transport
+
+logger = logging.getLogger(__name__)
+DRAFT: Final = ".draft-"
+SLACK_BYTES: Final = 1 << 20
+_LONGEST_LOOK: Final = 0.05
+
+Kind = Literal["", "CannotCreate", "DeadlineExceeded", "WeightsError"]
+_ERRORS: Final[Mapping[Kind, type[StreamrlError]]] = {
+    "CannotCreate": CannotCreate,
+    "DeadlineExceeded": DeadlineExceeded,
+    "WeightsError": WeightsError,
+}
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The rows of one tensor that one rank holds.
+
+    Attributes:
+        name: Hugging Face name.
+        dtype: safetensors dtype.
+        shape: of the rows; the first number is how many, a tensor without dimensions has none.
+        whole: shape of the whole tensor.
+        shard: index into the rank's shards.
+        hash: xxh3-64 of the bytes, empty in a run without deltas.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    whole: list[int]
+    shard: int
+    hash: str
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank wrote of one version, or why it could not.
+
+    Attributes:
+        rank: of the learner.
+        shards: its files, in order.
+        parts: its rows of each tensor.
+        elements: values it holds.
+        changed: values that differ from the version before; None when it did not compare.
+        error: kind of the error, empty when all is written.
+        message: of the error.
+        hint: of the error.
+    """
+
+    rank: int
+    shards: list[Shard] = []
+    parts: list[Part] = []
+    elements: int = 0
+    changed: int | None = None
+    error: Kind = ""
+    message: str = ""
+    hint: str = ""
+
+
+_decoder: Final = msgspec.json.Decoder(Report)
+
+
+class RankWriter:
+    """Writes what one rank holds of each version; used from one thread, but for `stop`.
+
+    With deltas it keeps the bytes it wrote last, as many as its share of the weights: the tensors it is given must not
+    be changed afterwards.
+
+    Args:
+        config: transport, dtype, size of shards, deltas and deadline.
+        run_dir: run directory.
+        rank: of the learner.
+    """
+
+    def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._transport: Transport = make_transport(config.transport, run_dir)
+        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._written: Pair | None = None
+        self._last: dict[str, torch.Tensor] = {}
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End every wait of the other thread with an error; for a process that is about to leave."""
+        self._stopped.set()
+
+    def write(
+        self,
+        pair: Pair,
+        base: Pair | None,
+        tensors: Iterable[Named],
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        until: float,
+    ) -> Report:
+        """Write this rank's files into the draft folder of a version.
+
+        Floating tensors are cast to the configured dtype. Without deltas tensors are taken one by one, and at most one
+        shard of them is held. A failure leaves files behind that only the removal of the draft takes away.
+
+        Args:
+            pair: (epoch, version).
+            base: version that a delta may be against; None: everything is written whole.
+            tensors: Hugging Face names and this rank's rows.
+            shapes: shapes of the whole tensors; one that is left out is whole here.
+            until: `time.monotonic()` after which it gives up; looked at between shards only.
+
+        Raises:
+            CannotCreate: no room.
+            OSError: anything else that the file system says; the draft may be gone.
+            WeightsError: a name comes twice, or a dtype is unknown.
+            DeadlineExceeded: out of time.
+        """
+        draft = self._transport.root / draft_name(pair)
+        cast = self._cast(tensors)
+        whole = dict(cast) if self._config.delta.enabled else {}
+        changed = self._changed(base, whole)
+        as_delta = changed is not None and changed <= self._config.delta.max_density * _elements(whole)
+        self._written = None  # until all of it is
+        shards: list[Shard] = []
+        parts: list[Part] = []
+        for bucket in buckets(whole.items() if self._config.delta.enabled else cast, self._config.shard_bytes):
+            if time.monotonic() > until or self._stopped.is_set():
+                raise out_of_time(draft, self._config.deadline)
+            path = draft / f"r{self._rank:03}-{len(shards):05}.safetensors"
+            parts.extend(self._part(name, tensor, shapes, len(shards)) for name, tensor in bucket)
+            shards.append(self._delta(path, bucket) if as_delta else self._full(path, bucket))
+        self._last = whole
+        self._written = pair
+        count = sum(math.prod(part.shape) for part in parts)
+        return Report(rank=self._rank, shards=shards, parts=parts, elements=count, changed=changed)
+
+    def deliver(
+        self, pair: Pair, base: Pair | None, tensors: Iterable[Named], shapes: Mapping[str, Sequence[int]]
+    ) -> bool:
+        """As `write`, for a rank other than 0: waits for the draft folder, and reports to rank 0, errors too.
+
+        Returns:
+            False when the version was not written; that is logged, and no error of the weights ends this rank.
+        """
+        until = time.monotonic() + self._config.deadline
+        try:
+            wait_for(self._transport.root, draft_name(pair), until, self._stopped)
+        except (OSError, StreamrlError) as error:
+            return self._failed(pair, error)
+        try:
+            report = self.write(pair, base, tensors, shapes, until=until)
+        except (OSError, StreamrlError) as error:
+            self._remove_own(pair)
+            self.refuse(pair, error)
+            return self._failed(pair, error)
+        try:
+            write_report(self._transport.root / draft_name(pair), report)
+        except OSError as error:
+            return self._failed(pair, error)
+        return True
+
+    def refuse(self, pair: Pair, error: Exception) -> None:
+        """Tell rank 0 not to wait for this rank's files of a version. Safe in any thread."""
+        kind: Kind = "CannotCreate"
+        for name, family in _ERRORS.items():
+            if isinstance(error, family):
+                kind = name
+        message, hint = (error.message, error.hint) if isinstance(error, StreamrlError) else (str(error), "")
+        report = Report(rank=self._rank, error=kind, message=f"rank {self._rank}: {message}", hint=hint)
+        try:
+            write_report(self._transport.root / draft_name(pair), report)
+        except OSError as problem:
+            logger.warning("rank 0 not told", extra={"version": pair[1], "error": str(problem)})
+
+    def _changed(self, base: Pair | None, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        """Values that differ from those of the base; None when no delta against it is possible."""
+        if base is None or base != self._written or list(tensors) != list(self._last):
+            return None
+        pairs = [(self._last[name], tensor) for name, tensor in tensors.items()]
+        if any(old.shape != new.shape or old.dtype != new.dtype for old, new in pairs):
+            return None
+        return sum(delta.changed(old, new) for old, new in pairs)
+
+    def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
+        check_room(self._transport, sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES)
+        return safetensors_file.write(path, bucket, durable=self._transport.durable)
+
+    def _delta(self, path: Path, bucket: Sequence[Named]) -> Shard:
+        encoded = {name: delta.encode(self._last[name], tensor) for name, tensor in bucket}
+        found = {name: changes for name, changes in encoded.items() if changes is not None}
+        check_room(self._transport, sum(changes.bytes for changes in found.values()) + SLACK_BYTES)
+        return delta.write_delta_shard(path, found, durable=self._transport.durable)
+
+    def _part(self, name: str, tensor: torch.Tensor, shapes: Mapping[str, Sequence[int]], shard: int) -> Part:
+        proof = short_hash(safetensors_file.raw(tensor)) if self._config.delta.enabled else ""
+        whole = list(shapes.get(name, tensor.shape))
+        return Part(name, safetensors_file.DTYPE_NAMES[tensor.dtype], list(tensor.shape), whole, shard, proof)
+
+    def _cast(self, tensors: Iterable[Named]) -> Iterable[Named]:
+        names: set[str] = set()
+        for name, tensor in tensors:
+            if name in names:
+                raise WeightsError(f"tensor {name} was given twice")
+            names.add(name)
+            if tensor.dtype not in safetensors_file.DTYPE_NAMES:
+                raise WeightsError(f"tensor {name} has dtype {tensor.dtype}, which cannot be published")
+            cast = tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
+            yield name, cast.cpu().contiguous()
+
+    def _remove_own(self, pair: Pair) -> None:
+        """Give the room back that rank 0 needs to hear of it."""
+        for path in (self._transport.root / draft_name(pair)).glob(f"r{self._rank:03}-*"):
+            path.unlink(missing_ok=True)
+
+    def _failed(self, pair: Pair, error: Exception) -> bool:
+        extra = {"version": pair[1], "rank": self._rank, "error": str(error)}
+        logger.warning("part of a version not written", extra=extra)
+        return False
+
+
+def draft_name(pair: Pair) -> str:
+    """Name of the folder in which a version is written; all ranks know it, and no number is used twice."""
+    return f"{DRAFT}{pair[0]}-{pair[1]}"
+
+
+def report_name(rank: int) -> str:
+    """Name of the file in which a rank says that it is done."""
+    return f"part-{rank:03}.json"
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write a report so that a reader sees all of it or nothing."""
+    draft = folder / f".{report_name(report.rank)}"
+    draft.write_bytes(msgspec.json.encode(report))
+    draft.replace(folder / report_name(report.rank))
+
+
+def take_report(folder: Path, rank: int) -> Report:
+    """Read the report of a rank and remove it; raises the error that it tells of.
+
+    Raises:
+        CannotCreate, DeadlineExceeded, WeightsError: the rank could not write its part, or reports nonsense.
+    """
+    path = folder / report_name(rank)
+    data = path.read_bytes()
+    path.unlink()
+    try:
+        report = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{path} is no report of a rank: {error}") from error
+    if report.error:
+        raise _ERRORS[report.error](report.message, report.hint)
+    if report.rank != rank or any(not 0 <= part.shard < len(report.shards) for part in report.parts):
+        raise WeightsError(f"{path} is not the report of rank {rank}")
+    return report
+
+
+def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) -> None:
+    """Return when `folder` has an entry called `name`.
+
+    The folder is listed, because a network file system may remember for long that a single name was not there.
+
+    Raises:
+        DeadlineExceeded: not until then, or the wait was given up.
+    """
+    pause = 0.001
+    while name not in os.listdir(folder):  # noqa: PTH208  only the names are wanted
+        if stopped.wait(pause) or time.monotonic() > until:
+            raise DeadlineExceeded(
+                f"{folder / name} did not come",
+                "the log of the other rank says why; raise weights.deadline if it is only slow",
+            )
+        pause = min(2 * pause, _LONGEST_LOOK)
+
+
+def out_of_time(draft: Path, deadline: float) -> DeadlineExceeded:
+    """The error of a version that took too long."""
+    return DeadlineExceeded(
+        f"the weights were not written to {draft} within {deadline:g} s",
+        "raise weights.deadline, or use a faster transport",
+    )
+
+
+def _elements(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
