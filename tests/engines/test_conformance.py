@@ -1,0 +1,285 @@
+"""What every engine must do, asked of real ones: tokens, log-probabilities, versions, aborts and pauses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.errors import DataError, Refused
+from streamrl.producers.servers import tiny
+from tests.engines.conformance_kit import BF16, INTERVAL, SOON, Bench, prompt, spans
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+
+@pytest.mark.parametrize("length", [1, 24, 200])
+async def test_log_probabilities_equal_a_plain_forward_pass(bench: Bench, length: int):
+    tokens = prompt(length, length)
+    done = await bench.generate(tokens, 64)
+    assert bench.judge(tokens, done) == [(0, 64, bench.number)]
+    assert done.finish == "length"
+    assert done.tokens.dtype == np.int32
+
+
+async def test_log_probabilities_are_those_of_the_temperature(bench: Bench):
+    tokens = prompt(1)
+    done = await bench.generate(tokens, 64, temperature=0.7)
+    with torch.no_grad():
+        logits = bench.models[bench.number](input_ids=torch.tensor([[*tokens, *done.tokens.tolist()]])).logits
+    scaled = torch.log_softmax(logits[0, len(tokens) - 1 : -1].float() / 0.7, -1)
+    wanted = scaled.gather(1, torch.from_numpy(done.tokens.astype(np.int64))[:, None])[:, 0]
+    assert float((wanted - torch.from_numpy(done.logprobs)).abs().max()) < BF16 / 0.7
+
+
+async def test_the_end_of_sequence_is_a_token_of_the_response(bench: Bench):
+    done = await bench.generate([*prompt(2), tiny.STOP], 64)
+    assert (done.finish, done.tokens.tolist(), done.runs) == ("stop", [tiny.EOS], [(0, bench.number)])
+    assert abs(done.logprobs[0]) < BF16
+
+
+async def test_the_context_ends_a_response_and_refuses_a_prompt(bench: Bench):
+    tokens = prompt(3, tiny.CONTEXT - 10)
+    done = await bench.generate(tokens, 64)
+    assert (done.finish, len(done.tokens)) == ("length", 10)
+    for wrong in ([], prompt(3, tiny.CONTEXT), prompt(3, tiny.CONTEXT + 50), [tiny.VOCABULARY + 4]):
+        with pytest.raises(DataError):
+            await bench.generate(wrong, 8)
+    bench.judge(prompt(4), await bench.generate(prompt(4), 8))
+
+
+async def test_samples_of_one_prompt_differ_and_are_all_right(bench: Bench):
+    tokens = prompt(5)
+    done = await asyncio.gather(*(bench.generate(tokens, 32, affinity="group") for _ in range(8)))
+    assert len({tuple(one.tokens.tolist()) for one in done}) == 8
+    for one in done:
+        bench.judge(tokens, one)
+
+
+async def test_the_listener_hears_what_the_result_will_hold(bench: Bench):
+    task, heard, _ = bench.begin(prompt(6), 100)
+    early = await heard.at_least(1)
+    assert early < 100
+    done = await task
+    assert heard.tokens == done.tokens.tolist()
+
+
+async def test_one_request_shows_two_versions_without_an_abort(bench: Bench):
+    before = bench.number
+    tokens = prompt(7)
+    task, heard, _ = bench.begin(tokens)
+    first = await heard.at_least(2 * INTERVAL)
+    after = await bench.apply()
+    told = len(heard.tokens)
+    done = await task
+    (_, change, old), (_, end, new) = bench.judge(tokens, done)
+    assert (done.finish, end, old, new) == ("length", 400, before, after)
+    assert first <= change <= told + 2 * INTERVAL, (
+        "what came before the update has the old version, what came after the new"
+    )
+
+
+async def test_a_request_goes_on_through_several_versions(bench: Bench):
+    tokens = prompt(8)
+    task, heard, _ = bench.begin(tokens)
+    numbers = [bench.number]
+    for _ in range(3):
+        await heard.at_least(len(heard.tokens) + 4 * INTERVAL)
+        numbers.append(await bench.apply())
+    done = await task
+    assert [number for _, _, number in bench.judge(tokens, done)] == numbers
+
+
+async def test_a_cached_prompt_is_computed_anew_by_new_weights(bench: Bench):
+    tokens = prompt(9, 200)
+    for _ in range(2):
+        bench.judge(tokens, await bench.generate(tokens, 16))
+    number = await bench.apply()
+    done = await bench.generate(tokens, 16)
+    assert bench.judge(tokens, done) == [(0, 16, number)]
+
+
+async def test_an_abort_returns_what_there_is(bench: Bench):
+    tokens, others = prompt(10), prompt(11)
+    task, heard, name = bench.begin(tokens)
+    beside, _, _ = bench.begin(others, 120)
+    await heard.at_least(INTERVAL)
+    async with asyncio.timeout(SOON):
+        assert await bench.engine.abort(name) == 1
+        done = await task
+    assert done.finish == "abort"
+    assert len(heard.tokens) <= len(done.tokens) < 400
+    bench.judge(tokens, done)
+    assert await bench.engine.abort(name) == 0
+    assert await bench.engine.abort("nobody") == 0
+    other = await beside
+    assert (other.finish, len(other.tokens)) == ("length", 120)
+    bench.judge(others, other)
+
+
+async def test_an_abort_of_all_leaves_nothing_in_flight(bench: Bench):
+    begun = [bench.begin(prompt(20 + index)) for index in range(8)]
+    for _, heard, _ in begun:
+        await heard.at_least(1)
+    async with asyncio.timeout(SOON):
+        assert await bench.engine.abort() == 8
+        done = await asyncio.gather(*(task for task, _, _ in begun))
+    assert {one.finish for one in done} == {"abort"}
+    for index, one in enumerate(done):
+        bench.judge(prompt(20 + index), one)
+    assert bench.engine.load().running == bench.engine.load().waiting == 0
+
+
+async def test_a_cancelled_request_gives_its_place_back(bench: Bench):
+    begun = [bench.begin(prompt(30 + index)) for index in range(4)]
+    for _, heard, _ in begun:
+        await heard.at_least(1)
+    for task, _, _ in begun[:3]:
+        task.cancel()
+    async with asyncio.timeout(60):
+        kept = await begun[3][0]
+        assert len(kept.tokens) == 400
+    bench.judge(prompt(33), kept)
+    assert bench.engine.load().running == 0
+
+
+async def test_a_pause_holds_requests_and_lets_them_go_on(bench: Bench):
+    before, tokens = bench.number, prompt(12)
+    task, heard, _ = bench.begin(tokens)
+    await heard.at_least(INTERVAL)
+    await bench.engine.pause("keep")
+    try:
+        late, late_heard, _ = bench.begin(prompt(13), 16)
+        # Two updates are time enough for a server that did not stand still to give itself away.
+        held = len(heard.tokens)
+        await bench.apply()
+        after = await bench.apply()
+        assert len(heard.tokens) <= held + 2 * INTERVAL
+        assert not late_heard.tokens
+        assert not task.done()
+    finally:
+        await bench.engine.resume()
+    done = await task
+    (_, change, old), (_, end, new) = bench.judge(tokens, done)
+    assert (end, old, new) == (400, before, after)
+    assert held <= change <= held + 2 * INTERVAL
+    assert bench.judge(prompt(13), await late) == [(0, 16, after)]
+
+
+async def test_pauses_and_resumes_may_be_repeated(bench: Bench):
+    task, heard, _ = bench.begin(prompt(14), 60)
+    await heard.at_least(1)
+    for _ in range(2):
+        await bench.engine.pause("keep")
+    for _ in range(2):
+        await bench.engine.resume()
+    bench.judge(prompt(14), await task)
+    await bench.engine.health()
+
+
+async def test_what_is_recomputed_is_computed_by_the_weights_then_in_force(bench: Bench):
+    before, tokens = bench.number, prompt(15)
+    task, heard, _ = bench.begin(tokens)
+    await heard.at_least(INTERVAL)
+    await bench.engine.pause("recompute")
+    try:
+        after = await bench.apply()
+    finally:
+        await bench.engine.resume()
+    done = await task
+    (_, change, old), (_, end, new) = spans(done)
+    assert (end, old, new) == (400, before, after)
+    ids = torch.tensor([[*tokens, *done.tokens.tolist()]])
+    for first, last, number in ((0, change, old), (change, end, new)):
+        logits = bench.models[number](input_ids=ids).logits[0, len(tokens) - 1 : -1].float()
+        wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(tokens) :, None])[first:last, 0]
+        assert float((wanted - torch.from_numpy(done.logprobs[first:last].copy())).abs().max()) < BF16
+
+
+async def test_a_pause_that_aborts_returns_what_there_is(bench: Bench):
+    begun = [bench.begin(prompt(40 + index)) for index in range(6)]
+    for _, heard, _ in begun:
+        await heard.at_least(INTERVAL)
+    await bench.engine.pause("abort")
+    try:
+        async with asyncio.timeout(SOON):
+            done = await asyncio.gather(*(task for task, _, _ in begun))
+    finally:
+        await bench.engine.resume()
+    for index, one in enumerate(done):
+        assert one.finish == "abort"
+        bench.judge(prompt(40 + index), one)
+    bench.judge(prompt(16), await bench.generate(prompt(16), 8))
+
+
+async def test_an_abort_works_while_the_engine_is_paused(bench: Bench):
+    task, heard, name = bench.begin(prompt(17))
+    beside, _, _ = bench.begin(prompt(18), 60)
+    await heard.at_least(INTERVAL)
+    await bench.engine.pause("keep")
+    try:
+        async with asyncio.timeout(SOON):
+            assert await bench.engine.abort(name) == 1
+            done = await task
+        assert done.finish == "abort"
+        assert not beside.done()
+    finally:
+        await bench.engine.resume()
+    bench.judge(prompt(17), done)
+    bench.judge(prompt(18), await beside)
+
+
+async def test_sixty_four_requests_while_twenty_versions_are_applied(bench: Bench):
+    first = bench.number
+    begun = [bench.begin(prompt(100 + index), 160) for index in range(64)]
+    for _, heard, _ in begun:
+        await heard.at_least(1)
+    for _ in range(20):
+        await bench.apply()
+    done = await asyncio.gather(*(task for task, _, _ in begun))
+    for index, one in enumerate(done):
+        assert (one.finish, len(one.tokens)) == ("length", 160)
+        bench.judge(prompt(100 + index), one)
+    seen = {number for one in done for _, number in one.runs}
+    assert len(seen) >= 3
+    assert seen <= set(range(first, first + 21))
+    assert bench.engine.load().version == first + 20
+
+
+async def test_the_load_tells_what_runs(bench: Bench):
+    before = bench.engine.load()
+    begun = [bench.begin(prompt(60 + index)) for index in range(4)]
+    for _, heard, _ in begun:
+        await heard.at_least(1)
+    assert bench.engine.load().running + bench.engine.load().waiting == 4
+    await asyncio.gather(*(task for task, _, _ in begun))
+    after = bench.engine.load()
+    assert after.running == after.waiting == 0
+    assert after.tokens_sampled == before.tokens_sampled + 1600
+    assert after.busy_seconds > before.busy_seconds
+    assert (after.version, after.servers) == (bench.number, 1)
+
+
+async def test_sleep_is_refused_or_undone_by_waking(bench: Bench):
+    task, heard, _ = bench.begin(prompt(70))
+    await heard.at_least(1)
+    with pytest.raises(Refused):
+        await bench.engine.sleep(1)
+    await task
+    try:
+        await bench.engine.sleep(1)
+        late, late_heard, _ = bench.begin(prompt(71), 16)
+        number = await bench.apply()
+        assert not late_heard.tokens
+    except Refused:
+        return  # politely, and nothing has changed
+    finally:
+        await bench.engine.wake()
+    assert bench.judge(prompt(71), await late) == [(0, 16, number)]
