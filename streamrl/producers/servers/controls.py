@@ -204,8 +204,8 @@ class Controls:
             self._asleep -= set(wanted)
             if not self._asleep:
                 self._level = None
-                if self._paused:
-                    await self._must(self._dialect.pause("keep"))
+                # some servers sleep by a pause, others wake up without the one from before
+                await self._must(self._dialect.pause("keep") if self._paused else self._dialect.resume())
             self._gate()
 
     async def load_adapter(self, name: str, folder: Path) -> None:
@@ -275,11 +275,11 @@ class Controls:
 
     @asynccontextmanager
     async def _still(self) -> AsyncGenerator[None, None]:
-        """The server stands still; it goes on afterwards, whatever happened, unless it stood still before.
+        """The server stands still; it goes on afterwards, whatever happened, unless it was paused or asleep before.
 
         A server with torn weights does not go on: it would sample from neither version.
         """
-        if self.held:
+        if self._paused:
             yield
             return
         self._arm()
@@ -298,7 +298,8 @@ class Controls:
         await self._go_on(begun)
 
     async def _go_on(self, begun: float) -> None:
-        await self._must(self._dialect.resume())
+        if self._level is None:
+            await self._must(self._dialect.resume())
         self.pause_seconds = self._loop.time() - begun
         self._swapping = False
         self._disarm()

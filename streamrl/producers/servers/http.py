@@ -113,7 +113,8 @@ class HttpClient:
         """
 
         async def attempt() -> Any:
-            response = await self._open(call)
+            # vLLM resets a connection on which a control failed, maybe just as the next one goes out on it
+            response = await self._open(call, fresh=call.method == "POST")
             try:
                 body = await self._read(response)
             except (aiohttp.ClientError, OSError) as error:
@@ -182,10 +183,12 @@ class HttpClient:
         except TimeoutError as error:
             raise Lost(f"{self._name(call)}: no answer within {seconds:g} s", self._hint) from error
 
-    async def _open(self, call: Call) -> aiohttp.ClientResponse:
-        """Send a call once; return at its headers."""
+    async def _open(self, call: Call, *, fresh: bool = False) -> aiohttp.ClientResponse:
+        """Send a call once, `fresh` on a connection of its own; return at its headers."""
         body = None if call.body is None else orjson.dumps(call.body)
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if fresh:
+            headers["Connection"] = "close"
         try:
             return await self._session.request(
                 call.method,
@@ -212,7 +215,6 @@ class HttpClient:
         status = response.status
         if 200 <= status < 300 or (status == 404 and call.missing_ok):
             return
-        # vLLM resets a connection on which it answered 500
         response.close()
         said = f"{self._name(call)} answered {status}: {explanation(body)}"
         if status in _REFUSED:

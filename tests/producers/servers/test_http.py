@@ -1,0 +1,281 @@
+"""HTTP to engine servers against a real one that goes wrong on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import DataError, Unreachable, WireError
+from streamrl.producers.servers import http
+from streamrl.producers.servers.dialect import Call
+from streamrl.producers.servers.http import BadAnswer, BadRequest, Events, HttpClient, Lost
+
+GET = Call("GET", "/x", repeatable=True)
+POST = Call("POST", "/x", {"a": 1})
+SAFE_POST = Call("POST", "/x", {"a": 1}, repeatable=True)
+
+
+class Site:
+    """Answers with one of `answers` after the other; the last one for ever."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.seen = []
+        self.peers = []
+
+    async def handle(self, request):
+        self.seen.append((request.method, request.path_qs, await request.read(), request.headers.get("Authorization")))
+        self.peers.append(request.transport.get_extra_info("peername")[1])
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return await answer(request)
+
+
+def status(code, body="{}", kind="application/json"):
+    async def answer(_):
+        return web.Response(status=code, text=body, content_type=kind)
+
+    return answer
+
+
+async def drop(request):
+    request.transport.close()
+    return web.Response()
+
+
+async def hang(_):
+    await asyncio.sleep(3600)
+
+
+def stream(*parts, end=True, kind="text/event-stream"):
+    async def answer(request):
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+        if end:
+            await response.write_eof()
+        else:
+            request.transport.close()
+        return response
+
+    return answer
+
+
+@asynccontextmanager
+async def client_of(*answers, key=None):
+    site = Site(*answers)
+    app = web.Application()
+    app.router.add_route("*", "/x", site.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    tcp = web.TCPSite(runner, "127.0.0.1", 0)
+    await tcp.start()
+    client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}/", key)
+    try:
+        yield client, site
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
+
+
+async def test_json_text_and_a_missing_route():
+    async with client_of(status(200, '{"b": 2}'), status(200, "metrics 1", "text/plain"), status(404)) as (
+        client,
+        site,
+    ):
+        assert await client.call(Call("POST", "/x", {"a": 1}, {"q": "1 2"}), 5) == {"b": 2}
+        assert site.seen[0][:3] == ("POST", "/x?q=1+2", b'{"a":1}')
+        assert await client.call(GET, 5) == "metrics 1"
+        assert await client.call(Call("GET", "/x", missing_ok=True), 5) is None
+        with pytest.raises(BadRequest, match="answered 404"):
+            await client.call(GET, 5)
+
+
+async def test_the_key_is_sent_and_in_no_message():
+    async with client_of(status(401), key="s3cret") as (client, site):
+        with pytest.raises(BadAnswer) as caught:
+            await client.call(GET, 5)
+        assert site.seen[0][3] == "Bearer s3cret"
+        assert "s3cret" not in str(caught.value)
+        assert "api_key_file" in caught.value.hint
+
+
+@pytest.mark.parametrize("code", [503, 429])
+@pytest.mark.parametrize("call", [GET, POST])
+async def test_what_was_not_carried_out_is_sent_again(code, call):
+    async with client_of(*[status(code)] * 5, status(200)) as (client, site):
+        assert await client.call(call, 30) == {}
+        assert len(site.seen) == 6
+
+
+async def test_a_server_that_says_503_for_ever_ends_with_the_deadline():
+    async with client_of(status(503, '{"error": {"message": "paused"}}')) as (client, _):
+        with pytest.raises(Unreachable, match=r"paused|no answer within"):
+            await client.call(POST, 0.3)
+
+
+@pytest.mark.parametrize(("call", "tries"), [(SAFE_POST, 4), (POST, 1)])
+async def test_what_may_have_been_carried_out_is_sent_again_only_when_that_is_harmless(call, tries):
+    async with client_of(drop) as (client, site):
+        with pytest.raises(Lost) as caught:
+            await client.call(call, 30)
+        assert caught.value.sent
+        assert len(site.seen) == tries
+
+
+async def test_an_error_500_is_an_answer_and_no_control_shares_its_connection():
+    async with client_of(status(500, '{"detail": "broken\\nhere"}'), status(200)) as (client, site):
+        with pytest.raises(BadAnswer, match="answered 500: broken here") as caught:
+            await client.call(SAFE_POST, 5)
+        assert caught.value.status == 500
+        await client.call(SAFE_POST, 5)
+        await client.call(POST, 5)
+        assert len(set(site.peers)) == 3
+
+
+@pytest.mark.parametrize("code", [400, 404, 413, 422])
+async def test_a_request_that_is_refused_is_an_error_of_the_data_and_not_repeated(code):
+    async with client_of(status(code, '{"object": "error", "message": "too long"}')) as (client, site):
+        with pytest.raises(DataError, match="too long"):
+            await client.call(SAFE_POST, 5)
+        assert len(site.seen) == 1
+
+
+async def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        client = HttpClient(f"http://127.0.0.1:{taken.getsockname()[1]}", hint="start it")
+        try:
+            with pytest.raises(Lost) as caught:
+                await client.call(POST, 5)
+            assert not caught.value.sent
+            assert caught.value.hint == "start it"
+            assert client.url in caught.value.message
+        finally:
+            await client.close()
+
+
+async def test_a_server_that_hangs_is_lost_at_the_deadline():
+    async with client_of(hang) as (client, site):
+        with pytest.raises(Lost, match=r"no answer within 0\.2 s"):
+            await client.call(GET, 0.2)
+        assert len(site.seen) == 1
+
+
+async def test_json_that_is_none_and_an_answer_without_end(monkeypatch):
+    monkeypatch.setattr(http, "MAX_BODY", 1000)
+    async with client_of(status(200, "{"), status(200, '"%s"' % ("a" * 2000))) as (client, _):
+        with pytest.raises(WireError, match="no JSON"):
+            await client.call(GET, 5)
+        with pytest.raises(WireError, match="more than 1000 bytes"):
+            await client.call(GET, 5)
+
+
+async def events_of(client, call=POST, seconds=5):
+    async with aclosing(client.stream(call, seconds)) as events:
+        return [event async for event in events]
+
+
+async def test_a_stream_of_events_and_its_connection_used_again():
+    parts = [b": ping\n\nda", b'ta: {"a":', b' 1}\r\n\r\ndata:{"b":2}\n\n', b"data: [DONE]\n\n"]
+    async with client_of(stream(*parts)) as (client, site):
+        for _ in range(3):
+            assert await events_of(client) == [{"a": 1}, {"b": 2}]
+        assert len(set(site.peers)) == 1
+
+
+async def test_a_plain_answer_is_one_event():
+    async with client_of(status(200, '{"a": 1}')) as (client, _):
+        assert await events_of(client) == [{"a": 1}]
+
+
+async def test_a_stream_waits_while_the_server_says_503_and_is_never_sent_twice_when_it_breaks():
+    async with client_of(status(503), status(503), stream(b'data: {"a": 1}\n\n', end=False)) as (client, site):
+        events = client.stream(POST, 30)
+        assert await anext(events) == {"a": 1}
+        with pytest.raises(Lost) as caught:
+            await anext(events)
+        assert caught.value.sent
+        assert len(site.seen) == 3
+
+
+@pytest.mark.parametrize(("code", "error"), [(500, BadAnswer), (403, BadAnswer), (400, BadRequest), (404, BadRequest)])
+async def test_a_stream_that_is_refused(code, error):
+    async with client_of(status(code, '{"error": "no"}')) as (client, site):
+        with pytest.raises(error, match="no"):
+            await events_of(client)
+        assert len(site.seen) == 1
+
+
+@pytest.mark.parametrize("literal", [b"NaN", b"-Infinity", b"{", b"\xff"])
+async def test_an_event_that_is_no_json(literal):
+    async with client_of(stream(b"data: " + literal + b"\n\n")) as (client, _):
+        with pytest.raises(WireError, match="no JSON"):
+            await events_of(client)
+
+
+async def test_closing_a_stream_hangs_up():
+    gone = asyncio.Event()
+
+    async def endless(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"a": 1}\n\n')
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            gone.set()
+
+    async with client_of(endless) as (client, _):
+        async with aclosing(client.stream(POST, 5)) as events:
+            await anext(events)
+        await asyncio.wait_for(gone.wait(), 10)
+
+
+async def test_hundreds_of_streams_at_once_do_not_wait_for_each_other():
+    together = asyncio.Barrier(300)
+
+    async def meet(request):
+        await asyncio.wait_for(together.wait(), 60)
+        return await stream(b"data: 1\n\n")(request)
+
+    async with client_of(meet) as (client, _):
+        assert await asyncio.gather(*(events_of(client) for _ in range(300))) == [[1]] * 300
+
+
+MESSAGES = st.lists(st.binary(max_size=40).filter(lambda b: b"\n" not in b and not b.endswith(b"\r")), max_size=8)
+
+
+@given(MESSAGES, st.data())
+def test_events_do_not_depend_on_where_the_bytes_are_cut(messages, data):
+    raw = b": comment\n" + b"".join(b"id: 7\ndata: " + message + b"\r\n\r\n" for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
+    events = Events()
+    pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    assert [event for piece in pieces for event in events.feed(piece)] == messages
+
+
+def test_lines_of_one_event_are_joined_and_a_torn_end_is_dropped():
+    assert list(Events().feed(b"data: a\ndata: b\n\ndata: torn")) == [b"a\nb"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"data: " + b"a" * 200, b"a" * 200, b"data: aaaaaaaaaaaa\n" * 20, b"\n\n" + b"a" * 200]
+)
+def test_an_event_without_end_is_refused(monkeypatch, data):
+    monkeypatch.setattr(http, "MAX_MESSAGE", 100)
+    events = Events()
+    with pytest.raises(WireError, match="more than 100 bytes"):
+        for at in range(0, len(data), 7):
+            list(events.feed(data[at : at + 7]))
