@@ -6,13 +6,21 @@ For `shm` and `directory` the files are the transport and an outlet does nothing
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from streamrl.config import RunConfig
+from streamrl.weight_sync.bearer import make_token
 from streamrl.weight_sync.manifest import Manifest
+
+if TYPE_CHECKING:
+    from streamrl.weight_sync.broadcaster import Broadcaster
+
+logger = logging.getLogger(__name__)
 
 
 class Outlet(Protocol):
@@ -41,6 +49,30 @@ class _Files:
         del manifest
 
 
+class _Server:
+    """`http`: the files are served."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def sources(self) -> list[str]:
+        return [self._url]
+
+    async def announce(self, manifest: Manifest) -> None:
+        del manifest
+
+
+class _Broadcast(_Server):
+    """`collective`: the files are sent to all members, and served to whoever missed that."""
+
+    def __init__(self, url: str, broadcaster: Broadcaster) -> None:
+        super().__init__(url)
+        self._broadcaster = broadcaster
+
+    async def announce(self, manifest: Manifest) -> None:
+        self._broadcaster.announce(manifest)
+
+
 @contextlib.asynccontextmanager
 async def open_outlet(config: RunConfig, run_dir: Path, root: Path) -> AsyncIterator[Outlet]:
     """Open the outlet of the configured transport for the length of the block.
@@ -53,5 +85,26 @@ async def open_outlet(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
     Raises:
         CannotCreate: the port is taken, or the token cannot be written.
     """
-    del config, run_dir, root
-    yield _Files()
+    weights = config.weights
+    if weights.transport not in ("http", "collective"):
+        yield _Files()
+        return
+    from streamrl.weight_sync.shard_server import ShardServer, listen
+
+    server = ShardServer(root, make_token(run_dir))
+    if weights.transport == "http":
+        async with listen(server.app(), weights.host, weights.port) as url:
+            yield _Server(url)
+        return
+    from streamrl.weight_sync.broadcaster import Broadcaster
+
+    broadcaster = Broadcaster(root, weights.host, weights.deadline)
+    async with listen(server.app(broadcaster.routes()), weights.host, weights.port) as url:
+        running = asyncio.create_task(broadcaster.run(), name="broadcast weights")
+        try:
+            yield _Broadcast(url, broadcaster)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            if not running.cancelled() and (error := running.exception()) is not None:
+                logger.error("weights broadcast ended", exc_info=error)

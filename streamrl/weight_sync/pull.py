@@ -181,7 +181,8 @@ class HttpSource:
         self._draft = draft = _Draft(manifest, self._spool.draft(manifest))
         try:
             for shard in manifest.shards:
-                draft.files[shard.file] = self._spool.create(draft.folder / shard.file, shard.bytes)
+                self._spool.create(draft.folder / shard.file, shard.bytes)
+                draft.files[shard.file] = os.open(draft.folder / shard.file, os.O_WRONLY | os.O_CLOEXEC)
                 draft.want(shard)
         except OSError:
             self._forget()

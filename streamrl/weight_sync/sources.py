@@ -44,16 +44,20 @@ class Traffic:
 
 
 class Source(Protocol):
-    """Where versions come from. All methods belong to one event loop; one fetch runs at a time.
+    """Where versions come from. All methods belong to one event loop; one fetch runs at a time."""
 
-    Attributes:
-        proves: files in the folders that `fetch` returns have the sizes and checksums of their manifest, and nobody
-            else writes to them. Otherwise whoever reads them has to prove that.
-        traffic: what was fetched.
-    """
+    @property
+    def proves(self) -> bool:
+        """Whether the files that `fetch` returns have the sizes and checksums of their manifest, and are our own.
 
-    proves: bool
-    traffic: Traffic
+        Otherwise whoever reads them has to prove that, and must not write to them.
+        """
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was fetched."""
+        ...
 
     async def fetch(self, manifest: Manifest) -> Path:
         """Return the folder that holds all files of a version.
@@ -151,7 +155,7 @@ async def open_source(
                 return
             from streamrl.weight_sync.member import CollectiveSource
 
-            async with CollectiveSource(pulled, spool, run_dir, config.deadline, name=name) as source:
+            async with CollectiveSource(pulled, spool, config.deadline, name=name) as source:
                 yield source, spool
     finally:
         spool.close()

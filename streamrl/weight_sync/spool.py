@@ -94,31 +94,35 @@ class Spool:
             raise CannotCreate(f"cannot finish {folder}: {error}", self._place.hint) from error
         return folder
 
-    def create(self, path: Path, size: int) -> int:
-        """Make a file of a draft with all its room taken, and return its descriptor.
+    def create(self, path: Path, size: int) -> None:
+        """Make a file of a draft with all its room taken.
 
         The room is taken first because a write into mapped memory without room kills the process.
 
         Raises:
             CannotCreate: no room.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(descriptor, size)
-            if size:
-                os.posix_fallocate(descriptor, 0, size)
+            with path.open("xb") as file:
+                file.truncate(size)
+                if size:
+                    os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            os.close(descriptor)
             raise CannotCreate(f"no room for {path} ({size >> 20} MiB): {error}", self._place.hint) from error
-        return descriptor
 
     def drop(self, draft: Path) -> None:
         """Remove a draft or a version. A repeat does nothing."""
         shutil.rmtree(draft, ignore_errors=True)
 
+    def count(self) -> int:
+        """Return how many whole versions are here."""
+        return sum(parse_folder(entry.name) is not None for entry in self.root.iterdir())
+
     def trim(self, keep: Collection[str]) -> None:
-        """Remove every version and draft but those of the folders named in `keep`."""
+        """Remove every version and draft that is older than the newest one of those named in `keep`, but for these."""
+        newest = max((pair for name in keep if (pair := parse_folder(name)) is not None), default=(0, 0))
         for entry in self.root.iterdir():
             folder = entry.name.removeprefix(_DRAFT).partition("+")[0]
-            if parse_folder(folder) is not None and folder not in keep:
+            pair = parse_folder(folder)
+            if pair is not None and pair < newest and folder not in keep:
                 self.drop(entry)

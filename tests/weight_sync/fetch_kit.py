@@ -1,0 +1,121 @@
+"""A learner's host with an outlet, a board of roles in memory, and a proxy between the two that breaks on purpose."""
+
+import asyncio
+import contextlib
+
+from sync_kit import Replica, Stream
+from sync_kit import tensors as some_tensors
+
+from streamrl.config import RunConfig, WeightsConfig
+from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.manifest import decode
+from streamrl.weight_sync.outlets import open_outlet
+
+
+def http_config(**changes):
+    return WeightsConfig(**{"transport": "http", "shard_bytes": 4096, "deadline": 20, **changes})
+
+
+class Board:
+    """The board of roles in memory: a dictionary of fields for each role."""
+
+    def __init__(self):
+        self.roles = {}
+
+    def of(self, name):
+        return self.roles.setdefault(name, {})
+
+    async def read(self):
+        return {name: {key: str(value) for key, value in fields.items()} for name, fields in self.roles.items()}
+
+
+class Learner:
+    """Publisher, outlet and stream of one run."""
+
+    def __init__(self, config, run_dir, outlet):
+        self.config, self.run_dir, self.outlet = config, run_dir, outlet
+        self.publisher = Publisher(config, "r", run_dir)
+        self.stream = Stream()
+        self.via = None  # URL to put into the manifests instead of the outlet's own
+
+    def write(self, version, epoch=1, tensors=None):
+        given = some_tensors(version) if tensors is None else tensors
+        sources = [self.via] if self.via else self.outlet.sources()
+        return self.publisher.publish(
+            epoch=epoch, version=version, step=version, tensors=given.items(), sources=sources
+        )
+
+    async def publish(self, version, **options):
+        data = await asyncio.to_thread(self.write, version, **options)
+        await self.outlet.announce(decode(data))
+        await self.stream.put(data)
+        return decode(data)
+
+
+@contextlib.asynccontextmanager
+async def open_learner(config, run_dir):
+    root = Publisher(config, "r", run_dir).root
+    async with open_outlet(RunConfig(name="r", weights=config), run_dir, root) as outlet:
+        learner = Learner(config, run_dir, outlet)
+        try:
+            yield learner
+        finally:
+            learner.publisher.close(unlink=True)
+
+
+@contextlib.asynccontextmanager
+async def following(learner, name="rollout.0", config=None, **options):
+    """A replica whose follower runs for the length of the block."""
+    replica = Replica(learner.stream, config or learner.config, learner.run_dir, name=name, **options)
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(replica.follower.run(stop))
+        try:
+            yield replica
+        finally:
+            stop.set()
+            async with asyncio.timeout(30):
+                await asyncio.wait([task])
+
+
+class Proxy:
+    """Passes connections on to a server; the next `times` answers end after `cut` bytes."""
+
+    def __init__(self, url):
+        self.host, port = url.removeprefix("http://").split(":")
+        self.target = int(port)
+        self.cut, self.times, self.broken = 0, 0, 0
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+
+    async def serve(self, reader, writer):
+        there, back = await asyncio.open_connection(self.host, self.target)
+        cut = None
+        if self.times:
+            self.times, cut = self.times - 1, self.cut
+        async with asyncio.TaskGroup() as group:
+            up = group.create_task(self.pump(reader, back, None))
+            await self.pump(there, writer, cut)
+            up.cancel()
+            back.close()
+
+    async def pump(self, reader, writer, cut):
+        left = cut
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 14):
+                if left is not None and len(data) >= left:
+                    writer.write(data[:left])
+                    await writer.drain()
+                    writer.close()
+                    self.broken += 1
+                    return
+                left = None if left is None else left - len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()

@@ -1,0 +1,153 @@
+"""Only files of versions leave the host, only to bearers of the token, in ranges, and not more at a time than is good."""
+
+import asyncio
+import os
+import socket
+import stat
+
+import aiohttp
+import pytest
+
+from streamrl.errors import CannotCreate, ConfigError
+from streamrl.weight_sync.bearer import make_token, read_token
+from streamrl.weight_sync.shard_server import BUSY_HEADER, ShardServer, listen, reachable
+
+TOKEN = "0123456789abcdef-token"
+DATA = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "root" / "v-1-2"
+    folder.mkdir(parents=True)
+    (folder / "shard-00000.safetensors").write_bytes(DATA)
+    (folder / "manifest.json").write_bytes(b"{}")
+    (folder / "folder").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "root" / "secret").write_text("secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "root" / ".draft-v-1-3").mkdir()
+    (tmp_path / "root" / ".draft-v-1-3" / "shard-00000.safetensors").write_bytes(DATA)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+async def server(root):
+    server = ShardServer(root, TOKEN, limit=2)
+    async with listen(server.app(), "127.0.0.1", 0) as server.url:
+        yield server
+
+
+@pytest.fixture
+async def session():
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        yield session
+
+
+async def test_whole_files_ranges_and_heads(server, session):
+    url = f"{server.url}/v-1-2/shard-00000.safetensors"
+    async with session.get(url) as answer:
+        assert (answer.status, await answer.read()) == (200, DATA)
+        assert answer.headers[BUSY_HEADER] == "1"
+    async with session.get(url, headers={"Range": "bytes=100-299"}) as answer:
+        assert (answer.status, await answer.read()) == (206, DATA[100:300])
+        assert answer.headers["Content-Range"] == f"bytes 100-299/{len(DATA)}"
+    async with session.get(url, headers={"Range": f"bytes={len(DATA)}-"}) as answer:
+        assert answer.status == 416
+    async with session.head(f"{server.url}/v-1-2/manifest.json") as answer:
+        assert (answer.status, answer.headers[BUSY_HEADER]) == (200, "0")
+    assert server.transfers == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v-1-2/../secret",
+        "/v-1-2/..%2fsecret",
+        "/v-1-2/%2e%2e/secret",
+        "/../secret",
+        "/%2e%2e/secret",
+        "/./secret",
+        "/secret",
+        "/v-1-2/link",
+        "/v-1-2/folder",
+        "/v-1-2/",
+        "/v-1-2",
+        "/v-1-2/none",
+        "/v-1-2/manifest.json%00",
+        "/v-1-2/a%0ab",
+        "/v-1-9/manifest.json",
+        "/v-1-%32/../v-1-2/link",
+        "/.draft-v-1-3/shard-00000.safetensors",
+        "//etc/passwd",
+        "/v-1-2//etc/passwd",
+    ],
+)
+async def test_nothing_else_leaves(server, path):
+    """Sent as it stands: a client would tidy it up."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    request = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n"
+    writer.write(request.encode())
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.split(b" ")[1] in (b"404", b"400", b"403"), answer
+    assert b"secret" not in answer
+    assert DATA[:100] not in answer
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", "Bearer é"]
+)
+async def test_no_token_no_file(server, header):
+    headers = {} if header is None else {"Authorization": header}
+    async with aiohttp.ClientSession() as session:
+        for path in ("/v-1-2/manifest.json", "/v-1-2/shard-00000.safetensors", "/anything"):
+            async with session.get(server.url + path, headers=headers) as answer:
+                assert (answer.status, await answer.read()) == (401, b"401: Unauthorized")
+
+
+async def test_more_transfers_than_allowed_are_sent_elsewhere(server, root, session):
+    big = root / "v-1-2" / "big"
+    big.write_bytes(bytes(64 << 20))  # more than the sockets buffer, so that a transfer lasts while nobody reads
+    url = f"{server.url}/v-1-2/big"
+    first, second = await session.get(url), await session.get(url)
+    async with session.get(url) as third:
+        assert (third.status, third.headers["Retry-After"], third.headers[BUSY_HEADER]) == (503, "1", "2")
+    async with session.get(f"{server.url}/v-1-2/manifest.json") as answer:
+        assert answer.status == 200
+    assert len(await first.read()) == 64 << 20
+    second.close()  # a client that goes away gives its place back
+    async with asyncio.timeout(10):
+        while server.transfers:  # noqa: ASYNC110  (the server notices in its own time)
+            await asyncio.sleep(0.01)
+    async with session.get(url) as answer:
+        assert answer.status == 200
+    first.close()
+
+
+async def test_a_port_that_is_taken_is_an_error_with_a_hint(root):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotCreate, match=rf"port {port}[^0-9](.|\n)*weights.port"):
+            async with listen(ShardServer(root, TOKEN).app(), "127.0.0.1", port):
+                pass
+
+
+def test_a_wildcard_is_no_address_for_others():
+    assert reachable("127.0.0.1") == "127.0.0.1"
+    assert reachable("0.0.0.0") not in ("0.0.0.0", "")
+
+
+def test_the_token_is_private_and_made_once(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="STREAMRL_WEIGHTS_TOKEN_FILE"):
+        read_token(tmp_path)
+    token = make_token(tmp_path)
+    assert make_token(tmp_path) == token == read_token(tmp_path)
+    assert stat.S_IMODE((tmp_path / "weights.token").stat().st_mode) == 0o600
+    assert len(token) >= 32
+    assert os.listdir(tmp_path) == ["weights.token"]
+    (tmp_path / "short").write_text("abc")
+    monkeypatch.setenv("STREAMRL_WEIGHTS_TOKEN_FILE", str(tmp_path / "short"))
+    with pytest.raises(ConfigError, match="fewer than 16"):
+        read_token(tmp_path)
