@@ -26,6 +26,7 @@ from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_serv
 from streamrl.weight_sync.version import Version
 
 OLDEST: Final = (0, 5, 20)
+_RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
 _FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -33,6 +34,7 @@ class SglangDialect:
     """See `Dialect`.
 
     Request ids are hashed to 32 digits on the way out: SGLang aborts every request whose id begins with the one named.
+    Whoever sends requests uses no id twice: two seconds after a response has ended SGLang aborts its id once more.
 
     Args:
         config: the run.
@@ -43,9 +45,9 @@ class SglangDialect:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    def launch(self, *, model: str, port: int) -> Launch:
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """See `Dialect.launch`."""
-        return launch_server(self._config, model=model, port=port)
+        return launch_server(self._config, model=model, port=port, seed=seed)
 
     def ready(self) -> Call:
         """See `Dialect.ready`.
@@ -132,28 +134,30 @@ class SglangDialect:
         """See `Dialect.abort`.
 
         A request that is being decoded ends with the next step. A paused server makes none, but one that was put back
-        into the queue ends at once: so all are put back first, and will compute their keys and values anew.
+        into the queue ends at once: so all are put back first. The others will find their keys and values in the cache.
         """
         body = {"abort_all": True} if request_id is None else {"rid": _rid(request_id)}
         abort = Call("POST", "/abort_request", body, repeatable=True)
-        return [*self.pause("recompute"), abort] if paused else [abort]
+        return [_RETRACT, abort] if paused else [abort]
 
     def pause(self, mode: PauseMode) -> Sequence[Call]:
         """See `Dialect.pause`.
 
-        Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in a server that is paused already.
-        The first abort lets running requests end with all they have, the second takes those that the pause overtook.
+        To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
+        old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in a
+        server that is paused already. The first abort lets running requests end with all they have, the second takes
+        those that the pause overtook.
         """
-        mine = {"keep": "in_place", "recompute": "retract", "abort": "retract"}[mode]
-        pause = Call("POST", "/pause_generation", {"mode": mine}, repeatable=True)
-        if mode != "abort":
-            return [pause]
+        if mode == "keep":
+            return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
+        if mode == "recompute":
+            return [_RETRACT, Call("POST", "/flush_cache", repeatable=True)]
         abort = Call("POST", "/abort_request", {"abort_all": True}, repeatable=True)
-        return [abort, pause, abort]
+        return [abort, _RETRACT, abort]
 
     def resume(self) -> Sequence[Call]:
         """See `Dialect.resume`."""
-        return [Call("POST", "/continue_generation", {}, repeatable=True)]
+        return [Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True)]
 
     def prefetch(self, version: Version) -> Sequence[Call]:
         """See `Dialect.prefetch`: nothing, because SGLang looks at weights only while no request runs or it is paused.
@@ -202,7 +206,7 @@ class SglangDialect:
                 "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
             )
         release = {"tags": ["kv_cache", "weights"]}
-        return [*self.pause("recompute"), Call("POST", "/release_memory_occupation", release, repeatable=True)]
+        return [_RETRACT, Call("POST", "/release_memory_occupation", release, repeatable=True)]
 
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         """See `Dialect.wake`. Decoding goes on when the keys and values are back."""

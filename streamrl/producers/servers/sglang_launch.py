@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,7 @@ def wants_memory_saver(config: RunConfig) -> bool:
     return bool(engine.url) or asked or config.rollout.placement == "colocated"
 
 
-def launch_server(config: RunConfig, *, model: str, port: int) -> Launch:
+def launch_server(config: RunConfig, *, model: str, port: int, seed: int) -> Launch:
     """Return command line and environment of a server on the loopback interface; the user's flags have the last word.
 
     Raises:
@@ -53,11 +52,14 @@ def launch_server(config: RunConfig, *, model: str, port: int) -> Launch:
         "stream-interval": engine.stream_interval,
         # Without it each message holds the whole response so far.
         "incremental-streaming-output": True,
+        # Token ids are all that travels. The warm-up would be a text, which kills the server when the model's own
+        # vocabulary has no word of it.
+        "skip-tokenizer-init": True,
+        "skip-server-warmup": True,
         "sampling-defaults": "openai",
         "custom-weight-loader": LOADER,
         "tp-size": engine.tensor_parallel,
-        # A server that comes back with the seed of its last life would sample the same responses again.
-        "random-seed": secrets.randbelow(1 << 30),
+        "random-seed": seed,
         # Otherwise the idle scheduler keeps a core busy.
         "sleep-on-idle": True,
     }
@@ -79,17 +81,14 @@ def _environ(config: RunConfig, model: str) -> dict[str, str]:
     engine = config.engine
     # A look at /health is then only a look: no token is sampled for it.
     environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    paths = [str(PLUGIN)]
+    paths = [os.environ.get("PYTHONPATH", "")]
     if Path(model).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     if on_cpu(config):
         # More threads than one fight each other for the cores of a busy machine.
         environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
-        paths.append(str(_SHIM))
-    environ |= engine.variables
-    if "PYTHONPATH" in engine.variables:
-        paths.append(engine.variables["PYTHONPATH"])
-    environ["PYTHONPATH"] = os.pathsep.join(paths)
+        paths.insert(0, str(_SHIM))
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in (str(PLUGIN), *paths) if path)
     return environ
 
 

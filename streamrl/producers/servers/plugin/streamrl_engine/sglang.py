@@ -46,10 +46,13 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             nothing was changed.
         RuntimeError: the weights may be half replaced. The process must not go on, and dies of it.
     """
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
     problem = ""
     try:
         source = Source.parse(json.loads(named_tensors[0][0]))
-        rehearse(model, table(source))
+        rehearse(model, table(source), alone=group.world_size == 1)
         for name, tensor in tensors(source):
             if not finite(tensor):
                 raise BadVersion(f"{name} holds values that are not finite")
@@ -57,7 +60,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         problem = str(error)
     except ValueError as error:
         problem = f"not a description of a version: {error}"
-    if _any_rank(bool(problem)):
+    if _any_rank(group, refuses=bool(problem)):
         raise BadVersion(problem or "another rank of this server refuses the version")
     try:
         model.load_weights(tensors(source))
@@ -65,11 +68,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
 
 
-def _any_rank(refuses: bool) -> bool:
+def _any_rank(group: Any, *, refuses: bool) -> bool:
     """Whether any rank of tensor parallelism refuses; all ranks must ask."""
-    from sglang.srt.distributed import get_tp_group
-
-    group = get_tp_group()
     if group.world_size == 1:
         return refuses
     flag = torch.tensor([int(refuses)])

@@ -28,14 +28,20 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LISTED = 4
+_Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 _passed: weakref.WeakKeyDictionary[torch.nn.Module, Mapping[str, Head]] = weakref.WeakKeyDictionary()
 
 
-def rehearse(model: Any, heads: Mapping[str, Head]) -> None:
+def rehearse(model: Any, heads: Mapping[str, Head], *, alone: bool) -> None:
     """Check that `model.load_weights` would fill every parameter with these tensors, and use each of them.
 
     The same table again is not rehearsed again.
+
+    Args:
+        model: SGLang's model of this rank.
+        heads: Hugging Face name to type and shape of the whole tensor.
+        alone: there is no other rank that would use the rest of a tensor.
 
     Raises:
         BadVersion: unknown names, missing ones, or other shapes or types.
@@ -52,12 +58,16 @@ def rehearse(model: Any, heads: Mapping[str, Head]) -> None:
         except Exception as error:
             # Whatever a loader raises over a tensor that it cannot use: AssertionError, RuntimeError, KeyError, ...
             raise BadVersion(f"the model cannot take {writes.last}: {error or type(error).__name__}") from error
-        unknown = [name for name in heads if name not in writes.used]
-        unfilled = [name for name, parameter in parameters.items() if not writes.filled(parameter)]
+    unknown = [name for name in heads if name not in writes.used]
     if unknown:
         raise BadVersion(f"the model has no {_some(unknown)}")
+    present = dict(model.named_parameters())
+    unfilled = [name for name, twin in parameters.items() if not writes.filled(twin, present[name])]
     if unfilled:
-        raise BadVersion(f"tensors are missing: nothing fills {_some(unfilled)} whole")
+        raise BadVersion(f"tensors are missing or too small: nothing fills {_some(unfilled)} whole")
+    cut = [name for name in heads if alone and not writes.used_up(name)]
+    if cut:
+        raise BadVersion(f"the model would use a part only of {_some(cut)}")
     _passed[model] = dict(heads)
 
 
@@ -96,36 +106,50 @@ def _twin(tensor: torch.Tensor | None, twins: dict[int, torch.Tensor]) -> torch.
     return twins[id(tensor)]
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which region of which parameter is written, and on account of which tensor."""
+class _Writes(TorchDispatchMode):
+    """Notes which region of which parameter is written, and with what part of which tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[str] = set()
         self.last = "nothing"
-        self._regions: dict[int, set[tuple[Any, ...]]] = {}
-        self._sources: dict[int, str] = {}
-        self._alive: list[torch.Tensor] = []
+        self._copied: dict[int, set[_Region]] = {}
+        self._filled: dict[int, set[_Region]] = {}
+        self._taken: dict[str, set[_Region]] = {}
+        self._announced: dict[int, str] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
 
     def watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._regions = {_storage(parameter): set() for parameter in parameters.values()}
+        for parameter in parameters.values():
+            self._copied[_storage(parameter)], self._filled[_storage(parameter)] = set(), set()
 
     def announced(self, heads: Mapping[str, Head]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, head in heads.items():
             if head.dtype not in _DTYPES:
                 raise BadVersion(f"{name} is of type {head.dtype}, which is no type of weights")
             tensor = torch.empty(head.shape, dtype=_DTYPES[head.dtype], device="meta")
-            self._alive.append(tensor)
-            self._sources[_storage(tensor)] = name
+            self._tensors[name] = tensor  # kept, so that no other tensor gets its identity
+            self._announced[_storage(tensor)] = name
+            self._taken[name] = set()
             self.last = name
             yield name, tensor
 
-    def filled(self, parameter: torch.Tensor) -> bool:
-        regions = self._regions.get(_storage(parameter))
-        if regions is None:  # its loader put another tensor in its place
+    def filled(self, twin: torch.Tensor, present: torch.Tensor) -> bool:
+        """Whether every value of a parameter is copied; what is set to a constant instead must be padding."""
+        copied = self._copied.get(_storage(twin))
+        if copied is None or twin.numel() == 1:  # replaced by its loader; a scale that a checkpoint need not have
             return True
-        written = sum(torch.Size(size).numel() for _, size, _ in regions)
-        return written >= parameter.numel() or parameter.numel() == 1  # a scale that the checkpoint need not have
+        if _count(copied) >= twin.numel():
+            return True
+        missing = _without(torch.ones_like(twin, dtype=torch.bool, device="cpu"), copied)
+        if _without(missing.clone(), self._filled[_storage(twin)]).any():
+            return False
+        # Padding is zero already; rows that hold something were to be filled.
+        return not present.detach().cpu()[missing].any()
+
+    def used_up(self, name: str) -> bool:
+        """Whether every value of a tensor is copied; one that was converted on the way counts as such."""
+        return not self._taken[name] or _count(self._taken[name]) >= self._tensors[name].numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -135,18 +159,36 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: Any) -> None:
         target = args[0]
-        regions = self._regions.get(_storage(target))
-        if regions is None:
+        place = _storage(target)
+        if place not in self._copied:
             return
-        regions.add((target.storage_offset(), tuple(target.size()), tuple(target.stride())))
-        if func is not torch.ops.aten.copy_.default:
+        if func is not torch.ops.aten.copy_.default or _storage(args[1]) == place:
+            self._filled[place].add(_region(target))
             return
         source = args[1]
         # Transposed or converted on the way: then it is the one that was handed out last.
-        name = self._sources.get(_storage(source), self.last)
+        name = self._announced.get(_storage(source), self.last)
         if source.shape != target.shape and source.numel() != target.numel():
             raise BadVersion(f"{name} is of shape {tuple(source.shape)}, its place of shape {tuple(target.shape)}")
+        self._copied[place].add(_region(target))
         self.used.add(name)
+        if _storage(source) in self._announced:
+            self._taken[name].add(_region(source))
+
+
+def _region(tensor: torch.Tensor) -> _Region:
+    return int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride())
+
+
+def _count(regions: set[_Region]) -> int:
+    return sum(torch.Size(size).numel() for _, size, _ in regions)
+
+
+def _without(mask: torch.Tensor, regions: set[_Region]) -> torch.Tensor:
+    """`mask`, laid out as the tensor that the regions are of, with those regions cleared."""
+    for offset, size, stride in regions:
+        mask.as_strided(size, stride, offset).fill_(False)
+    return mask
 
 
 def _storage(tensor: torch.Tensor) -> int:
