@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,11 +20,9 @@ from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.producers.servers import keeper
 from streamrl.producers.servers.dialect import Dialect, Launch
 from streamrl.producers.servers.http import HttpClient
+from streamrl.producers.servers.ports import free_port, listens
 
 logger = logging.getLogger(__name__)
-_PORTS: Final = range(20_000, 32_000)
-"""Below those from which the kernel takes the local ends of connections: a free one stays free until a server that
-loads its model first gets to it."""
 _PORT_ATTEMPTS: Final = 4
 _READY_PAUSE: Final = 0.2
 _READY_SECONDS: Final = 5.0
@@ -93,7 +89,7 @@ class ManagedServer:
             launch = self._dialect.launch(model=self._config.model.path, port=port, seed=self._seed)
             try:
                 await self._spawn(launch)
-                await self._await_ready(f"http://127.0.0.1:{port}")
+                await self._await_ready(port)
             except _PortTakenError as error:
                 logger.warning("port taken by somebody else", extra={"port": port, "server": self.name})
                 await self.stop()
@@ -196,10 +192,10 @@ class ManagedServer:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def _await_ready(self, url: str) -> None:
-        self.url = url
+    async def _await_ready(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
         seconds = self._config.engine.start_deadline
-        client = HttpClient(url)
+        client = HttpClient(self.url)
         asking = asyncio.create_task(self._ask(client))
         assert self._attending is not None
         try:
@@ -215,6 +211,8 @@ class ManagedServer:
                     f"engine.start_deadline; the whole log: {self.log}",
                 )
             asking.result()
+            if not await asyncio.to_thread(listens, self.pid or 0, port):
+                raise _PortTakenError(f"a stranger answers on port {port}")
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -253,22 +251,6 @@ class ManagedServer:
         except OSError:
             return ""
         return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on.
-
-    Raises:
-        Unreachable: there is none.
-    """
-    for port in random.sample(_PORTS, 200):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise Unreachable("no free port between 20000 and 31999 on 127.0.0.1")
 
 
 def _secrets(path: Path | None) -> list[str]:

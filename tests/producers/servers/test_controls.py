@@ -276,7 +276,8 @@ async def test_sleep_and_wake():
         assert not waiting.done()
         await engine.wake()
         assert (await waiting).runs == [(0, 2)]
-        assert [(path, body.get("tags") or body.get("level")) for path, body in toy.bodies if path in {"/sleep", "/wake"}] == [
+        told = [(path, body) for path, body in toy.bodies if path in {"/sleep", "/wake"}]
+        assert [(path, body.get("tags") or body.get("level")) for path, body in told] == [
             ("/sleep", 1), ("/wake", ["weights"]), ("/sleep", 1), ("/wake", ["kv_cache"]), ("/wake", ["weights"]),
         ]  # fmt: skip
 
