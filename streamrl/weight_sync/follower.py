@@ -102,6 +102,7 @@ class Follower:
         self._news = asyncio.Event()
         self._known: tuple[int, bytes] | None = None
         self._applied: Manifest | None = None
+        self._made: Manifest | None = None
         self._before = Traffic()
         self.refused = 0
         self.first = asyncio.Event()
@@ -150,31 +151,32 @@ class Follower:
             self._arrivals = None
 
     async def again(self, apply: Apply | None = None) -> bool:
-        """Hand the version applied last once more, to a server that was restarted or added.
+        """Hand the newest version that is here once more, to a server that was restarted, added or left behind.
 
-        Waits for a version that is just being applied, and holds up the next one. When its files have gone, the newest
-        version takes its place.
+        May run for several servers at the same time, and beside `run`, which goes on with newer versions meanwhile.
+        When its files have gone, the newest version that is published takes its place.
 
         Args:
             apply: takes the version like the follower's own; None: that one.
 
         Returns:
-            False when no version was applied yet or `run` is not running: nothing was handed over.
+            False when no version was here yet or `run` is not running: nothing was handed over.
 
         Raises:
             WeightsError: the version is refused, or no files of any version are here.
         """
         async with self._one_at_a_time:
-            if self._applied is None or self._arrivals is None:
+            if self._made is None or self._arrivals is None:
                 return False
-            version = await self._once_more(self._arrivals, self._applied)
+            version = await self._once_more(self._arrivals, self._made)
+        with version.readers:
             await (apply or self._apply)(version)
-            return True
+        return True
 
     async def _once_more(self, arrivals: Arrivals, manifest: Manifest) -> Version:
         for attempt in range(_AGAIN):
             try:
-                return await arrivals.make(await arrivals.fetch(manifest))
+                version = await arrivals.make(await arrivals.fetch(manifest))
             except (OSError, WeightsError) as error:
                 newest = await self._stream.newest()
                 if attempt == _AGAIN - 1 or newest is None:
@@ -184,6 +186,9 @@ class Follower:
                     ) from error
                 manifest = decode(newest[1])
                 self._check(newest[0], manifest, again=True)
+            else:
+                self._made = manifest
+                return version
         raise AssertionError
 
     async def _watch(self, stop: asyncio.Event) -> None:
@@ -230,15 +235,16 @@ class Follower:
         self._check(number, manifest)
         async with self._reading(number):
             fetched = await arrivals.fetch(manifest)
-        async with self._one_at_a_time:
-            async with self._reading(number):
-                version = await arrivals.make(fetched)
-            began = time.monotonic()
-            try:
+        async with self._one_at_a_time, self._reading(number):
+            version = await arrivals.make(fetched)
+            self._made = manifest
+        began = time.monotonic()
+        try:
+            with version.readers:
                 await self._apply(version)
-            finally:
-                self.apply_seconds += time.monotonic() - began
-            self._applied = manifest
+        finally:
+            self.apply_seconds += time.monotonic() - began
+        self._applied = manifest
         self.applied_step = manifest.step
         self.first.set()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})

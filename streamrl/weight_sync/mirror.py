@@ -3,6 +3,7 @@
 ```
 anchor   all shards full    the files take the place of those in the mirror
 delta    base == mirror     changed values are written into the mapped files; full shards replace their file
+         somebody reads     into copies of them, in a new folder; the old files go when the last reader does
          base != mirror     the chain of bases is walked back to the mirror or to an anchor, and applied in order
 then     every part of every tensor is hashed; only a mirror with the hashes of the manifest holds that version
 ```
@@ -15,7 +16,8 @@ import asyncio
 import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +31,7 @@ from streamrl.weight_sync.mapping import assemble, map_shared
 from streamrl.weight_sync.safetensors_file import raw
 from streamrl.weight_sync.sources import Source
 from streamrl.weight_sync.spool import MANIFEST_FILE, Spool
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.version import Readers, Version
 
 logger = logging.getLogger(__name__)
 _LONGEST_CHAIN: Final = 1000
@@ -58,7 +60,9 @@ class Mirror:
     def __init__(self, spool: Spool, source: Source, *, keep: bool) -> None:
         self._spool, self._source = spool, source
         self._moves = source.proves and not keep
-        self._folder = spool.root / "mirror"
+        self._folders = (spool.root / f"mirror.{number}" for number in count())
+        self._folder = next(self._folders)
+        self._readers = Readers()
         self._tables: dict[str, dict[str, torch.Tensor]] = {}
         self._hopeless: Pair | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
@@ -129,6 +133,8 @@ class Mirror:
         if manifest.base not in (None, self.pair):
             raise WeightsError(f"a delta against {manifest.base} does not fit the mirror of {self.pair}")
         self.pair = None  # until it is proven to be the new one
+        if self._readers.count:
+            self._step_aside({shard.file for shard in manifest.shards if shard.kind == "delta"})
         if self._moves:
             (link.folder / MANIFEST_FILE).unlink(missing_ok=True)  # from here on its files are not all there
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -145,7 +151,23 @@ class Mirror:
         manifest = self._manifest
         if manifest is None or self.pair is None:
             raise WeightsError("the mirror holds no version")
-        return assemble(self._folder, manifest, [self._tables[shard.file] for shard in manifest.shards])
+        version = assemble(self._folder, manifest, [self._tables[shard.file] for shard in manifest.shards])
+        return replace(version, readers=self._readers)
+
+    def _step_aside(self, changed: set[str]) -> None:
+        """Leave the files to those who read them; go on with copies of those that are to be changed."""
+        old, self._folder = self._folder, next(self._folders)
+        self._readers = Readers()
+        tables, self._tables = self._tables, {}
+        try:
+            self._folder.mkdir(mode=0o700)
+            for file in tables.keys() & changed:
+                shutil.copyfile(old / file, self._folder / file)
+                self._tables[file] = map_shared(self._folder / file)
+        except OSError as error:
+            raise CannotCreate(f"no room for {self._folder}: {error}", "give this host a larger /dev/shm") from error
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _replace(self, folder: Path, shard: Shard) -> None:
         draft = self._folder / f".{shard.file}"

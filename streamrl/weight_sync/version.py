@@ -11,6 +11,19 @@ import torch
 from streamrl.weight_sync.manifest import Pair
 
 
+class Readers:
+    """How many engines read a version now; `with version.readers:` is one more."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+
 @dataclass(frozen=True, eq=False)
 class Version:
     """All weights of one version, in files of this host.
@@ -19,12 +32,15 @@ class Version:
         pair: (epoch, number).
         step: optimizer step of the weights.
         tensors: every parameter by its Hugging Face name, a tied one under one of its names; on the CPU, views of
-            mapped files where a tensor lies in one piece. Only to be read, and only until the call that got it returns.
+            mapped files where a tensor lies in one piece. Only to be read, and only until the call that got it returns,
+            or as long as `readers` says so.
         folder: holds the files; None when the version was made in memory (tests), which only an engine in this
             process can take.
         files: safetensors files in `folder`. A tensor that lies in several of them is cut along its first dimension,
             in the order of `parts[name]`.
         parts: name to the files that hold it, in the order of the rows.
+        readers: who reads it after the call that got it has returned. Its bytes stay as they are as long; its files may
+            lose their names.
     """
 
     pair: Pair
@@ -33,6 +49,7 @@ class Version:
     folder: Path | None = None
     files: tuple[str, ...] = ()
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    readers: Readers = field(default_factory=Readers)
 
     @property
     def number(self) -> int:
