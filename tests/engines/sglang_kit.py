@@ -130,7 +130,7 @@ class Live:
             for call in calls:
                 async with self._send(session, call) as answer:
                     text = await answer.text()
-                    if answer.status == 404 and call.missing_ok:
+                    if answer.status >= 400 and call.optional:
                         answers.append(None)
                         continue
                     if answer.status >= 400:

@@ -29,6 +29,7 @@ class Call:
         repeatable: may be sent again when nobody knows whether the server got it. A call that is not is sent again only
             after an answer that says it was not carried out (503).
         missing_ok: 404 counts as an empty answer: older servers do not have the route.
+        optional: so does any other error that the server answers: it need not be able to say.
     """
 
     method: Literal["GET", "POST"]
@@ -37,6 +38,7 @@ class Call:
     query: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = False
     missing_ok: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class HttpClient:
         await self._session.close()
 
     async def call(self, call: Call, seconds: float, *, retry: bool = True) -> Any:
-        """Send a call and return its answer: parsed JSON, text where it is none, None for a 404 that may be.
+        """Send a call and return its answer: parsed JSON, text where it is none, None for an error that may be.
 
         Sent again, after a pause with full jitter, when it certainly was not carried out (connection refused, 503,
         429), and when nobody knows and the call is repeatable. An error 500 is an answer and ends it.
@@ -121,7 +121,7 @@ class HttpClient:
                 response.close()
                 raise self._lost(call, error) from error
             await self._check(call, response, body)
-            return None if response.status == 404 else self._parsed(response, body)
+            return self._parsed(response, body) if response.status < 300 else None
 
         return await self._within(call, seconds, self._repeated(call, seconds, attempt) if retry else attempt())
 
@@ -213,7 +213,7 @@ class HttpClient:
     async def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
         """Raise what an error answer means."""
         status = response.status
-        if 200 <= status < 300 or (status == 404 and call.missing_ok):
+        if 200 <= status < 300 or (status == 404 and call.missing_ok) or (call.optional and status != 401):
             return
         response.close()
         said = f"{self._name(call)} answered {status}: {explanation(body)}"

@@ -21,7 +21,7 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import DataError, Refused, WeightsError, WireError
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
-from streamrl.producers.servers.dialect import About, Call, Chunk, Figures, Launch
+from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, on_cpu, wants_memory_saver
 from streamrl.weight_sync.version import Version
 
@@ -59,15 +59,20 @@ class SglangDialect:
 
     def about(self) -> Sequence[Call]:
         """See `Dialect.about`."""
-        return [Call("GET", "/server_info", repeatable=True), Call("GET", "/model_info", repeatable=True)]
+        probe = {"model": "", "prompt": PROBE, "add_special_tokens": False}
+        return [
+            Call("GET", "/server_info", repeatable=True),
+            Call("GET", "/model_info", repeatable=True),
+            Call("POST", "/tokenize", probe, repeatable=True, optional=True),
+        ]
 
     def read_about(self, answers: Sequence[Any]) -> About:
-        """See `Dialect.read_about`."""
-        if len(answers) != 2 or not all(isinstance(answer, Mapping) for answer in answers):
+        """See `Dialect.read_about`. It never tells its vocabulary, and its tokenizer only when it has one."""
+        if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
             raise WireError(
                 "the server does not answer /server_info and /model_info as SGLang does", "is engine.kind right?"
             )
-        server, model = answers
+        server, model, probe = answers
         version = str(server.get("version", ""))
         context = server.get("context_length")
         missing = _missing(server, version)
@@ -77,6 +82,7 @@ class SglangDialect:
             context=context if isinstance(context, int) else None,
             can_update=not missing,
             missing=missing,
+            probe=_token_ids(probe),
         )
 
     def generation(self, request: Request, *, version: int) -> Call:
@@ -252,6 +258,12 @@ class SglangDialect:
 
 def _rid(request_id: str) -> str:
     return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
+
+
+def _token_ids(answer: Any) -> tuple[int, ...] | None:
+    tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
+    whole = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
+    return tuple(tokens) if whole and tokens is not None else None
 
 
 def _missing(server: Mapping[str, Any], version: str) -> str:

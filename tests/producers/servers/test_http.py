@@ -102,6 +102,14 @@ async def test_json_text_and_a_missing_route():
             await client.call(GET, 5)
 
 
+@pytest.mark.parametrize("code", [400, 404, 500])
+async def test_an_optional_answer_may_be_an_error(code):
+    async with client_of(status(code, '{"error": "no tokenizer"}'), status(code)) as (client, _):
+        assert await client.call(Call("POST", "/x", {}, optional=True), 5) is None
+        with pytest.raises((BadRequest, BadAnswer), match=f"answered {code}"):
+            await client.call(Call("POST", "/x", {}), 5)
+
+
 async def test_the_key_is_sent_and_in_no_message():
     async with client_of(status(401), key="s3cret") as (client, site):
         with pytest.raises(BadAnswer) as caught:
