@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from streamrl.config import EngineConfig
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable
@@ -28,6 +29,7 @@ from streamrl.producers.engines.spans import Spans
 PAGE_TOKENS: Final = 32
 STOP_SECONDS: Final = 30.0
 LOOP_SECONDS: Final = 30.0
+_HARD_STOP: Final = BackgroundThreadStatus.HARD_STOP
 PRIVATE_MEMBERS: Final = (
     "batch_processor.scheduler.active_requests",
     "batch_processor.scheduler.waiting_requests",
@@ -40,6 +42,7 @@ PRIVATE_MEMBERS: Final = (
     "batch_processor.cache.mark_complete_blocks",
     "batch_processor.cache.cache_allocators",
     "background_thread_status.fatal_error",
+    "background_thread_status.request_stop",
     "output_router.result_handlers",
     "current_batch",
 )
@@ -112,6 +115,12 @@ class ContinuousDecoder:
         if self._manager is not None:
             self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
             self._manager = None
+
+    def abandon(self) -> None:
+        """End the loop without waiting for its step: the manager's thread would keep the process alive."""
+        self._stopped = True
+        if self._manager is not None:
+            self._manager.background_thread_status.request_stop(_HARD_STOP, 0)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand jobs to the manager, or keep them until `restore`."""

@@ -76,6 +76,9 @@ class Decoder(Protocol):
     def stop(self) -> None:
         """End the loop and free its memory; jobs in flight get no outcome. Works on a loop that died; repeatable."""
 
+    def abandon(self) -> None:
+        """End a loop that hangs as soon as its step ends, if ever; returns at once."""
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Take jobs on; never blocks. Jobs with the same prompt should come in one call: they share its prefill."""
 

@@ -105,8 +105,11 @@ class HfEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        # what hangs cannot be torn down: it is left to the end of the process
-        if self._started and not isinstance(self._failure, DeadlineExceeded):
+        if isinstance(self._failure, DeadlineExceeded):
+            # what hangs cannot be torn down: it is left to the end of the process
+            if self._decoder is not None:
+                self._decoder.abandon()
+        elif self._started:
             self._flush()
             try:
                 # on the control thread, so after a start that was cancelled half-way

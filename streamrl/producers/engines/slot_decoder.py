@@ -52,11 +52,15 @@ class SlotDecoder:
 
     def stop(self) -> None:
         """End the loop; repeatable."""
+        self.abandon()
+        if self._thread.is_alive():
+            self._thread.join(self._patience)
+
+    def abandon(self) -> None:
+        """End the loop without waiting for its step."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(self._patience)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs."""
