@@ -89,6 +89,7 @@ def assemble(folder: Path, manifest: Manifest, tables: Sequence[Table]) -> Versi
         folder=folder,
         files=files,
         parts={entry.name: tuple(files[part] for part in entry.parts) for entry in manifest.tensors},
+        sources=tuple(manifest.sources),
     )
 
 

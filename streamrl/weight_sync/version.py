@@ -39,6 +39,7 @@ class Version:
         files: safetensors files in `folder`. A tensor that lies in several of them is cut along its first dimension,
             in the order of `parts[name]`.
         parts: name to the files that hold it, in the order of the rows.
+        sources: servers that have the files of this version for other hosts (`Manifest.sources`).
         readers: who reads it after the call that got it has returned. Its bytes stay as they are as long; its files may
             lose their names.
     """
@@ -49,6 +50,7 @@ class Version:
     folder: Path | None = None
     files: tuple[str, ...] = ()
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
     readers: Readers = field(default_factory=Readers)
 
     @property
