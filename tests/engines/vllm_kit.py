@@ -174,6 +174,11 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def _spawn(argv: Sequence[str], environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(["nice", "-n", "5", *argv], env=environ, stdout=out, stderr=out, start_new_session=True)
+
+
 @contextlib.asynccontextmanager
 async def served(folder: Path, log: Path, **engine: Any) -> AsyncIterator[Live]:
     """Start a server through `VllmDialect.launch` and end all of it afterwards."""
@@ -189,10 +194,7 @@ async def served(folder: Path, log: Path, **engine: Any) -> AsyncIterator[Live]:
     dialect, port = VllmDialect(config), free_port()
     launch = dialect.launch(model=str(folder), port=port, seed=7)
     environ = {**os.environ, **launch.environ, "HF_HUB_OFFLINE": "1", **config.engine.variables}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["nice", "-n", "5", *launch.argv], env=environ, stdout=out, stderr=out, start_new_session=True
-        )
+    process = _spawn(launch.argv, environ, log)
     try:
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(force_close=True)

@@ -15,6 +15,7 @@ mixture.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -36,7 +38,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from .files import BadVersion, Head, Landing, Source, finite, table, tensors, torch_dtype
 
+logger = logging.getLogger(__name__)
+
 Table = Mapping[str, Head]
+_TEXT = 600  # bytes of a problem that ranks tell each other
 
 
 @dataclass
@@ -86,6 +91,9 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         Raises:
             BadVersion: files, names, shapes or values are not those of a version of this model.
         """
+        self._together(lambda: self._check(source))
+
+    def _check(self, source: Source) -> None:
         local = self._landing.local(source)
         self._match(local)
         ranks = max(self.parallel_config.world_size, 1)
@@ -104,31 +112,66 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Replace all weights. Not the base class's: that one asks for an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
         """Load one version.
 
         Raises:
-            BadVersion: before the model was touched.
-            Exception: whatever the loaders raise; the model then has no weights at all.
+            BadVersion: on one rank at least. When it was found before any rank had begun, the model is as it was;
+                else it has no weights, on no rank.
         """
-        local = self._landing.local(Source.parse(update_info.source))
-        self._match(local)
+        source = Source.parse(update_info.source)
+        self._together(lambda: self._match(self._landing.local(source)))
+        local = self._landing.local(source)
         _forget_unfinished(self.model)
         initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(tensors(local))
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                _repack(self.model)
-        except BaseException:
-            # Layers that were complete have new weights, the others none: take away the former too, so that no step
-            # can pass through a mixture.
-            initialize_layerwise_reload(self.model)
-            raise
+        # Layers that were complete have new weights by then, the others none: take away the former too, so that no
+        # step can pass through a mixture.
+        self._together(lambda: self._load(local), undo=lambda: initialize_layerwise_reload(self.model))
         self._landing.clear(keep=local)
+
+    def _load(self, local: Source) -> None:
+        self.model.load_weights(tensors(local))
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack(self.model)
+        else:
+            torch.accelerator.synchronize()
+
+    def _together(self, work: Callable[[], None], undo: Callable[[], None] | None = None) -> None:
+        """Do the same on all ranks, or undo it on all of them.
+
+        vLLM reads the ranks' answers in turn and stops at the first error: what the ranks behind it said would be taken
+        for the answer to the next call. So only the last rank ever raises, for whichever rank it was.
+        """
+        problem = ""
+        try:
+            work()
+        except Exception as error:
+            problem = str(error) if isinstance(error, BadVersion) else f"{type(error).__name__}: {error}"
+            logger.warning("refused on this rank: %s", problem, exc_info=not isinstance(error, BadVersion))
+            problem = problem or type(error).__name__
+        last = True
+        for group in (get_tp_group(), get_pp_group()):
+            problem = _first(problem, group)
+            last = last and group.rank_in_group == group.world_size - 1
+        if problem and undo is not None:
+            undo()
+        if problem and last:
+            raise BadVersion(problem)
+
+
+def _first(text: str, group: Any) -> str:
+    """The first text of all ranks of a group that is not empty."""
+    if group.world_size == 1:
+        return text
+    mine = torch.zeros(_TEXT, dtype=torch.uint8)
+    data = text.encode()[:_TEXT]
+    mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    texts = [torch.zeros_like(mine) for _ in range(group.world_size)]
+    torch.distributed.all_gather(texts, mine, group=group.cpu_group)
+    found = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in texts)
+    return next((each for each in found if each), "")
 
 
 class WorkerExt:
