@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from streamrl.producers.engines.contract import EngineLoad
@@ -17,20 +17,23 @@ RECORD_SECONDS: Final = 1.0
 class Meter:
     """Reads the load of an engine every 50 ms and reports once a second.
 
-    Status fields: `version`, `tokens`, `running`, `waiting`, `tokens_per_second` (last second), `idle` (share of the
+    Status fields: `version`, `tokens`, `tokens_per_second` (last second), `idle` (share of the
     time since the start). Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic seconds, tokens sampled
-    in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far, `running`, `waiting`, `version`.
+    in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far. Both: `running`, `waiting`, `capacity`
+    (requests that the engine can make use of), `servers` (that take prompts), `cache_use` (0 to 1), `preemptions`.
 
     Args:
         role: where to report.
         load: the engine's load.
-        refused: versions of the weights that were refused so far.
+        weights: figures of the weights, for both.
     """
 
-    def __init__(self, role: Role, load: Callable[[], EngineLoad], refused: Callable[[], int]) -> None:
+    def __init__(
+        self, role: Role, load: Callable[[], EngineLoad], weights: Callable[[], Mapping[str, int | float]]
+    ) -> None:
         self._role = role
         self._load = load
-        self._refused = refused
+        self._weights = weights
         self._start = time.monotonic()
         self._busy_before = load().busy_seconds
         self._tokens = load().tokens_sampled
@@ -68,7 +71,11 @@ class Meter:
             "tokens": self._tokens,
             "running": load.running,
             "waiting": load.waiting,
-            "weights_refused": self._refused(),
+            "capacity": load.capacity,
+            "servers": load.servers,
+            "cache_use": round(load.cache_use, 3),
+            "preemptions": load.preemptions,
+            **self._weights(),
         }
         share = idle / elapsed if elapsed else 0.0
         self._role.status.update(shared, tokens_per_second=round(rate, 1), idle=round(share, 4))

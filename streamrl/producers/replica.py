@@ -3,9 +3,11 @@
 ```
 weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
 prompts        -> lease -> the samples that are missing -> Engine.generate -> emit     (one task a sample)
+engines        -> Membership -> EngineGroup.add, remove
 ```
 The engine's death is the replica's death: it exits with an error, others take over its leases, and the supervisor
-starts it again. A response that was emitted is never generated again, whoever dies.
+starts it again. A response that was emitted is never generated again, whoever dies. An engine whose weights are more
+than `max_staleness` steps old takes no more prompts until it has newer ones.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ import hashlib
 import logging
 import math
 import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Final
 
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
 from streamrl.producers.engines import make_engine
 from streamrl.producers.engines.contract import Completion, Engine, Request
+from streamrl.producers.membership import Membership
 from streamrl.producers.meter import Meter
+from streamrl.producers.servers.fleet import Fleet
+from streamrl.producers.servers.group import EngineGroup
+from streamrl.producers.sharing import taking_turns
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.weight_sync import Follower
@@ -43,13 +51,29 @@ async def run_rollout(role: Role) -> None:
         Unreachable: the engine died; the supervisor starts the replica again.
     """
     config = role.config
-    engine = make_engine(config, replica_seed(config.seed, role.name, _earlier_output(role)))
+    seed = replica_seed(config.seed, role.name, _earlier_output(role))
+    engine = make_engine(config, seed, role.run_dir, role.name, await role.ledgers.servers.enlisted())
+    membership = None
+    if isinstance(engine, EngineGroup):
+        membership = Membership(role, engine, Fleet(config, seed, role.run_dir, role.name))
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-        await engine.start()
-        await Replica(role, engine, tokenizer).run()
+        async with _running(role, engine) as running:
+            await Replica(role, running, tokenizer, membership).run()
     except BaseExceptionGroup as error:
         raise unwrap(error) from error
+
+
+@asynccontextmanager
+async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+    """Start an engine for the length of the block, on devices of its own or on shared ones."""
+    if role.config.rollout.placement == "colocated":
+        async with taking_turns(role, engine) as shared:
+            yield shared
+        return
+    try:
+        await engine.start()
+        yield engine
     finally:
         await engine.close()
 
@@ -80,7 +104,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
         held: prompts held now.
         unopened: those among them of which it is not known yet what is missing; each counts as a whole group.
         samples: samples that the others still miss.
-        slots: responses that the engine decodes at the same time.
+        slots: responses that the engine can make use of at the same time; 0: it takes none now.
         group_size: samples of a whole group.
     """
     free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
@@ -94,9 +118,10 @@ class Replica:
         role: the replica's role.
         engine: started.
         tokenizer: turns sampled ids into the text that rewards read.
+        membership: keeps the servers of the engine; None for an engine in this process.
     """
 
-    def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer, membership: Membership | None = None) -> None:
         config = role.config
         self._role = role
         self._config = config
@@ -105,9 +130,20 @@ class Replica:
         self._numbers = count()
         self._missing = 0
         self._opened = 0
+        self._stale = False
+        self._membership = membership
         self._follower = Follower(
-            role.ledgers.weights, config.weights, engine.apply, run=config.name, run_dir=role.run_dir
+            role.ledgers.weights,
+            config.weights,
+            engine.apply,
+            run=config.name,
+            run_dir=role.run_dir,
+            name=role.name,
+            board=role.ledgers.roles,
+            status=role.status,
         )
+        if membership is not None:
+            membership.follow(self._follower.again)
         self._leases = Leases(
             [role.ledgers.train, role.ledgers.evaluation],
             "prompts",
@@ -123,14 +159,20 @@ class Replica:
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             following = group.create_task(self._follower.run(ended))
+            keeping = group.create_task(self._keep_servers())
             if await self._first_version():
-                meter = Meter(self._role, self._engine.load, lambda: self._follower.refused)
+                meter = Meter(self._role, self._engine.load, self._weights)
                 metering = group.create_task(meter.run())
                 self._role.ready()
                 await self._leases.run(self._role.stop)
                 metering.cancel()
             ended.set()
             following.cancel()
+            keeping.cancel()
+
+    async def _keep_servers(self) -> None:
+        if self._membership is not None:
+            await self._membership.run()
 
     async def answer(self, lease: Lease) -> None:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
@@ -163,14 +205,39 @@ class Replica:
 
     def _width(self) -> int:
         held = self._leases.held
-        config = self._config
-        return lease_width(held, held - self._opened, self._missing, config.engine.slots, config.sampling.group_size)
+        if self._is_stale():
+            return held
+        capacity = self._engine.load().capacity
+        return lease_width(held, held - self._opened, self._missing, capacity, self._config.sampling.group_size)
+
+    def _weights(self) -> dict[str, int | float]:
+        follower = self._follower
+        return {
+            "weights_refused": follower.refused,
+            "weights_fetched": follower.bytes_fetched,
+            "fetch_seconds": round(follower.fetch_seconds, 4),
+            "apply_seconds": round(follower.apply_seconds, 4),
+        }
+
+    def _is_stale(self) -> bool:
+        """Whether the weights are too old for more prompts; says so when that changes."""
+        behind = self._follower.newest_step - self._follower.applied_step
+        stale = behind > self._config.max_staleness
+        if stale != self._stale:
+            self._stale = stale
+            self._role.status["stale"] = int(stale)
+            extra = {"steps_behind": behind, "max_staleness": self._config.max_staleness}
+            if stale:
+                logger.warning("takes no more prompts: the weights are too old", extra=extra)
+            else:
+                logger.info("takes prompts again", extra=extra)
+        return stale
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""
         for attempt in range(_ATTEMPTS):
             try:
-                payload = self._encode(await self._generate(prompt))
+                payload = self._encode(await self._generate(lease, prompt))
             except Unreachable:
                 raise
             except (DataError, WireError) as error:
@@ -191,7 +258,7 @@ class Replica:
             )
         await lease.ledger.fail_sample(lease, sample, why, detail)
 
-    async def _generate(self, prompt: Prompt) -> Completion:
+    async def _generate(self, lease: Lease, prompt: Prompt) -> Completion:
         tokens = prompt.token_ids
         room = self._config.model.context - tokens.size
         if room < 1:
@@ -201,6 +268,7 @@ class Replica:
             tokens=tokens,
             max_new_tokens=min(self._config.sampling.max_new_tokens, room),
             temperature=self._config.sampling.temperature,
+            affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.gid}",
         )
         limit = self._config.lease.max_hold
         try:

@@ -85,3 +85,17 @@ class Keys:
     def role(self, name: str) -> str:
         """Hash with a time to live: what a role says of itself."""
         return f"{{sr:{self.run}}}:role:{name}"
+
+    @property
+    def engines(self) -> str:
+        """Hash of the engine servers that were added to the run or removed from it; `#` counts the added ones."""
+        return f"{{sr:{self.run}}}:engines"
+
+    @property
+    def servers(self) -> str:
+        """Set of the names of all replicas that ever spoke of engine servers."""
+        return f"{{sr:{self.run}}}:servers"
+
+    def server_report(self, replica: str) -> str:
+        """Hash with a time to live: how the engine servers of a replica are, each as JSON."""
+        return f"{{sr:{self.run}}}:servers:{replica}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from streamrl.config import RunConfig
 from streamrl.queues import embedded, replies
 from streamrl.queues.connection import Connection, open_connection
+from streamrl.queues.enlisted import ServerList
 from streamrl.queues.foreign import read_ours
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
@@ -88,6 +89,7 @@ class Ledgers:
     evaluation: Ledger
     weights: WeightsStream
     roles: RoleBoard
+    servers: ServerList
     turn: DeviceTurn
     connection: Connection
 
@@ -109,6 +111,7 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
             roles=RoleBoard(connection, train),
+            servers=ServerList(connection, train),
             turn=DeviceTurn(connection, train, config.lease.seconds),
             connection=connection,
         )

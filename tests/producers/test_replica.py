@@ -132,7 +132,7 @@ async def test_a_swap_in_flight_gives_spans(small, monkeypatch):
             await self._engine.start()
             self._engine._model.register_forward_pre_hook(lambda *_: time.sleep(0.002))
 
-    monkeypatch.setattr(replica_module, "make_engine", lambda config, seed: Slow(make(config, seed)))
+    monkeypatch.setattr(replica_module, "make_engine", lambda *arguments: Slow(make(*arguments)))
     small.set("model", context=1024).set("sampling", max_new_tokens=900)
     async with small.open() as ledgers:
         learner = Learner(small, ledgers)
@@ -225,7 +225,7 @@ class Faulty:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         self.calls += 1
         fault = self._faults.pop(0) if self._faults else None
         if fault is not None:
@@ -241,7 +241,7 @@ class Endless(Faulty):
 
     well = True
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         await asyncio.Event().wait()
 
     async def health(self):

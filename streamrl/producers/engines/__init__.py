@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from streamrl.config import RunConfig
 from streamrl.producers.engines.contract import Completion, Engine, EngineLoad, Request
+
+if TYPE_CHECKING:
+    from streamrl.queues.enlisted import Enlisted
 
 __all__ = ["Completion", "Engine", "EngineLoad", "Request", "make_engine"]
 
 
-def make_engine(config: RunConfig, seed: int) -> Engine:
-    """The engine that `config.engine.kind` names, not yet started.
+def make_engine(
+    config: RunConfig,
+    seed: int,
+    run_dir: Path = Path(),
+    replica: str = "rollout.0",
+    enlisted: Mapping[str, Enlisted] | None = None,
+) -> Engine:
+    """The engine that `config.engine` describes, not yet started: in this process, or a group of servers.
 
     Args:
         config: the run.
         seed: of the sampling; every replica, and every start of a replica, needs another one.
+        run_dir: of the run; servers that are started write their logs there.
+        replica: name of the replica's role; it says which servers and devices are its own.
+        enlisted: servers that were added or removed since the run began.
     """
-    from streamrl.producers.engines.hf import HfEngine
+    if config.engine.kind == "hf" and not config.engine.url:
+        from streamrl.producers.engines.hf import HfEngine
 
-    return HfEngine(config, seed)
+        return HfEngine(config, seed)
+    from streamrl.producers.servers.fleet import make_group
+
+    return make_group(config, seed, run_dir, replica, enlisted)

@@ -367,6 +367,8 @@ class Member:
                 self.updating = False
                 self._concurrency.interrupted()
             self._host.changed()
+            if self.pair < target:
+                raise WeightsError(f"version {target} is not here any more", "the next version mends this")
         self._settle(None)
 
     def _settle(self, error: Exception | None) -> None:

@@ -16,8 +16,8 @@ from streamrl.weight_sync.version import Version
 logger = logging.getLogger(__name__)
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
-Source: TypeAlias = Callable[[Apply], Awaitable[None]]
-"""Hands the newest version to an `apply`, as often as it is asked to."""
+Source: TypeAlias = Callable[[Apply], Awaitable[object]]
+"""Hands the newest version to an `apply`, as often as it is asked to (`Follower.again`)."""
 
 _GRACE_SECONDS: Final = 1.0
 """A server that takes longer than the first one by this much, and by as much again as that took, is left behind."""
@@ -37,15 +37,17 @@ class Newest:
         self._source: Source | None = None
 
     def follow(self, source: Source) -> None:
-        """Take versions from `source` from now on, instead of holding on to the last one that came."""
-        self._source, self._kept = source, None
+        """Take versions from `source`, instead of holding on to the last one that came."""
+        self._source = source
 
     async def deliver(self, apply: Apply) -> None:
-        """Hand the newest version to `apply`."""
-        if self._source is not None:
+        """Hand the newest version to `apply`: the one that is being spread, else what the source has."""
+        kept = self._kept
+        if kept is not None:
+            with kept.readers:
+                await apply(kept)
+        elif self._source is not None:
             await self._source(apply)
-        elif self._kept is not None:
-            await apply(self._kept)
 
     def best(self, roster: Roster) -> Pair:
         """The newest version that a server holds."""
@@ -70,9 +72,12 @@ class Newest:
         if self.target is not None and version.pair < self.target:
             raise WeightsError(f"version {version.pair} is older than {self.target}, which is in force")
         self._before = self.best(roster)
-        self.target, self._kept = version.pair, None if self._source is not None else version
-        waiting = {member.reach(version.pair) for member in roster.serving}
-        errors = await self._first_come(waiting, version)
+        self.target, self._kept = version.pair, version
+        try:
+            errors = await self._first_come({member.reach(version.pair) for member in roster.serving}, version)
+        finally:
+            if self._source is not None and self._kept is version:
+                self._kept = None
         refusals = [error for error in errors if isinstance(error, WeightsError)]
         if refusals and len(refusals) == len(errors):
             raise refusals[0]

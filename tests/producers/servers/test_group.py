@@ -1,4 +1,4 @@
-"""A group of servers under every mishap: death with and without a prefix, slow and refused weights, members that change."""
+"""A group of servers under every mishap: deaths with and without a prefix, slow or refused weights, changing members."""
 
 import asyncio
 import sys
