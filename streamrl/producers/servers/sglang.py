@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Literal
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.errors import DataError, Refused, WeightsError, WireError
+from streamrl.errors import DataError, Refused, StreamrlError, WeightsError, WireError
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, on_cpu, wants_memory_saver
@@ -123,18 +123,11 @@ class SglangDialect:
         if isinstance(message, Mapping) and "error" in message:
             raise _refusal(message["error"])
         try:
-            meta, tokens = message["meta_info"], message["output_ids"]
-            total = int(meta["completion_tokens"])
-            entries = meta.get("output_token_logprobs") or []
-            finish, spans = meta.get("finish_reason"), meta.get("weight_versions")
-            prompt_tokens = meta.get("prompt_tokens")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            return _chunk(message["output_ids"], message["meta_info"], received)
+        except StreamrlError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise WireError(f"no message of SGLang's /generate: {error!r}") from error
-        kind = _finish(finish)
-        fresh = _fresh(tokens, total, received)
-        logprobs = _logprobs(_fresh(entries, total, received), fresh)
-        runs = _runs(spans, total) if kind is not None and spans is not None else None
-        return Chunk(fresh, logprobs, kind, runs, prompt_tokens)
 
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
         """See `Dialect.abort`.
@@ -277,6 +270,15 @@ def _missing(server: Mapping[str, Any], version: str) -> str:
     return ""
 
 
+def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chunk:
+    total, spans = int(meta["completion_tokens"]), meta.get("weight_versions")
+    finish = _finish(meta.get("finish_reason"))
+    fresh = [int(token) for token in _fresh(tokens, total, received)]
+    logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
+    runs = _runs(spans, total) if finish is not None and spans is not None else None
+    return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"))
+
+
 def _refusal(error: Any) -> WireError | DataError:
     message, code = (error.get("message"), error.get("code")) if isinstance(error, Mapping) else (error, None)
     if isinstance(code, int) and 400 <= code < 500:
@@ -303,10 +305,9 @@ def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
     return list(items[received:total]) if len(items) >= total else list(items[len(items) - new :])
 
 
-def _logprobs(entries: Sequence[Any], tokens: Sequence[Any]) -> list[float]:
+def _logprobs(entries: Sequence[Any], tokens: Sequence[int]) -> list[float]:
     values = []
-    for entry, token in zip(entries, tokens, strict=True):
-        value, named = entry[0], entry[1]
+    for (value, named, *_), token in zip(entries, tokens, strict=True):
         if named != token:
             raise WireError(f"SGLang's log-probability of token {named} came with token {token}")
         if not isinstance(value, float | int) or not math.isfinite(value):
@@ -315,19 +316,16 @@ def _logprobs(entries: Sequence[Any], tokens: Sequence[Any]) -> list[float]:
     return values
 
 
-def _runs(spans: Any, total: int) -> Runs:
+def _runs(spans: Sequence[Mapping[str, Any]], total: int) -> Runs:
     runs: Runs = []
     end = 0
-    try:
-        for span in spans:
-            if span["start"] != end or span["end"] < end:
-                raise WireError(f"SGLang's version spans have a gap: {spans}")
-            end = span["end"]
-            version = int(span["version"]) if str(span["version"]).isdecimal() else 0
-            if span["end"] > span["start"] and (not runs or runs[-1][1] != version):
-                runs.append((span["start"], version))
-    except (KeyError, TypeError) as error:
-        raise WireError(f"no version spans of SGLang: {spans}") from error
+    for span in spans:
+        if span["start"] != end or span["end"] < end:
+            raise WireError(f"SGLang's version spans have a gap: {spans}")
+        end = span["end"]
+        version = int(span["version"]) if str(span["version"]).isdecimal() else 0
+        if span["end"] > span["start"] and (not runs or runs[-1][1] != version):
+            runs.append((span["start"], version))
     if end != total:
         raise WireError(f"SGLang's version spans end at {end}, the response has {total} tokens")
     return runs
