@@ -11,8 +11,11 @@ from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.groups import Unusable, open_group
-from streamrl.learner.steps import Command, TorchThread, Trainer
+from streamrl.learner.parts import Parts
+from streamrl.learner.steps import NO_BASE, Command, TorchThread, Trainer
 from streamrl.queues.ledger import Ledger
+from streamrl.weight_sync.catalog import PINNED
+from streamrl.weight_sync.manifest import folder_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class FollowingRank:
         self._run_dir, self._ledger = run_dir, ledger
         self._trainer, self._torch = trainer, torch
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
+        self._parts = Parts(config.weights, run_dir, trainer.ranks.rank)
 
     async def run(self) -> None:
         """Follow commands until `STOP`; rank 0 alone decides when, also on SIGTERM.
@@ -41,11 +45,14 @@ class FollowingRank:
             DeadlineExceeded: rank 0 said nothing for `learner.collective_deadline`.
             Unreachable: another rank is gone.
         """
-        while True:
-            command, *arguments = await self._torch.run(self._trainer.ranks.broadcast_ints)
-            if command == Command.STOP:
-                return
-            await self._do(Command(command), arguments)
+        try:
+            while True:
+                command, *arguments = await self._torch.run(self._trainer.ranks.broadcast_ints)
+                if command == Command.STOP:
+                    return
+                await self._do(Command(command), arguments)
+        finally:
+            self._parts.close()
 
     async def _do(self, command: Command, arguments: Sequence[int]) -> None:
         trainer = self._trainer
@@ -54,13 +61,16 @@ class FollowingRank:
                 await self._train(arguments[::2], arguments[1::2])
             case Command.APPLY:
                 await self._torch.compute(trainer.apply, arguments[0])
-            case Command.GATHER:
-                await self._torch.run(trainer.weights)
+            case Command.PUBLISH:
+                await self._publish(arguments)
             case Command.DISCARD:
                 await self._torch.run(trainer.discard)
             case Command.SAVE:
                 place = arguments[0], arguments[1]
                 await self._torch.run(trainer.save, self._checkpoints.draft(place), place)
+            case Command.ADOPT:
+                folder = self._run_dir / PINNED / folder_name(arguments[0], arguments[1])
+                await self._torch.run(trainer.adopt, folder)
             case Command.EXPORT:
                 await self._torch.run(trainer.export, self._run_dir / "model")
             case Command.LOAD:
@@ -68,6 +78,14 @@ class FollowingRank:
                 await self._torch.run(trainer.load, folder, self._checkpoints.read_meta(folder))
             case _:
                 pass
+
+    async def _publish(self, numbers: Sequence[int]) -> None:
+        pair, base = (numbers[0], numbers[1]), (numbers[2], numbers[3])
+        if self._parts.busy:
+            await self._parts.refuse(pair)
+            return
+        snapshot = await self._torch.compute(self._trainer.snapshot)
+        self._parts.start(pair, None if NO_BASE in base else base, snapshot)
 
     async def _train(self, gids: Sequence[int], owners: Sequence[int]) -> None:
         mine = [gid for gid, owner in zip(gids, owners, strict=True) if owner == self._trainer.ranks.rank]

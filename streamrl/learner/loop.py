@@ -28,11 +28,14 @@ from streamrl.learner.intake import Intake
 from streamrl.learner.policy import Policy
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
 from streamrl.learner.stepline import StepMeter, group_frame
-from streamrl.learner.steps import Command, Crew, TorchThread, Trainer, share
+from streamrl.learner.steps import NO_BASE, Command, Crew, TorchThread, Trainer, share
 from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.role import Role
+from streamrl.queues.rollback import RollbackDesk
+from streamrl.weight_sync.outlets import open_outlet
 from streamrl.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
@@ -114,6 +117,7 @@ class Leader:
         self._intake: Intake
         self._publishing: Publishing
         self._saver: Saver
+        self._rollbacks: Rollbacks
 
     async def run(self) -> None:
         """Load, train, and leave everything durable."""
@@ -123,22 +127,31 @@ class Leader:
             meta, folder = start.meta, checkpoints.path(start.meta.position)
             await self._crew.order(Command.LOAD, meta.position, lambda: self._trainer.load(folder, meta))
         self._intake = Intake(self._role.ledgers.train, self._config, start, self._trainer.misfit)
+        desk = RollbackDesk(self._role.ledgers.train.connection, self._role.ledgers.train.keys)
+        self._rollbacks = Rollbacks(desk, start.nonce, self._crew, self._role.run_dir)
         self._saver = Saver(self._config, self._role.run_dir, start, self._intake, self._crew)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with (
+                open_outlet(self._config, self._role.run_dir, publisher.root) as outlet,
+                asyncio.TaskGroup() as tasks,
+            ):
                 self._publishing = Publishing(
                     publisher,
+                    outlet,
                     versions,
                     self._intake,
                     epoch=start.epoch,
+                    world=self._trainer.ranks.world,
                     deadline=self._config.weights.deadline,
                     tasks=tasks,
                 )
-                await self._train_and_leave(tasks)
+                try:
+                    await self._train_and_leave(tasks)
+                finally:
+                    self._publishing.close()
         finally:
-            self._publishing.close()
             self._saver.close()
             versions.close()
 
@@ -153,6 +166,7 @@ class Leader:
             await self._abandon()
         if not await self._saver.save(self._version):
             raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
+        await self._rollbacks.look(published=self._publishing.version, saved=self._saver.saved_step)
         await self._publishing.settle()
         following.cancel()
         if reason is not None:
@@ -165,8 +179,10 @@ class Leader:
         room = self._config.learner.groups_per_step
         while not self._role.stop.is_set():
             in_step = self._intake.in_step
-            if not in_step and (reason := await self._ending.reason(self._trainer.step)):
-                return reason
+            if not in_step:
+                await self._roll_back()
+                if reason := await self._ending.reason(self._trainer.step):
+                    return reason
             if len(in_step) >= room:
                 await self._update()
                 continue
@@ -266,7 +282,7 @@ class Leader:
             tasks.create_task(self._publish())
         ages: Counter[int] = sum((group.staleness(branch, step - 1) for group in groups), Counter())
         line = self._meter.line(groups, stats, ages, self._torch.take_busy())
-        self._show(step, {**line, "dropped": self._intake.dropped, "publish_seconds": self._publishing.seconds})
+        self._show(step, {**line, "dropped": self._intake.dropped, **self._publishing.record})
         if self._saver.due:
             await self._saver.save(self._version)
 
@@ -290,8 +306,22 @@ class Leader:
         await self._publishing.settle()
         self._version += 1
         self._start.branch.note(self._version, self._trainer.step)
-        tensors = await self._crew.order(Command.GATHER, [], self._trainer.weights, computes=True)
-        await self._publishing.start(self._version, self._trainer.step, tensors)
+        base = self._publishing.next_base()
+        numbers = [self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))]
+        snapshot = await self._crew.order(Command.PUBLISH, numbers, self._trainer.snapshot, computes=True)
+        await self._publishing.start(self._version, self._trainer.step, base, snapshot)
+
+    async def _roll_back(self) -> None:
+        """Go back to the weights of an earlier version, if a person asks for it, and publish them as a new one."""
+        published, saved = self._publishing.version, self._saver.saved_step
+        request = await self._rollbacks.look(published=published, saved=saved)
+        if request is None:
+            return
+        await self._publishing.settle()
+        if await self._rollbacks.follow(request, self._version + 1, self._trainer.step):
+            await self._publish()
+            await self._publishing.settle()
+            await self._rollbacks.look(published=self._publishing.version, saved=saved)
 
     async def _abandon(self) -> None:
         """Forget a partial step: its groups stay closed in Redis for the next learner."""

@@ -7,7 +7,7 @@ thing that ranks must agree on is the gradient norm, whose squares simply add up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +16,8 @@ from streamrl.config import LearnerConfig
 from streamrl.errors import Refused
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_RESTARTED = "updates_before_moments"
+"""Updates before the moments began; 0, and left out by older checkpoints, unless a person rolled the weights back."""
 
 
 class ShardedAdamW:
@@ -36,6 +38,7 @@ class ShardedAdamW:
         locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
         self._shards = {name: shard for name, shard in locals_.items() if shard.numel()}
         self._lr, self._warmup = config.lr, config.warmup_steps
+        self._restarted = 0
         self._adamw = torch.optim.AdamW(
             list(self._shards.values()),
             lr=config.lr,
@@ -90,9 +93,27 @@ class ShardedAdamW:
         for shard in self._shards.values():
             shard.grad = None
 
+    @torch.no_grad()
+    def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
+        """Take other weights; the moments begin anew, the update counter goes on. Gradients are forgotten.
+
+        Args:
+            rows: gives this rank's rows of a parameter by its name, in any floating type.
+        """
+        for name, shard in self._shards.items():
+            shard.copy_(rows(name))
+            for moment in _MOMENTS:
+                self._adamw.state[shard][moment].zero_()
+        self._restarted = self.updates
+        self._count_moments()
+        self.zero()
+
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of weights, moments and the update counter of this rank, by flat name."""
-        tensors = {"updates": torch.tensor(self.updates, dtype=torch.int64)}
+        """Copies on the CPU of weights, moments and the update counters of this rank, by flat name."""
+        tensors = {
+            "updates": torch.tensor(self.updates, dtype=torch.int64),
+            _RESTARTED: torch.tensor(self._restarted, dtype=torch.int64),
+        }
         for name, tensor in self._live().items():
             tensors[name] = tensor.detach().to("cpu", copy=True)
         return tensors
@@ -106,7 +127,11 @@ class ShardedAdamW:
         """
         live = self._live()
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items() if name != "updates"}
+        found = {
+            name: (tuple(tensor.shape), tensor.dtype)
+            for name, tensor in tensors.items()
+            if name not in {"updates", _RESTARTED}
+        }
         if expected != found or "updates" not in tensors:
             odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
             raise Refused(
@@ -116,9 +141,14 @@ class ShardedAdamW:
         for name, tensor in live.items():
             tensor.copy_(tensors[name])
         self.updates = int(tensors["updates"])
-        for shard in self._shards.values():
-            self._adamw.state[shard]["step"].fill_(self.updates)
+        self._restarted = int(tensors.get(_RESTARTED, 0))
+        self._count_moments()
         self.zero()
+
+    def _count_moments(self) -> None:
+        """Tell AdamW how many updates its moments have seen, for its bias correction."""
+        for shard in self._shards.values():
+            self._adamw.state[shard]["step"].fill_(self.updates - self._restarted)
 
     def _live(self) -> dict[str, torch.Tensor]:
         weights = {f"weight/{name}": shard for name, shard in self._shards.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +210,16 @@ class Policy:
             Refused: it is of another model or number of ranks. Nothing is changed.
         """
         self._optimizer.load(tensors)
+        self._fsdp.reshard()
+        self._sums.zero_()
+
+    def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
+        """Take other weights and begin the moments of AdamW anew; accumulated gradients are forgotten. Not collective.
+
+        Args:
+            rows: gives this rank's rows of a parameter by its Hugging Face name.
+        """
+        self._optimizer.adopt(rows)
         self._fsdp.reshard()
         self._sums.zero_()
 

@@ -8,11 +8,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import torch
-
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.intake import Intake
+from streamrl.learner.snapshot import Snapshot
+from streamrl.weight_sync.manifest import Manifest, Pair
+from streamrl.weight_sync.outlets import Outlet
 from streamrl.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
@@ -20,25 +21,30 @@ _MAX_FAILURES: Final = 3
 _HANGS: Final = 2
 """Times `weights.deadline` after which a write hangs: the publisher looks at its deadline between shards only."""
 
-Tensors = list[tuple[str, torch.Tensor]]
-
 
 class Publishing:
     """Publishes one version after the other, each in order, never two at once.
 
-    Writing and checksums run in a thread of their own, neither in the torch thread nor in the event loop. A version
-    that cannot be written is logged and left out, the next one is tried. When those of three steps in a row failed, or
-    all for the deadline, the learner gives up: engines that never get new weights make training worse with every step.
+    Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop; the
+    same thread waits for the files of the other ranks. Engines are told when all is there; none is waited for.
+
+    A version that cannot be written is logged and left out, the next one is tried. When those of three steps in a row
+    failed, or all for the deadline, the learner gives up: engines that never get new weights make training worse with
+    every step.
 
     Attributes:
         version: newest version that engines can see, 0 when none.
-        seconds: how long the newest one took from the gathered tensors to the ledger.
+        record: figures of the newest one, for the record of the step: `published` (its number), `publish_seconds` from
+            the copied weights to the ledger, `snapshot_seconds` of the copy, `publish_bytes` of its files,
+            `publish_kind` and `publish_density` (share of values that changed; None when nobody compared).
 
     Args:
         publisher: used by the thread of this object only.
+        outlet: is told of each version.
         log: every version is noted there before it is published.
         intake: writes the manifest into the ledger.
         epoch: of this learner.
+        world: ranks of this learner.
         deadline: seconds without a version that could be written, after which the learner gives up.
         tasks: owns the background task; an error there ends the learner.
     """
@@ -46,16 +52,19 @@ class Publishing:
     def __init__(
         self,
         publisher: Publisher,
+        outlet: Outlet,
         log: VersionsLog,
         intake: Intake,
         *,
         epoch: int,
+        world: int,
         deadline: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.version = 0
-        self.seconds = 0.0
-        self._publisher, self._log, self._intake, self._epoch = publisher, log, intake, epoch
+        self.record: dict[str, object] = {"publish_seconds": 0.0}
+        self._publisher, self._outlet, self._world = publisher, outlet, world
+        self._log, self._intake, self._epoch = log, intake, epoch
         self._deadline, self._tasks = deadline, tasks
         self._running: asyncio.Task[None] | None = None
         self._failed_steps: set[int] = set()
@@ -69,10 +78,22 @@ class Publishing:
         if self._running is not None:
             await asyncio.wait([self._running])
 
-    async def start(self, version: int, step: int, tensors: Tensors) -> None:
-        """Begin to publish a version; waits first for the one before it."""
+    def next_base(self) -> Pair | None:
+        """What the next version may be a delta against; the ranks must be told the same. Only when settled."""
+        return self._publisher.next_base()
+
+    async def start(self, version: int, step: int, base: Pair | None, snapshot: Snapshot) -> None:
+        """Begin to publish a version; waits first for the one before it.
+
+        Args:
+            version: its number.
+            step: of the weights.
+            base: answer of `next_base` that all ranks were told.
+            snapshot: this rank's share of the weights.
+        """
         await self.settle()
-        self._running = self._tasks.create_task(self._publish(version, step, tensors), name=f"publish {version}")
+        publish = self._publish(version, step, base, snapshot)
+        self._running = self._tasks.create_task(publish, name=f"publish {version}")
 
     async def repeat(self) -> bool:
         """Show the newest version again, in case Redis came back from before it.
@@ -90,15 +111,15 @@ class Publishing:
 
     def close(self) -> None:
         """End the thread. The published versions stay: engines and the evaluation at the end still need them."""
-        self._executor.shutdown(wait=not self._hung)
         self._publisher.close(unlink=False)
+        self._executor.shutdown(wait=not self._hung)
 
-    async def _publish(self, version: int, step: int, tensors: Tensors) -> None:
+    async def _publish(self, version: int, step: int, base: Pair | None, snapshot: Snapshot) -> None:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_HANGS * self._deadline):
-                manifest = await loop.run_in_executor(self._executor, self._write, version, step, tensors)
+                data, manifest = await loop.run_in_executor(self._executor, self._write, version, step, base, snapshot)
         except (CannotCreate, DeadlineExceeded) as error:
             now = time.monotonic()
             late = bool(self._failed_steps) and now - self._failing_since > self._deadline
@@ -116,14 +137,33 @@ class Publishing:
                 f"version {version} is being written and does not end", "look at the disk"
             ) from error
         self._failed_steps.clear()
-        self.version, self._manifest = version, manifest
-        await self._intake.consume(version, manifest)
-        self.seconds = time.monotonic() - started
+        self.version, self._manifest = version, data
+        await self._outlet.announce(manifest)
+        await self._intake.consume(version, data)
+        figures = self._publisher.figures
+        self.record = {
+            "published": version,
+            "publish_seconds": time.monotonic() - started,
+            "snapshot_seconds": snapshot.seconds,
+            "publish_bytes": figures.bytes,
+            "publish_kind": figures.kind,
+            "publish_density": figures.density,
+        }
 
-    def _write(self, version: int, step: int, tensors: Tensors) -> bytes:
+    def _write(self, version: int, step: int, base: Pair | None, snapshot: Snapshot) -> tuple[bytes, Manifest]:
         try:
             self._log.note(version, step)
         except OSError as error:
             # The pair (epoch, number) stays unique without the note, so a full disk need not stop the engines.
             logger.warning("version not noted", extra={"version": version, "error": str(error)})
-        return self._publisher.publish(epoch=self._epoch, version=version, step=step, tensors=tensors)
+        data = self._publisher.publish(
+            epoch=self._epoch,
+            version=version,
+            step=step,
+            tensors=snapshot.tensors,
+            shapes=snapshot.shapes,
+            world=self._world,
+            base=base,
+            sources=self._outlet.sources(),
+        )
+        return data, self._publisher.manifest

@@ -60,6 +60,11 @@ class Saver:
             self._record.append(frame)
 
     @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint."""
+        return self._saved
+
+    @property
     def due(self) -> bool:
         """Whether a checkpoint should be tried now."""
         config, steps = self._config, self._trainer.step - self._saved

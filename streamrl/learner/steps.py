@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.errors import Refused
+from streamrl.errors import Refused, WeightsError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.chain import TrainedDigest
 from streamrl.learner.checkpoint import InvalidCheckpoint, Meta, Position, read_shard, shard_name, write_shard
@@ -28,10 +28,13 @@ from streamrl.learner.groups import TrainGroup
 from streamrl.learner.policy import Policy
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import UpdateStats
+from streamrl.learner.snapshot import Snapshot, rows_reader, take
 
 logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+NO_BASE = -1
+"""Numbers of the base of a version that every rank writes whole."""
 NOBODY = -1
 """Owner of a group whose gradient is exactly zero: no rank reads it."""
 
@@ -47,14 +50,16 @@ class Command(IntEnum):
     """gid, owner, gid, owner, ...: a micro-batch."""
     APPLY = 3
     """tokens: the update of the step."""
-    GATHER = 4
-    """Gather the weights for publishing."""
+    PUBLISH = 4
+    """epoch, version, epoch and version of the base (`NO_BASE` twice: none): write this rank's share of a version."""
     DISCARD = 5
     """Forget the gradients of a step that will not be finished."""
     SAVE = 6
     """epoch, step: write this rank's shard of the checkpoint."""
     EXPORT = 7
     """Gather the model for the final export."""
+    ADOPT = 9
+    """epoch, version: take this rank's rows of a pinned version as weights."""
     STOP = 8
     """Leave."""
 
@@ -98,7 +103,8 @@ class TorchThread:
 class Trainer:
     """One rank's policy with what was trained into it.
 
-    All methods are collective: every rank calls the same one in the same order, in its torch thread.
+    All methods but those that say otherwise are collective: every rank calls the same one in the same order, in its
+    torch thread.
 
     Attributes:
         step: updates applied so far.
@@ -145,15 +151,9 @@ class Trainer:
         self._policy.discard()
         self._accumulated.clear()
 
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """Copies of the full weights under their Hugging Face names; empty on other ranks than 0."""
-        dtype = torch.bfloat16 if self._config.weights.dtype == "bfloat16" else torch.float32
-        tensors = self._policy.full_tensors(dtype)
-        if self.ranks.rank == 0:
-            return list(tensors)
-        for _ in tensors:
-            pass
-        return []
+    def snapshot(self) -> Snapshot:
+        """A copy of this rank's share of the weights as they are published; not collective."""
+        return take(self._policy.parameters, getattr(torch, self._config.weights.dtype))
 
     def save(self, draft: Path, position: Position) -> bool:
         """Write this rank's shard into the draft of a checkpoint; False when some rank could not."""
@@ -181,6 +181,22 @@ class Trainer:
         self._policy.load_shard_state(read_shard(folder / shard_name(self.ranks.rank, self.ranks.world)))
         self.step = meta.step
         self.digest = TrainedDigest(meta.count, meta.digest)
+
+    def adopt(self, folder: Path) -> bool:
+        """Take the weights of a pinned version, moments begin anew; False when some rank could not: nothing happened.
+
+        The step goes on counting: what was trained stays trained. Call it between two steps.
+        """
+        rows: Callable[[str], torch.Tensor] | None = None
+        try:
+            rows = rows_reader(folder, self._policy.parameters)
+        except (OSError, WeightsError) as error:
+            logger.error("weights not taken", extra={"folder": str(folder), "error": str(error)})  # noqa: TRY400
+        if self.ranks.all_min(int(rows is not None)) != [1] or rows is None:
+            return False
+        self._policy.adopt(rows)
+        self._accumulated.clear()
+        return True
 
     def export(self, folder: Path) -> None:
         """Write the Hugging Face directory of the trained model (rank 0)."""

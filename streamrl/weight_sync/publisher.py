@@ -76,7 +76,8 @@ class Publisher:
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
     Attributes:
-        figures: of the newest version that this publisher wrote, None before the first.
+        manifest: of the newest version that this publisher wrote; not there before the first.
+        figures: what it cost.
 
     Args:
         config: transport, dtype, size of shards, deltas and deadline.
@@ -97,7 +98,8 @@ class Publisher:
         self._kept: list[_Kept] = self._leftover()
         self._deltas = 0
         self._chained = False
-        self.figures: Figures | None = None
+        self.manifest: Manifest
+        self.figures: Figures
 
     @property
     def root(self) -> Path:
@@ -171,6 +173,7 @@ class Publisher:
             raise self._cannot(draft, error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+        self.manifest = manifest
         self._note(manifest, reports)
         logger.info(
             "weights published", extra={"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}

@@ -14,19 +14,18 @@ from streamrl.config import (
     CheckpointConfig,
     DataConfig,
     LearnerConfig,
-    LoadedConfig,
     ModelConfig,
     RedisConfig,
     RunConfig,
     SamplingConfig,
     WeightsConfig,
-    save,
 )
 from streamrl.queues import replies
 from streamrl.queues.keys import GROUP
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import AdmitOutcome, Lease
+from streamrl.runfile import LoadedConfig, save
 
 VOCABULARY = 32
 FINGERPRINT = "played"

@@ -11,15 +11,21 @@ import pytest
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
+from streamrl.learner.snapshot import Snapshot
+from streamrl.weight_sync.publisher import Figures
 
 
 class Shelf:
-    """Publisher, version log and intake at once; `full` refuses every version, `slow` one."""
+    """Publisher, outlet, version log and intake at once; `full` refuses every version, `slow` one."""
+
+    manifest = None
+    figures = Figures(bytes=10, density=None, kind="full")
 
     def __init__(self) -> None:
         self.full = False
         self.slow = 0
         self.shown: list[int] = []
+        self.announced = 0
 
     def publish(self, *, version, **_) -> bytes:
         if self.full:
@@ -31,6 +37,12 @@ class Shelf:
 
     def holds_newest(self) -> bool:
         return True
+
+    def sources(self) -> list[str]:
+        return []
+
+    async def announce(self, manifest) -> None:
+        self.announced += 1
 
     def note(self, version, step) -> None:
         pass
@@ -45,12 +57,12 @@ class Shelf:
 
 async def publish(publishing, *versions) -> None:
     for version, step in versions:
-        await publishing.start(version, step, [])
+        await publishing.start(version, step, None, Snapshot([], {}))
         await publishing.settle()
 
 
 def make(shelf, tasks, deadline=60.0):
-    return Publishing(shelf, shelf, shelf, epoch=1, deadline=deadline, tasks=tasks)
+    return Publishing(shelf, shelf, shelf, shelf, epoch=1, world=1, deadline=deadline, tasks=tasks)
 
 
 async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written():
@@ -68,6 +80,8 @@ async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_writte
         await publish(publishing, (7, 1))
         assert await publishing.repeat()
     assert (publishing.version, shelf.shown) == (7, [1, 1, 7, 7])
+    assert shelf.announced == 2
+    assert publishing.record["published"] == 7
     publishing.close()
 
 

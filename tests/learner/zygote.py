@@ -19,7 +19,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from streamrl import config as configuration
+from streamrl import runfile
 from streamrl.errors import Fenced, StreamrlError
 from streamrl.learner import loop
 from streamrl.queues.role import open_role
@@ -79,7 +79,7 @@ def kill_at(point: str) -> None:
 
 
 async def learn(run_dir: Path, name: str) -> int:
-    loaded = configuration.read_saved(run_dir / "run.json")
+    loaded = runfile.read_saved(run_dir / "run.json")
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     try:

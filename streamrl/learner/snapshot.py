@@ -1,0 +1,75 @@
+"""This rank's share of the weights, copied off the policy, and other weights put into it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from streamrl.errors import WeightsError
+from streamrl.weight_sync.catalog import read_manifest
+from streamrl.weight_sync.mapping import map_version
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of one rank's rows of all weights; training may go on.
+
+    Attributes:
+        tensors: Hugging Face names and rows on the CPU; a tensor of which this rank has no row is left out.
+        shapes: shapes of the whole tensors, by name.
+        seconds: how long the copy took, which is the time a step loses by a version.
+    """
+
+    tensors: list[tuple[str, torch.Tensor]]
+    shapes: dict[str, list[int]]
+    seconds: float = 0.0
+
+
+@torch.no_grad()
+def take(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Snapshot:
+    """Copy this rank's rows, cast to `dtype`. Not collective: nothing travels between ranks."""
+    started = time.monotonic()
+    tensors = []
+    for name, parameter in parameters.items():
+        rows = parameter.to_local().detach()
+        # An empty tensor belongs to the first rank, so that it is not lost.
+        if rows.numel() or not (parameter.numel() or parameter.device_mesh.get_rank()):
+            tensors.append((name, rows.to(device="cpu", dtype=dtype, copy=True)))
+    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    return Snapshot(tensors, shapes, time.monotonic() - started)
+
+
+def rows_reader(folder: Path, parameters: Mapping[str, DTensor]) -> Callable[[str], torch.Tensor]:
+    """Open a pinned version and return what gives this rank's rows of a parameter by name. Not collective.
+
+    Everything is checked before it returns; after that at most one whole tensor is held in memory at a time.
+
+    Raises:
+        WeightsError: a file is not what the manifest says, or names and shapes are not those of the model.
+        OSError: a file cannot be read.
+    """
+    manifest = read_manifest(folder)
+    version = map_version(folder, manifest)
+    found = {entry.name: entry.shape for entry in manifest.tensors}
+    expected = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    if found != expected:
+        odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise WeightsError(f"{folder} is of another model: {', '.join(odd[:3])} differ")
+
+    def rows(name: str) -> torch.Tensor:
+        mesh = parameters[name].device_mesh
+        whole = version.tensors[name]
+        return whole[rows_of(whole.shape[0], mesh.get_rank(), mesh.size())]
+
+    return rows
+
+
+def rows_of(size: int, rank: int, world: int) -> slice:
+    """Rows of a tensor with `size` of them that a rank holds: equal pieces, the last ones shorter or empty (FSDP2)."""
+    piece = -(-size // world)
+    return slice(min(rank * piece, size), min((rank + 1) * piece, size))
