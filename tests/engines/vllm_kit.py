@@ -99,6 +99,20 @@ def forward(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperatur
     return chosen[:, 0].double().numpy()
 
 
+@torch.no_grad()
+def replay(models: dict[int, Any], prompt: Sequence[int], done: Completion) -> np.ndarray:
+    """Each token by the model of its version, keys and values as they grew."""
+    ends = [start for start, _ in done.runs[1:]] + [len(done.tokens)]
+    cache, inputs, found, run = transformers.DynamicCache(), list(prompt), [], 0
+    for index, token in enumerate(done.tokens.tolist()):
+        run += index >= ends[run]
+        model = models[done.runs[run][1]]
+        logits = model(input_ids=torch.tensor([inputs]), past_key_values=cache, use_cache=True).logits[0, -1]
+        found.append(torch.log_softmax(logits.float(), -1)[token].item())
+        inputs = [token]
+    return np.asarray(found)
+
+
 class Failed(Exception):
     """The server answered with an error."""
 

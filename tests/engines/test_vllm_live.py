@@ -1,0 +1,327 @@
+"""A real vLLM server through `VllmDialect` and our plug-in: what was sampled is compared with plain forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from vllm_kit import Failed, Live, forward, named, random_model, replay, request, save_model, served, write_version
+
+from streamrl.producers.servers.vllm import PLUGIN
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+CLOSE = 0.02  # of log-probabilities in bfloat16
+PROMPT = [5, 6, 7, 8, 9] * 8
+LONG = [11, 12, 13, 14, 15, 16] * 60  # more than two blocks of the prefix cache
+FAULT = """
+import os
+import streamrl_engine.files as files
+whole = files.tensors
+def tensors(source):
+    for index, pair in enumerate(whole(source)):
+        if index == 5 and os.path.exists(os.environ["FAULT"]):
+            raise OSError("the disk is gone")
+        yield pair
+files.tensors = tensors
+"""
+
+
+class World:
+    """One server, the models that its versions were made of, and the newest version's number."""
+
+    def __init__(self, live: Live, folder: Path, first: Any) -> None:
+        self.live, self.folder = live, folder
+        self.number, self.models = 0, {0: first}
+        self.fault = folder / "fault"
+
+    def write(self, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Any:
+        """The next version, not yet applied."""
+        model = random_model(self.number + 1, tied=True)
+        tensors = named(model)
+        change(tensors)
+        self.models[self.number + 1] = model
+        name = f"v-{self.number + 1}-{len(list(self.folder.iterdir()))}"
+        return write_version(tensors, self.folder / name, self.number + 1)
+
+    async def publish(self, mode: Any = "keep") -> int:
+        await self.live.update(self.write(), mode)
+        self.number += 1
+        return self.number
+
+    async def matches(self, prompt: list[int] = PROMPT) -> None:
+        """A new request is sampled from the newest version, and says so."""
+        done = await self.live.generate(request("m", prompt, 24), self.number)
+        assert done.runs == [(0, self.number)]
+        assert np.abs(forward(self.models[self.number], prompt, done.tokens.tolist()) - done.logprobs).max() < CLOSE
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    folder = tmp_path_factory.mktemp("vllm")
+    model = random_model(0, tied=True)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(FAULT)
+    (folder / "versions").mkdir()
+    variables = {"PYTHONPATH": f"{folder / 'site'}:{PLUGIN}", "FAULT": str(folder / "versions" / "fault")}
+    flags = {"enable-lora": True, "max-lora-rank": 8, "max-loras": 2}
+    async with served(save_model(model, folder / "model"), folder / "log", variables=variables, flags=flags) as live:
+        yield World(live, folder / "versions", model)
+
+
+async def during(world: World, limit: int, heard: int) -> asyncio.Task[Any]:
+    """A request that has been heard of so many tokens of."""
+    reached = asyncio.Event()
+    task = asyncio.create_task(
+        world.live.generate(
+            request("flight", PROMPT, limit), world.number, lambda count: count >= heard and reached.set()
+        )
+    )
+    await asyncio.wait_for(reached.wait(), 60)
+    return task
+
+
+async def test_it_says_what_it_is(world: World) -> None:
+    about = world.live.dialect.read_about(await world.live.calls(world.live.dialect.about()))
+    assert about.version.startswith("0.32")
+    assert about.context == 1024
+    assert about.can_update
+    assert about.probe is not None
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+async def test_logprobs_are_those_of_a_plain_forward_pass(world: World, temperature: float) -> None:
+    done = await world.live.generate(request("t", PROMPT, 64, temperature=temperature), 0)
+    expected = forward(world.models[world.number], PROMPT, done.tokens.tolist(), temperature)
+    assert len(done.tokens) == 64
+    assert done.finish == "length"
+    assert done.prompt_tokens == len(PROMPT)
+    assert np.abs(expected - done.logprobs).max() < CLOSE / temperature
+
+
+async def test_a_request_goes_on_across_an_update_with_its_keys_and_values(world: World) -> None:
+    before = world.number
+    task = await during(world, 400, 40)
+    after = await world.publish()
+    done = await task
+    assert [version for _, version in done.runs] == [before, after]
+    assert done.runs[1][0] >= 40
+    assert len(done.tokens) == 400
+    expected = replay(world.models, PROMPT, done)
+    assert np.abs(expected - done.logprobs).max() < CLOSE
+
+
+async def test_recompute_continues_from_keys_and_values_of_the_new_weights(world: World) -> None:
+    task = await during(world, 400, 40)
+    after = await world.publish("recompute")
+    done = await task
+    cut = done.runs[1][0]
+    expected = forward(world.models[after], PROMPT, done.tokens.tolist())
+    assert np.abs(expected - done.logprobs)[cut:].max() < CLOSE
+    figures = world.live.dialect.read_figures(await world.live.call(world.live.dialect.figures()))
+    assert figures.preemptions >= 1
+
+
+async def test_a_cached_prefix_of_old_weights_is_not_used(world: World) -> None:
+    await world.matches(LONG)
+    old = world.number
+    await world.publish()
+    stale = await world.live.generate(request("s", LONG, 8), old)
+    expected = forward(world.models[world.number], LONG, stale.tokens.tolist())
+    assert np.abs(expected - stale.logprobs).max() > CLOSE  # without a salt of its own the cache would lie
+    await world.matches(LONG)
+
+
+LAYER = "model.layers.1.self_attn.k_proj"
+BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "unknown": lambda held: held.update(foo=torch.ones(3)),
+    "missing": lambda held: held.pop("model.norm.weight"),
+    "part of a fused weight": lambda held: held.pop(f"{LAYER}.weight"),
+    "part of a fused bias": lambda held: held.pop(f"{LAYER}.bias"),
+    "too many rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(300, 128)}),
+    "too few rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(100, 128)}),
+    "too wide": lambda held: held.update({"model.layers.0.mlp.down_proj.weight": torch.ones(128, 193)}),
+    "vocabulary": lambda held: held.update({"model.embed_tokens.weight": torch.ones(401, 128)}),
+    "not a number": lambda held: held["model.norm.weight"].__setitem__(7, float("nan")),
+    "infinite": lambda held: held["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 4), float("inf")),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+async def test_a_version_that_does_not_fit_is_refused_while_requests_go_on(world: World, fault: str) -> None:
+    task = await during(world, 60, 8)
+    with pytest.raises(Failed, match="collective_rpc: 500"):
+        await world.live.calls(world.live.dialect.prefetch(world.write(BAD[fault])))
+    assert (await task).runs == [(0, world.number)]
+    await world.matches()
+
+
+async def test_a_cut_file_is_refused_before_anything_is_changed(world: World) -> None:
+    version = world.write()
+    await world.live.calls(world.live.dialect.prefetch(version))
+    file = version.folder / "rank1.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    await world.live.calls(world.live.dialect.pause("keep"))
+    with pytest.raises(Failed, match="its header speaks of"):
+        await world.live.calls(world.live.dialect.update(version))
+    await world.live.calls(world.live.dialect.resume())
+    await world.matches()
+
+
+async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world: World) -> None:
+    before = world.number
+    task = await during(world, 400, 40)
+    version = world.write()
+    await world.live.calls(world.live.dialect.prefetch(version))
+    await world.live.calls(world.live.dialect.pause("keep"))
+    world.fault.touch()
+    for _ in range(2):
+        with pytest.raises(Failed, match="the disk is gone"):
+            await world.live.calls(world.live.dialect.update(version))
+    world.fault.unlink()
+    await world.live.calls(world.live.dialect.update(version))
+    await world.live.calls(world.live.dialect.resume())
+    world.number += 1
+    done = await task
+    assert [run for _, run in done.runs] == [before, world.number]
+    assert np.abs(replay(world.models, PROMPT, done) - done.logprobs).max() < CLOSE
+    await world.matches()
+
+
+async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(world: World) -> None:
+    await world.live.calls(world.live.dialect.pause("keep"))
+    await world.live.calls(world.live.dialect.update(world.write())[:2])
+    await world.publish()
+    await world.matches()
+
+
+async def test_abort_returns_what_there_is(world: World) -> None:
+    task = await during(world, 900, 40)
+    async with asyncio.timeout(1):
+        await world.live.calls(world.live.dialect.abort("flight"))
+        done = await task
+    assert done.finish == "abort"
+    assert 40 <= len(done.tokens) < 900
+    assert np.abs(forward(world.models[world.number], PROMPT, done.tokens.tolist()) - done.logprobs).max() < CLOSE
+
+
+async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world: World) -> None:
+    task = await during(world, 900, 40)
+    await world.live.calls(world.live.dialect.pause("abort"))
+    assert (await task).finish == "abort"
+    held = asyncio.create_task(world.live.generate(request("held", PROMPT, 5), world.number))
+    gone = asyncio.create_task(world.live.generate(request("gone", PROMPT, 5), world.number))
+    paused = await world.live.http.get(world.live.url + "/is_paused")
+    assert await paused.json() == {"is_paused": True}
+    while (found := world.live.dialect.read_figures(await world.live.call(world.live.dialect.figures()))).waiting < 2:
+        assert found.running == 0
+    await world.live.calls(world.live.dialect.abort("gone", paused=True))
+    assert (await gone).finish == "abort"
+    assert not held.done()
+    await world.live.calls(world.live.dialect.resume())
+    assert len((await held).tokens) == 5
+
+
+@pytest.mark.parametrize("level", [0, 1])
+async def test_sleep_holds_requests_until_it_wakes(world: World, level: Any) -> None:
+    await world.live.calls(world.live.dialect.sleep(level))
+    await world.live.call(world.live.dialect.ready())
+    held = asyncio.create_task(world.live.generate(request("held", PROMPT, 5), world.number))
+    await world.live.calls(world.live.dialect.wake(("weights", "kv_cache")))
+    assert len((await held).tokens) == 5
+
+
+def write_adapter(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """A PEFT folder over two matrices; returns what it adds to them."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    held, added = {}, {}
+    for name, (rows, columns) in {
+        "model.layers.0.self_attn.q_proj": (128, 128),
+        "model.layers.1.mlp.down_proj": (128, 192),
+    }.items():
+        down, up = (torch.randn(size, generator=generator) * 0.1 for size in ((4, columns), (rows, 4)))
+        held[f"base_model.model.{name}.lora_A.weight"] = down.bfloat16()
+        held[f"base_model.model.{name}.lora_B.weight"] = up.bfloat16()
+        added[f"{name}.weight"] = 2 * up.bfloat16().float() @ down.bfloat16().float()
+    save_file(held, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "task_type": "CAUSAL_LM"}))
+    return added
+
+
+def with_adapter(world: World, added: dict[str, torch.Tensor]) -> Any:
+    model = random_model(world.number, tied=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in added:
+                parameter.add_(added[name])
+    return model
+
+
+async def test_adapters_are_loaded_swapped_and_survive_an_update(world: World, tmp_path: Path) -> None:
+    dialect = world.live.dialect
+    adapters = {name: write_adapter(tmp_path / name, seed) for name, seed in (("policy-1", 1), ("policy-2", 2))}
+
+    async def close(name: str) -> None:
+        done = await world.live.generate(request("l", PROMPT, 40, adapter=name), world.number)
+        expected = forward(with_adapter(world, adapters[name]), PROMPT, done.tokens.tolist())
+        assert np.abs(expected - done.logprobs).max() < 2 * CLOSE
+        plain = forward(world.models[world.number], PROMPT, done.tokens.tolist())
+        assert np.abs(plain - done.logprobs).max() > 5 * CLOSE
+
+    for name in adapters:
+        await world.live.call(dialect.load_adapter(name, tmp_path / name))
+        await close(name)
+    with pytest.raises(Failed, match="400"):
+        await world.live.call(dialect.load_adapter("policy-1", tmp_path / "policy-1"))
+    await world.live.call(dialect.unload_adapter("policy-1"))
+    await world.live.call(dialect.unload_adapter("policy-1"))
+    with pytest.raises(Failed, match="404"):
+        await world.live.generate(request("l", PROMPT, 4, adapter="policy-1"), world.number)
+    await world.publish()
+    await close("policy-2")
+    await world.matches()
+
+
+async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(world: World) -> None:
+    """The last one: it ends the server."""
+    version = world.write()
+    await world.live.calls(world.live.dialect.prefetch(version))
+    await world.live.calls(world.live.dialect.pause("keep"))
+    world.fault.touch()
+    with pytest.raises(Failed, match="the disk is gone"):
+        await world.live.calls(world.live.dialect.update(version))
+    await world.live.calls(world.live.dialect.resume())
+    with pytest.raises((Failed, aiohttp.ClientError, Exception), match=r"EngineCore|disconnected|refused|reset"):
+        await world.live.generate(request("z", PROMPT, 8), world.number)
+
+
+async def test_two_ranks_refuse_and_apply_together(tmp_path: Path) -> None:
+    models = {number: random_model(number, tied=False) for number in range(3)}
+    folder = save_model(models[0], tmp_path / "model")
+    async with served(folder, tmp_path / "log", tensor_parallel=2) as live:
+        for number in (1, 2):
+            for index, change in enumerate(BAD.values()):
+                held = named(models[number])
+                change(held)
+                with pytest.raises(Failed, match="500"):
+                    await live.calls(
+                        live.dialect.prefetch(write_version(held, tmp_path / f"b{number}-{index}", number))
+                    )
+            await live.update(write_version(named(models[number]), tmp_path / f"v{number}", number))
+            done = await live.generate(request("a", PROMPT, 32), number)
+            assert done.runs == [(0, number)]
+            assert np.abs(forward(models[number], PROMPT, done.tokens.tolist()) - done.logprobs).max() < CLOSE
