@@ -97,5 +97,5 @@ class Hosts:
                 host.banned = True
 
     def worked(self, host: Host) -> None:
-        """Forget the failures of a server."""
+        """Forget the failures of a server that sent something, however the transfer ended; a rest stays."""
         host.failures = 0

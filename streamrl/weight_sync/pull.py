@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -34,11 +35,11 @@ _BUFFER_BYTES: Final = 4 << 20
 _CONNECT_SECONDS: Final = 5.0
 _SILENCE_SHARE: Final = 0.25
 """Part of the deadline for which a server may be silent before another one is asked."""
-_ASKED_AT_ONCE: Final = 8
+_ASKED_AT_ONCE: Final = 4
 _PROBE_SECONDS: Final = 1.0
 _PROOFS: Final = 3
 _BUSY_PAUSE: Final = 0.5
-_LOOK_SECONDS: Final = 0.25
+_LOOK_SECONDS: Final = 0.5
 """Time between two looks for neighbours that have the version by now."""
 
 
@@ -225,6 +226,7 @@ class HttpSource:
         url = f"{host.url}/{draft.manifest.folder}/{piece.shard.file}"
         wanted = {"Range": f"bytes={piece.at}-{piece.end - 1}"}
         host.busy += 1
+        began = piece.at
         try:
             async with self.session.get(url, headers=wanted, allow_redirects=False) as response:
                 self._check(response, piece, host)
@@ -234,7 +236,6 @@ class HttpSource:
                     _write(draft.files[piece.shard.file], data, piece.at)
                     piece.at += len(data)
                     self.traffic.bytes += len(data)
-            hosts.worked(host)
         except _Gone:
             host.banned = True
         except _Busy:
@@ -243,6 +244,8 @@ class HttpSource:
             self._note(hosts, host, error)
         finally:
             host.busy -= 1
+            if piece.at > began:
+                hosts.worked(host)
 
     def _check(self, response: aiohttp.ClientResponse, piece: _Piece, host: Host) -> None:
         """Refuse any answer but the bytes that were asked for."""
@@ -293,9 +296,10 @@ class HttpSource:
         if self._board is None:
             return {}
         urls = await neighbours(self._board, self._name)
+        urls = random.sample(urls, min(len(urls), _ASKED_AT_ONCE))
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._has(url, folder)) for url in urls[:_ASKED_AT_ONCE]]
-        return {url: busy for url, task in zip(urls, asked, strict=False) if (busy := task.result()) is not None}
+            asked = [group.create_task(self._has(url, folder)) for url in urls]
+        return {url: busy for url, task in zip(urls, asked, strict=True) if (busy := task.result()) is not None}
 
     async def _has(self, url: str, folder: str) -> int | None:
         try:

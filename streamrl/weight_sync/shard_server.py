@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from streamrl.errors import CannotCreate
 from streamrl.weight_sync.manifest import parse_folder
@@ -77,13 +78,7 @@ class ShardServer:
             return web.FileResponse(path)
         if self.transfers >= self._limit:
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"}, text="busy")
-        self.transfers += 1
-        try:
-            response = web.FileResponse(path, chunk_size=_CHUNK_BYTES)
-            await response.prepare(request)
-        finally:
-            self.transfers -= 1
-        return response
+        return _Transfer(self, path)
 
     def _path(self, folder: str, name: str) -> Path:
         """Return the regular file with names that a manifest may have; 404 for anything else."""
@@ -100,6 +95,21 @@ class ShardServer:
     async def _say_busy(self, request: web.Request, response: web.StreamResponse) -> None:
         del request
         response.headers[BUSY_HEADER] = str(self.transfers)
+
+
+class _Transfer(web.FileResponse):
+    """A file on its way; aiohttp sends all of it in `prepare`."""
+
+    def __init__(self, server: ShardServer, path: Path) -> None:
+        super().__init__(path, chunk_size=_CHUNK_BYTES)
+        self._server = server
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        self._server.transfers += 1
+        try:
+            return await super().prepare(request)
+        finally:
+            self._server.transfers -= 1
 
 
 @contextlib.asynccontextmanager

@@ -79,12 +79,15 @@ async def following(learner, name="rollout.0", config=None, **options):
 
 
 class Proxy:
-    """Passes connections on to a server; the next `times` answers end after `cut` bytes."""
+    """Passes connections on to a server; the next `times` connections end after `cut` bytes.
+
+    After `silent_after` of those it accepts connections and says nothing.
+    """
 
     def __init__(self, url):
         self.host, port = url.removeprefix("http://").split(":")
         self.target = int(port)
-        self.cut, self.times, self.broken = 0, 0, 0
+        self.cut, self.times, self.broken, self.silent_after = 0, 0, 0, 1 << 30
 
     async def __aenter__(self):
         self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
@@ -99,6 +102,11 @@ class Proxy:
         cut = None
         if self.times:
             self.times, cut = self.times - 1, self.cut
+            if self.broken >= self.silent_after:
+                await reader.read()  # until the client gives up
+                writer.close()
+                back.close()
+                return
         async with asyncio.TaskGroup() as group:
             up = group.create_task(self.pump(reader, back, None))
             await self.pump(there, writer, cut)
@@ -112,9 +120,8 @@ class Proxy:
                 if left is not None and len(data) >= left:
                     writer.write(data[:left])
                     await writer.drain()
-                    writer.close()
                     self.broken += 1
-                    return
+                    break
                 left = None if left is None else left - len(data)
                 writer.write(data)
                 await writer.drain()

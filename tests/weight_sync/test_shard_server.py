@@ -1,7 +1,6 @@
-"""Only files of versions leave the host, only to bearers of the token, in ranges, and not more at a time than is good."""
+"""Only files of versions leave the host, only to bearers of the token, and not more at a time than is good."""
 
 import asyncio
-import os
 import socket
 import stat
 
@@ -146,7 +145,7 @@ def test_the_token_is_private_and_made_once(tmp_path, monkeypatch):
     assert make_token(tmp_path) == token == read_token(tmp_path)
     assert stat.S_IMODE((tmp_path / "weights.token").stat().st_mode) == 0o600
     assert len(token) >= 32
-    assert os.listdir(tmp_path) == ["weights.token"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["weights.token"]
     (tmp_path / "short").write_text("abc")
     monkeypatch.setenv("STREAMRL_WEIGHTS_TOKEN_FILE", str(tmp_path / "short"))
     with pytest.raises(ConfigError, match="fewer than 16"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from aiohttp import web
 from fetch_kit import Board, Proxy, following, http_config, open_learner
-from sync_kit import same, tensors
+from sync_kit import same, tensors, until
 
 from streamrl.errors import CannotCreate, ConfigError, Unreachable, WeightsError
 from streamrl.weight_sync import pull as pull_module
@@ -87,9 +87,7 @@ async def test_a_server_that_dies_in_mid_file_and_comes_back(tmp_path):
                 manifest = decode(learner.write(1, tensors=big()))
                 async with source_of(learner) as (source, _):
                     fetching = asyncio.create_task(source.fetch(manifest))
-                    async with asyncio.timeout(10):
-                        while proxy.broken < 2:  # noqa: ASYNC110
-                            await asyncio.sleep(0.001)
+                    await until(lambda: proxy.broken >= 2)
                     await first.aclose()
                     proxy.times = 0
                     again = ShardServer(learner.publisher.root, read_token(tmp_path)).app()
@@ -101,26 +99,21 @@ async def test_a_server_that_dies_in_mid_file_and_comes_back(tmp_path):
 async def test_a_fetch_that_ran_out_of_time_or_was_cancelled_is_gone_on_with(learner):
     async with Proxy(learner.outlet.sources()[0]) as proxy:
         learner.via = proxy.url
-        proxy.cut, proxy.times = 1 << 20, 10_000
-        manifest = decode(learner.write(1, tensors=big(12)))
-        hasty = http_config(deadline=0.3)
-        async with source_of(learner, config=hasty) as (source, spool):
-            with pytest.raises(Unreachable, match=r"within 0\.3 s"):
-                await source.fetch(manifest)
+        proxy.cut, proxy.times, proxy.silent_after = 1 << 20, 10_000, 3
+        manifest = decode(learner.write(1, tensors=big()))
+        async with source_of(learner, config=http_config(deadline=3)) as (source, spool):
             cancelled = asyncio.create_task(source.fetch(manifest))
-            await asyncio.sleep(0)
+            await until(lambda: proxy.broken >= 3)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            had = source.traffic.bytes
-            assert 0 < had < manifest.total_bytes
+            assert source.traffic.bytes > 0
+            with pytest.raises(Unreachable, match="within 3 s"):
+                await source.fetch(manifest)
+            assert source.traffic.bytes < manifest.total_bytes
             assert [entry.name for entry in spool.root.iterdir()] == [".draft-v-1-1+"]
             proxy.times = 0
-            for _ in range(30):
-                with contextlib.suppress(Unreachable):
-                    folder = await source.fetch(manifest)
-                    break
-            assert same(read(folder, manifest), big(12))
+            assert same(read(await source.fetch(manifest), manifest), big())
             assert source.traffic.bytes == manifest.total_bytes
 
 

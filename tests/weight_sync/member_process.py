@@ -1,0 +1,35 @@
+"""A member of the broadcast in a process of its own: python member_process.py RUN_DIR NAME DEADLINE
+
+Reads the lines of manifests from stdin, fetches each, and answers with a line: version, whole or not, broadcasts.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import orjson
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import StreamrlError
+from streamrl.weight_sync.manifest import decode
+from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.sources import open_source
+
+
+async def main(run_dir, name, deadline):
+    config = WeightsConfig(transport="collective", deadline=deadline)
+    async with open_source(config, run_dir, name=name) as (source, spool):
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            manifest = decode(line.encode())
+            try:
+                folder = await source.fetch(manifest)
+                map_version(folder, manifest)
+                answer = {"version": manifest.version, "broadcasts": source.broadcasts, "bytes": source.traffic.bytes}
+                spool.trim({manifest.folder})
+            except (StreamrlError, OSError) as error:
+                answer = {"version": manifest.version, "error": str(error)}
+            sys.stdout.write(orjson.dumps(answer).decode() + "\n")
+            sys.stdout.flush()
+
+
+asyncio.run(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))

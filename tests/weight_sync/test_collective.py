@@ -1,0 +1,230 @@
+"""A broadcast reaches all that live; one that is killed or stopped in its middle costs the others a round at most."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from fetch_kit import Board, following, open_learner
+from sync_kit import same, tensors, until
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import Unreachable, WireError
+from streamrl.weight_sync import collective
+from streamrl.weight_sync.collective import Membership, Party, Rendezvous
+from streamrl.weight_sync.manifest import encode
+from streamrl.weight_sync.rounds import Done, Go, Hello, pack, unpack_from_host, unpack_from_member
+
+DEADLINE = 20.0
+
+
+class Process:
+    """A member in a process of its own."""
+
+    def __init__(self, process, name):
+        self.process, self.name = process, name
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls, run_dir, name):
+        program = Path(__file__).with_name("member_process.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(str(program), str(run_dir), name, str(DEADLINE)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            yield cls(process, name)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            await process.wait()
+
+    def want(self, manifest):
+        self.process.stdin.write(encode(manifest) + b"\n")
+
+    async def answer(self):
+        async with asyncio.timeout(90):
+            return orjson.loads(await self.process.stdout.readline())
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+
+def config(**changes):
+    return WeightsConfig(transport="collective", shard_bytes=32 << 20, deadline=DEADLINE, **changes)
+
+
+def some(seed, count=4):
+    return {f"t{index}": torch.full((4 << 20,), float(seed + index)) for index in range(count)}
+
+
+@contextlib.asynccontextmanager
+async def members(learner, count):
+    """So many processes, all of them members: each has pulled version 1."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = [
+            await stack.enter_async_context(Process.start(learner.run_dir, f"rollout.{index}"))
+            for index in range(count)
+        ]
+        first = await learner.publish(1, tensors=some(1))
+        for member in found:
+            member.want(first)
+        for member in found:
+            assert (await member.answer())["version"] == 1
+        yield found
+
+
+@pytest.mark.slow
+async def test_all_members_get_a_version_by_broadcast(tmp_path):
+    async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
+        for version in (2, 3):
+            manifest = await learner.publish(version, tensors=some(version))
+            for member in found:
+                member.want(manifest)
+            for member in found:
+                answer = await member.answer()
+                assert answer["version"] == version
+                assert answer["broadcasts"] == version - 1
+                assert answer["bytes"] == version * manifest.total_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monkeypatch):
+    """The others get this version and the next, and the learner's loop has never waited."""
+    async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
+        victim, *others = found
+        broadcaster = learner.outlet._broadcaster
+        before, struck = collective._Gloo.broadcast, []
+
+        def strike(group, piece):
+            if not struck and broadcaster._party[1].progress >= 32 << 20:
+                struck.append(blow)
+                victim.signal(blow)
+            before(group, piece)
+
+        monkeypatch.setattr(collective._Gloo, "broadcast", strike)
+        longest, manifest = 0.0, await learner.publish(2, tensors=some(2))
+        for member in others:
+            member.want(manifest)
+        answering = asyncio.gather(*(member.answer() for member in others))
+        while not answering.done():
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - began)
+        answers = await answering
+        assert struck == [blow]
+        assert [answer["version"] for answer in answers] == [2, 2]
+        assert [answer["broadcasts"] for answer in answers] == [1, 1]  # by the second round
+        assert len(broadcaster._members) == 2
+        assert longest < 5  # nothing waits in the event loop; a round waits for 2 s
+        if blow == signal.SIGSTOP:
+            victim.signal(signal.SIGCONT)
+            await until(lambda: len(broadcaster._members) == 3)  # it comes back by itself
+            others = found
+        manifest = await learner.publish(3, tensors=some(3))
+        for member in others:
+            member.want(manifest)
+        for member in others:
+            answer = await member.answer()
+            assert (answer["version"], answer["broadcasts"]) == (3, 2 if member is not victim else 1)
+
+
+async def test_followers_by_broadcast_and_by_pull(tmp_path):
+    """In one process: the first version is pulled, what comes after is broadcast, a late one pulls."""
+    async with open_learner(config(), tmp_path) as learner, contextlib.AsyncExitStack() as stack:
+        broadcaster = learner.outlet._broadcaster
+        replicas = [
+            await stack.enter_async_context(following(learner, f"rollout.{index}", board=Board())) for index in range(2)
+        ]
+        for version in (1, 2, 3):
+            await learner.publish(version)
+            await asyncio.gather(*(replica.until(version) for replica in replicas))
+            await until(lambda: len(broadcaster._members) == 2)
+        late = await stack.enter_async_context(following(learner, "rollout.9"))
+        await late.until(1)
+        for replica in [*replicas, late]:
+            assert same(replica.applied[-1][1], tensors(3))
+            assert replica.follower.refused == 0
+        await until(lambda: broadcaster._done == (1, 3))
+        assert [replica.follower._arrivals._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
+
+
+async def test_the_learner_announces_and_goes_on(tmp_path, monkeypatch):
+    """While a broadcast hangs, announcements return at once and only the newest of them is sent."""
+    async with open_learner(config(), tmp_path) as learner:
+        sent, free = [], asyncio.Event()
+
+        async def spread(manifest):
+            sent.append(manifest.version)
+            await free.wait()
+
+        monkeypatch.setattr(learner.outlet._broadcaster, "_spread", spread)
+        for version in (1, 2, 3, 4):
+            await learner.publish(version)
+            await until(lambda: sent)
+        assert sent == [1]
+        free.set()
+        await until(lambda: len(sent) == 2)
+        assert sent == [1, 4]
+
+
+async def test_a_group_that_nobody_joins_fails_in_time():
+    rendezvous = Rendezvous("127.0.0.1")
+    party = Party(Membership("g1", 0, 2, "gloo", 0.5, "127.0.0.1"), rendezvous.store)
+    with pytest.raises(Unreachable, match="g1"):
+        await asyncio.wait_for(party.send([Path(__file__)]), 30)
+    party.leave()
+
+
+async def test_bytes_and_edges_in_one_group(tmp_path, monkeypatch):
+    """Files of no byte, one byte, one piece and one more; three groups in one process, the trainer's none of them."""
+    monkeypatch.setattr(collective, "PIECE_BYTES", 4096)
+    rendezvous = Rendezvous("127.0.0.1")
+    sizes = [0, 1, 4095, 4096, 4097, 3 * 4096]
+    sent, got = [], []
+    for index, size in enumerate(sizes):
+        sent.append(tmp_path / f"s{index}")
+        sent[-1].write_bytes(os.urandom(size))
+    parties = [Party(Membership("g1", 0, 3, "gloo", 20, "127.0.0.1"), rendezvous.store)]
+    receiving = []
+    for rank in (1, 2):
+        got.append([tmp_path / f"r{rank}-{index}" for index in range(len(sizes))])
+        for path, size in zip(got[-1], sizes, strict=True):
+            path.write_bytes(bytes(size))
+        parties.append(Party(Membership("g1", rank, 3, "gloo", 20, "127.0.0.1"), ("127.0.0.1", rendezvous.port)))
+        receiving.append(parties[-1].receive(got[-1]))
+    await asyncio.wait_for(asyncio.gather(parties[0].send(sent), *receiving), 60)
+    for party in parties:
+        assert party.progress == sum(sizes)
+        party.leave()
+    for files in got:
+        assert [path.read_bytes() for path in files] == [path.read_bytes() for path in sent]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"type":"hello"}', '{"type":"go","number":-1}', '{"type":"x"}', "\x00"]
+)
+def test_nonsense_is_no_message(text):
+    for read in (unpack_from_host, unpack_from_member):
+        with pytest.raises(WireError):
+            read(text)
+
+
+def test_messages_survive():
+    go = Go(1, "g1", 1, 2, "h", 5, "gloo", 2.0)
+    assert unpack_from_host(pack(go)) == go
+    assert unpack_from_host(pack(Done((1, 2)))) == Done((1, 2))
+    assert unpack_from_member(pack(Hello("rollout.0"))) == Hello("rollout.0")
+    with pytest.raises(WireError):
+        unpack_from_member(pack(go))
