@@ -16,11 +16,12 @@ from streamrl.config import ModelConfig, RunConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers.dialect import PROBE, About, Dialect
-from streamrl.producers.servers.http import BadAnswer, HttpClient
+from streamrl.producers.servers.http import BadAnswer, HttpClient, Lost
 
 logger = logging.getLogger(__name__)
 PATIENCE: Final = 15.0
 """Seconds in which a server that streamrl did not start has to answer."""
+_KNOCK_PAUSE: Final = 0.5
 _ABOUT_SECONDS: Final = 30.0
 
 
@@ -80,14 +81,23 @@ async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, ex
 
 
 async def _reach(client: HttpClient, dialect: Dialect) -> None:
-    """Wait until somebody answers; a server that is not ready for now (503) is there."""
-    try:
-        await client.call(dialect.ready(), PATIENCE)
-    except BadAnswer as error:
-        if error.status != 503:
+    """Wait until somebody answers; a server that is not ready for now (503) may be paused, and is there."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + PATIENCE
+    while True:
+        try:
+            await client.call(dialect.ready(), PATIENCE, retry=False)
+            return
+        except BadAnswer as error:
+            if error.status != 503:
+                raise _refusal(client, dialect, error) from error
+            return
+        except DataError as error:
             raise _refusal(client, dialect, error) from error
-    except DataError as error:
-        raise _refusal(client, dialect, error) from error
+        except Lost:
+            if loop.time() + _KNOCK_PAUSE > end:
+                raise
+        await asyncio.sleep(_KNOCK_PAUSE)
 
 
 async def _ask(client: HttpClient, dialect: Dialect) -> About:

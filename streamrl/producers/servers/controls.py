@@ -123,11 +123,14 @@ class Controls:
         async with self._lock:
             if mode in self._paused:
                 return
+            calls = self._dialect.pause(mode)
+            if not calls and mode != "abort":
+                raise Refused(f"this {self._dialect.kind} server cannot pause and keep its requests", "abort them")
             self._arm()
             self._paused.add(mode)
             self._gate()
             if self._level is None:
-                await self._must(self._dialect.pause(mode))
+                await self._must(calls)
             if mode == "abort":
                 await self._host.end(self._host.flights, _say_nothing)
 
@@ -144,22 +147,24 @@ class Controls:
 
     async def apply(self, version: Version) -> None:
         """See `Engine.apply`: bring it near while the server generates, then stand still for the change alone."""
-        async with self._lock:
-            if version.pair == self._pair and not self._forgotten:
-                return
-            if version.pair < self._pair or version.number < self.version:
-                raise WeightsError(
-                    f"version {version.pair} of the weights is older than {self._pair}, which is in force"
-                )
-            end = self._loop.time() + self._seconds
-            await self._prefetch(version, end)
-            calls = self._dialect.update(version)
-            async with self._still(), self._weights_awake():
-                await self._update(version, calls, end)
-                self._pair = version.pair
-                self._forgotten = False
-                for flight in self._host.flights:
-                    flight.turn(version.number)
+        with version.readers:  # its caller may leave before the end
+            async with self._lock:
+                await self._apply(version)
+
+    async def _apply(self, version: Version) -> None:
+        if version.pair == self._pair and not self._forgotten:
+            return
+        if version.pair < self._pair or version.number < self.version:
+            raise WeightsError(f"version {version.pair} of the weights is older than {self._pair}, which is in force")
+        end = self._loop.time() + self._seconds
+        await self._prefetch(version, end)
+        calls = self._dialect.update(version)
+        async with self._still(), self._weights_awake():
+            await self._update(version, calls, end)
+            self._pair = version.pair
+            self._forgotten = False
+            for flight in self._host.flights:
+                flight.turn(version.number)
         logger.info("weights applied", extra={"version": version.number, "pause": round(self.pause_seconds, 4)})
 
     def keep(self, version: Version) -> None:
@@ -287,7 +292,10 @@ class Controls:
         self._gate()
         begun = self._loop.time()
         try:
-            await self._must(self._dialect.pause("keep"))
+            if calls := self._dialect.pause("keep"):
+                await self._must(calls)
+            else:
+                await self._run_dry()
             yield
         except asyncio.CancelledError:
             raise  # the engine is dead or is being closed: `close` sees to it that the server goes on
@@ -296,6 +304,12 @@ class Controls:
                 await self._go_on(begun)
             raise
         await self._go_on(begun)
+
+    async def _run_dry(self) -> None:
+        """Wait until nothing is at a server that cannot pause; what takes too long ends with what it has."""
+        if sent := [flight for flight in self._host.flights if flight.sent]:
+            await asyncio.wait([flight.outcome for flight in sent], timeout=self._seconds / 2)
+            await self._host.end([flight for flight in sent if not flight.outcome.done()], self.tell_abort)
 
     async def _go_on(self, begun: float) -> None:
         if self._level is None:

@@ -153,7 +153,7 @@ class Dialect(Protocol):
         ...
 
     def pause(self, mode: PauseMode) -> Sequence[Call]:
-        """Stop decoding."""
+        """Stop decoding. Empty: it cannot, and weights change when its last request has ended."""
         ...
 
     def resume(self) -> Sequence[Call]:
