@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlparse
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _UNITS = {
     "": 1,
@@ -47,11 +48,22 @@ def _duration(value: Any) -> Any:
     return float(digits) * _SECONDS[unit]
 
 
+def _server_url(value: str) -> str:
+    """Return the URL of a server as its name: without a slash at the end, and without a secret."""
+    parts = urlparse(value)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{value!r} is no URL of a server (write http://HOST:PORT)")
+    if parts.username or parts.password:
+        raise ValueError("a URL with a password is shown to everybody: put the key into engine.api_key_file")
+    return value.rstrip("/")
+
+
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 
 class Section(BaseModel):
@@ -112,7 +124,7 @@ class EngineConfig(Section):
         " vllm, sglang: servers that streamrl starts, or those at `url`;"
         " openai: any completions API at `url`, with weights of its own",
     )
-    url: tuple[str, ...] = Field((), description="servers that run already; empty: the replica starts its own")
+    url: tuple[ServerUrl, ...] = Field((), description="servers that run already; empty: the replica starts its own")
     servers: Positive = Field(1, description="servers that each replica starts (vllm, sglang)")
     environment: Path | None = Field(
         None,
@@ -140,6 +152,28 @@ class EngineConfig(Section):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: Positive | None = Field(None, description="CPU threads of the engine; empty: torch's choice")
     kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
+
+    @property
+    def managed(self) -> bool:
+        """Whether streamrl starts the servers."""
+        return self.kind in {"vllm", "sglang"} and not self.url
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> EngineConfig:
+        if self.kind == "openai" and not self.url:
+            raise ValueError("engine.kind openai needs engine.url: streamrl starts no such server")
+        if self.url and self.servers > 1:
+            raise ValueError("engine.servers counts servers that streamrl starts; with engine.url it starts none")
+        if len(set(self.url)) != len(self.url):
+            raise ValueError("engine.url names a server twice")
+        started = ("environment", "flags", "variables", "devices")
+        if not self.managed and (unused := [name for name in started if getattr(self, name)]):
+            raise ValueError(f"engine.{unused[0]} is of servers that streamrl starts (kind vllm or sglang, no url)")
+        if self.kind == "hf" and (self.servers > 1 or self.tensor_parallel > 1):
+            raise ValueError("engine.servers and engine.tensor_parallel are of servers; hf generates in the replica")
+        if not self.url and not self.managed and self.api_key_file is not None:
+            raise ValueError("engine.api_key_file is of servers; hf generates in the replica")
+        return self
 
 
 class RolloutConfig(Section):
@@ -324,6 +358,24 @@ class RunConfig(Section):
         """Steps a token may be old when the learner takes its group (promise 3)."""
         limit = self.learner.max_token_staleness
         return 4 * (self.max_staleness + 1) if limit is None else limit
+
+    @property
+    def slots(self) -> int:
+        """Responses that all engines of the run decode at the same time, at most."""
+        engine = self.engine
+        servers = len(engine.url) or self.rollout.replicas * engine.servers
+        return engine.slots * servers
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> RunConfig:
+        engine, replicas = self.engine, self.rollout.replicas
+        if engine.url and len(engine.url) < replicas:
+            raise ValueError(
+                f"engine.url names {len(engine.url)} servers for rollout.replicas {replicas}: each replica needs one"
+            )
+        if self.rollout.placement == "colocated" and engine.kind == "openai":
+            raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
+        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> RunConfig:

@@ -67,6 +67,17 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["learner.stop_at_accuracy=0.9"], "evaluation.every"),
         (["rewards=[{use: exact_match}, {use: exact_match}]"], "same name"),
         (["redis.maxmemory=1MiB"], "redis.maxmemory"),
+        (["engine.kind=openai"], "engine.url"),
+        (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.servers=2"], "engine.servers"),
+        (["engine.url=[http://a:1, http://a:1/]"], "twice"),
+        (["engine.url=[ftp://a]"], "no URL"),
+        (["engine.url=[http://me:secret@a:1]"], "api_key_file"),
+        (["engine.environment=/tmp"], "engine.environment"),
+        (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.flags={seed: 1}"], "engine.flags"),
+        (["engine.servers=2"], "engine.servers"),
+        (["engine.api_key_file=/tmp/key"], "api_key_file"),
+        (["engine.kind=sglang", "engine.url=[http://a:1]", "rollout.replicas=2"], "each replica"),
+        (["engine.kind=openai", "engine.url=[http://a:1]", "rollout.placement=colocated"], "colocated"),
     ],
 )
 def test_values_that_do_not_fit_together(overrides, message):
@@ -82,6 +93,14 @@ def test_units():
 def test_bounds_follow_promise_two():
     config = load(None, ["max_staleness=2", "learner.groups_per_step=8", "checkpoint.every=3"], {}).config
     assert (config.budget, config.hard_cap) == (24, 48)
+
+
+def test_servers_have_one_name_and_count_as_slots():
+    config = load(None, ["engine.url=[http://a:1/, https://b]", "rollout.replicas=2", "engine.slots=8"], {}).config
+    assert config.engine.url == ("http://a:1", "https://b")
+    assert config.slots == 16
+    config = load(None, ["engine.kind=vllm", "engine.servers=3", "rollout.replicas=2", "engine.slots=8"], {}).config
+    assert (config.engine.managed, config.slots) == (True, 48)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from streamrl.commands.options import JsonOption
+from streamrl.commands.options import JsonOption, RunOption
 
 engines_app = typer.Typer(no_args_is_help=True, help="Engine servers: environments, checks, members of a run.")
 
@@ -59,3 +59,52 @@ def check(
     from streamrl.commands.enginecheck import check as command
 
     return command(kind.value, json=json)
+
+
+@engines_app.command("ls")
+def ls(run: RunOption = None, json: JsonOption = False) -> int:
+    """List the engine servers of a run: state, weights, requests in flight. 1 when one of them cannot serve."""
+    from streamrl.commands.engines_live import ls as command
+
+    return command(run, json=json)
+
+
+@engines_app.command("add")
+def add(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server that runs already, e.g. http://10.0.0.7:8000.")],
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Add a server to a run, or one that was removed from it. It gets the newest weights, then prompts."""
+    from streamrl.commands.engines_live import add as command
+
+    return command(run, url, json=json)
+
+
+@engines_app.command("remove")
+def remove(
+    server: Annotated[str, typer.Argument(metavar="SERVER", help="URL or name, as `engines ls` shows it.")],
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Take a server out of a run. It ends what it has; what takes too long goes on elsewhere."""
+    from streamrl.commands.engines_live import remove as command
+
+    return command(run, server, json=json)
+
+
+@engines_app.command("serve")
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or hub name.")],
+    *,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Any but loopback needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8100,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Key that every request must bear.")
+    ] = None,
+    overrides: SetOption = None,
+) -> int:
+    """Serve a model with the Hugging Face engine, for runs with engine.kind hf and engine.url."""
+    from streamrl.commands.serve import serve as command
+
+    return command(model, host, port, api_key_file, overrides or [])

@@ -33,8 +33,7 @@ _GATHER_SECONDS: Final = 0.02
 
 def evaluation_budget(config: RunConfig) -> int:
     """Return how many held-out groups may be live: those that fill at most a quarter of the engines' slots."""
-    slots = config.engine.slots * config.rollout.replicas
-    return max(1, slots // (_SHARE * config.evaluation.samples))
+    return max(1, config.slots // (_SHARE * config.evaluation.samples))
 
 
 class Evaluation:

@@ -89,7 +89,7 @@ class Fleet:
 
             dialect = make_dialect(self._config)
             if is_url(name):
-                return ServerEngine(dialect, self._config, url=name.rstrip("/"))
+                return ServerEngine(dialect, self._config, url=name)
             server = ManagedServer(
                 dialect, self._config, self._run_dir, name, self._devices(name), seed=self._seed_of(name, next(lives))
             )
