@@ -175,7 +175,11 @@ class HfEngine:
 
     async def apply(self, version: Version) -> None:
         """See `Engine.apply`."""
-        await self._run(self._patience, self._controlling().apply, version)
+        work = self._begin(self._patience, self._controlling().apply, version)
+        # also when the caller leaves and forgets the version
+        version.readers.__enter__()
+        work.add_done_callback(lambda _: version.readers.__exit__())
+        await self._finish(self._patience, work)
 
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
         """See `Engine.sleep`."""
@@ -322,6 +326,9 @@ class HfEngine:
 
         A cancelled caller does not stop the work: it would leave a model half changed. Nor does it stop the clock.
         """
+        return await self._finish(seconds, self._begin(seconds, work, *args, **kwargs))
+
+    def _begin(self, seconds: float, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> asyncio.Future[_T]:
         future = self._loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
         late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
         deadline = self._loop.call_later(seconds, self._fail, late)
@@ -332,19 +339,23 @@ class HfEngine:
                 self._fail(error)  # the decode step that the work has waited for does not end
 
         future.add_done_callback(settled)
+        return future
+
+    async def _finish(self, seconds: float, work: asyncio.Future[_T]) -> _T:
         try:
-            await asyncio.wait([future], timeout=seconds)
-            if not future.done():
+            await asyncio.wait([work], timeout=seconds)
+            if not work.done():
+                late = DeadlineExceeded(f"the engine did not finish within {seconds:g} s")
                 self._fail(late)
                 raise late
-            if future.cancelled():
+            if work.cancelled():
                 raise Unreachable("the engine was closed")
-            return future.result()
+            return work.result()
         except DeadlineExceeded as error:
             raise _death(error) from error
         finally:
-            if not future.done():
-                future.add_done_callback(_log_failure)
+            if not work.done():
+                work.add_done_callback(_log_failure)
 
     def _fail(self, cause: BaseException) -> None:
         """The engine is dead from now on; the first cause counts."""
