@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from streamrl.commands.options import JsonOption, RunOption
+from streamrl.commands.options import JsonOption, RunOption, SetOption
 
 engines_app = typer.Typer(no_args_is_help=True, help="Engine servers: environments, checks, members of a run.")
 
