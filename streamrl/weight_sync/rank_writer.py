@@ -289,13 +289,20 @@ def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) ->
         DeadlineExceeded: not until then, or the wait was given up.
     """
     pause = 0.001
-    while name not in os.listdir(folder):  # noqa: PTH208  only the names are wanted
+    while not _has(folder, name):
         if stopped.wait(pause) or time.monotonic() > until:
             raise DeadlineExceeded(
                 f"{folder / name} did not come",
                 "the log of the other rank says why; raise weights.deadline if it is only slow",
             )
         pause = min(2 * pause, _LONGEST_LOOK)
+
+
+def _has(folder: Path, name: str) -> bool:
+    try:
+        return name in os.listdir(folder)  # noqa: PTH208  only the names are wanted
+    except FileNotFoundError:  # somebody cleaned up, and rank 0 makes it anew
+        return False
 
 
 def out_of_time(draft: Path, deadline: float) -> DeadlineExceeded:

@@ -13,10 +13,16 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_policy import count_tokens, make_batch, run_config
 
+from streamrl.config import WeightsConfig
 from streamrl.errors import StreamrlError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.policy import Policy
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.snapshot import take
+from streamrl.learner.steps import Trainer
+from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.rank_writer import RankWriter
 
 STEPS = 3
 STEP_OPTIONS = {"tokens_per_microbatch": 128, "lr": 1e-3, "clip_norm": 0.5, "warmup_steps": 2}
@@ -77,10 +83,51 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
         found[f"{name}.continued"] = train(again, range(STEPS, STEPS + 1)) == ahead and all(
             torch.equal(tensor, policy.shard_state()[key]) for key, tensor in again.shard_state().items()
         )
+    found |= publish_and_go_back(policy, ranks, out)
     policy.export(out / "export")
     if ranks.world > 1:
         found |= disagreements(policy, ranks)
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
+
+
+def publish_and_go_back(policy: Policy, ranks: Ranks, out: Path) -> dict[str, object]:
+    """Each rank writes its share of a version; later all ranks take that version as their weights."""
+    run_dir = out / "run"
+    config = WeightsConfig(transport="directory", shard_bytes=8192)
+    snapshot = take(policy.parameters, torch.float32)
+    kept = {name: tensor.clone() for name, tensor in snapshot.tensors}
+    if ranks.rank == 0:
+        publisher = Publisher(config, "r", run_dir)
+        publisher.publish(
+            epoch=1, version=1, step=1, tensors=snapshot.tensors, shapes=snapshot.shapes, world=ranks.world
+        )
+        pin(publisher.root, run_dir, (1, 1))
+        save_file(weights(policy), out / "published.safetensors")
+    else:
+        RankWriter(config, run_dir, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
+        weights(policy)
+    trainer = Trainer(policy.config, ranks, policy)
+    train(policy, range(1))
+    updates = policy.updates
+    moved = any(not torch.equal(tensor, kept[name]) for name, tensor in take(policy.parameters, torch.float32).tensors)
+    half = run_dir / "pinned" / ("v-1-1" if ranks.rank == 0 else "v-9-9")  # one rank does not find it
+    refused = ranks.world > 1 and not trainer.adopt(half)
+    taken = trainer.adopt(run_dir / "pinned" / "v-1-1")
+    state = policy.shard_state()
+    back = all(torch.equal(tensor, kept[name]) for name, tensor in take(policy.parameters, torch.float32).tensors)
+    fresh = not any(bool(tensor.any()) for name, tensor in state.items() if name.startswith("exp_avg"))
+    ahead = train(policy, range(1, 2))
+    after = policy.shard_state()
+    policy.load_shard_state(state)
+    again = train(policy, range(1, 2)) == ahead
+    same = all(torch.equal(tensor, after[name]) for name, tensor in policy.shard_state().items())
+    return {
+        "moved": moved,
+        "refused_together": refused or ranks.world == 1,
+        "back": taken and back and fresh,
+        "updates": [updates, int(state["updates"])],
+        "continued_after_going_back": again and same,
+    }
 
 
 def disagreements(policy: Policy, ranks: Ranks) -> dict[str, object]:

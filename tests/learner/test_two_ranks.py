@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
 from streamrl.learner.ranks import RENDEZVOUS, Ranks, choose_device
+from streamrl.weight_sync.catalog import read_manifest
+from streamrl.weight_sync.mapping import map_version
 
 SCRIPT = Path(__file__).parent / "rank_process.py"
 
@@ -119,6 +121,31 @@ def test_export_of_two_ranks_is_whole(runs):
     one, two = (without_key_biases(dict(model.named_parameters())) for model in models)
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_what_each_rank_writes_is_together_the_whole_model(runs, name):
+    folder = runs.folders[name] / "run" / "weights" / "v-1-1"
+    manifest = read_manifest(folder)
+    assert same_tensors(
+        dict(map_version(folder, manifest).tensors), load_file(runs.folders[name] / "published.safetensors")
+    )
+    world = 1 if name == "one" else 2
+    assert {shard.file[:4] for shard in manifest.shards} == {f"r{rank:03}" for rank in range(world)}
+    assert max(len(entry.parts) for entry in manifest.tensors) == world
+
+
+def test_going_back_puts_each_ranks_rows_back_and_begins_the_moments_anew(runs):
+    for found in (runs.one, *runs.two):
+        assert found["moved"]
+        assert found["back"]
+        assert found["updates"][0] == found["updates"][1]
+        assert found["continued_after_going_back"]
+        assert found["refused_together"]
+
+
+def same_tensors(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_a_batch_that_one_rank_refuses_stops_both(runs):

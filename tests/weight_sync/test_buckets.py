@@ -1,5 +1,7 @@
 """Each edge of cutting tensors into files."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,7 +43,7 @@ def test_nothing_is_lost_and_no_bucket_could_take_one_more(sizes, limit):
     found = cut(sizes, limit)
     assert [size for bucket in found for size in bucket] == sizes
     assert all(sum(bucket) <= limit or len(bucket) == 1 for bucket in found)
-    for bucket, following in zip(found, found[1:], strict=False):
+    for bucket, following in itertools.pairwise(found):
         assert sum(bucket) + following[0] > limit
 
 
