@@ -56,8 +56,8 @@ class World:
         name = f"v-{self.number + 1}-{len(list(self.folder.iterdir()))}"
         return write_version(tensors, self.folder / name, self.number + 1)
 
-    async def publish(self, mode: Any = "keep") -> int:
-        await self.live.update(self.write(), mode)
+    async def publish(self, mode: Any = "keep", version: Any = None) -> int:
+        await self.live.update(self.write() if version is None else version, mode)
         self.number += 1
         return self.number
 
@@ -112,20 +112,21 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(world: World, temperat
 
 
 async def test_a_request_goes_on_across_an_update_with_its_keys_and_values(world: World) -> None:
-    before = world.number
-    task = await during(world, 400, 40)
-    after = await world.publish()
+    before, version = world.number, world.write()
+    task = await during(world, 900, 40)
+    after = await world.publish(version=version)
     done = await task
     assert [version for _, version in done.runs] == [before, after]
     assert done.runs[1][0] >= 40
-    assert len(done.tokens) == 400
+    assert len(done.tokens) == 900
     expected = replay(world.models, PROMPT, done)
     assert np.abs(expected - done.logprobs).max() < CLOSE
 
 
 async def test_recompute_continues_from_keys_and_values_of_the_new_weights(world: World) -> None:
-    task = await during(world, 400, 40)
-    after = await world.publish("recompute")
+    version = world.write()
+    task = await during(world, 900, 40)
+    after = await world.publish("recompute", version)
     done = await task
     cut = done.runs[1][0]
     expected = forward(world.models[after], PROMPT, done.tokens.tolist())
@@ -161,9 +162,10 @@ BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 @pytest.mark.parametrize("fault", BAD)
 async def test_a_version_that_does_not_fit_is_refused_while_requests_go_on(world: World, fault: str) -> None:
-    task = await during(world, 60, 8)
+    version = world.write(BAD[fault])
+    task = await during(world, 200, 8)
     with pytest.raises(Failed, match="collective_rpc: 500"):
-        await world.live.calls(world.live.dialect.prefetch(world.write(BAD[fault])))
+        await world.live.calls(world.live.dialect.prefetch(version))
     assert (await task).runs == [(0, world.number)]
     await world.matches()
 
@@ -181,10 +183,9 @@ async def test_a_cut_file_is_refused_before_anything_is_changed(world: World) ->
 
 
 async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world: World) -> None:
-    before = world.number
-    task = await during(world, 400, 40)
-    version = world.write()
+    before, version = world.number, world.write()
     await world.live.calls(world.live.dialect.prefetch(version))
+    task = await during(world, 900, 40)
     await world.live.calls(world.live.dialect.pause("keep"))
     world.fault.touch()
     for _ in range(2):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from streamrl.config import RunConfig
-from streamrl.errors import DataError, Refused, WireError
+from streamrl.errors import DataError, Refused, WeightsError, WireError
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
 from streamrl.producers.servers.environments import find_environment, has_gpu
+from streamrl.weight_sync.manifest import folder_name
 from streamrl.weight_sync.version import Version
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
@@ -301,8 +302,14 @@ def _missing(routes: Any, settings: Any) -> str:
 def _source(version: Version) -> dict[str, Any]:
     """What `streamrl_engine.files.Source.parse` reads."""
     if version.folder is None:
-        raise Refused("a version that lies in memory only cannot reach a server")
-    return {"folder": str(version.folder), "parts": {name: list(files) for name, files in version.parts.items()}}
+        raise WeightsError("a version that lies in memory only cannot reach a server")
+    source: dict[str, Any] = {
+        "folder": str(version.folder),
+        "parts": {name: list(files) for name, files in version.parts.items()},
+    }
+    if version.sources:  # for a server on a host that does not see the folder
+        source["url"] = f"{version.sources[0].rstrip('/')}/{folder_name(*version.pair)}"
+    return source
 
 
 def _runs(spans: Any, total: int) -> Runs:

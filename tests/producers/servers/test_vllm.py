@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, DataError, Refused, WireError
+from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers import vllm
 from streamrl.producers.servers.vllm import PLUGIN, VllmDialect
@@ -227,8 +227,12 @@ def test_an_update_names_files_and_version() -> None:
     )
     assert replace.body == {"update_info": {"source": source}}
     assert finish.body == {"weight_version": "17"}
+    served = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
+    found = dialect().prefetch(served)[0].body
+    assert found is not None
+    assert found["kwargs"]["source"]["url"] == "http://h:1/v-2-17"
     assert not any(call.repeatable for call in (start, replace, finish))
-    with pytest.raises(Refused, match="memory"):
+    with pytest.raises(WeightsError, match="memory"):
         dialect().prefetch(Version((1, 1), 1, {}))
 
 

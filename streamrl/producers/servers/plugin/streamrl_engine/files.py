@@ -70,8 +70,8 @@ class Source:
         folder: of this host that holds the files.
         parts: tensor to the files that hold it, cut along its first dimension, in the order of the rows.
         url: where the files are served when this host does not see the folder: `url/FILE`; empty: nowhere.
-        token_file: file of this host with the bearer token for `url`; empty: none is sent.
-        sizes: bytes of each file; needed with `url`.
+        token_file: file of this host with the bearer token for `url`; empty: the one that $STREAMRL_TOKEN_FILE names.
+        sizes: bytes of each file; empty: as `url/manifest.json` says.
         checksums: xxh3-128 of each file in hexadecimal; compared after fetching where xxhash is installed.
     """
 
@@ -119,11 +119,12 @@ def table(source: Source) -> dict[str, Head]:
         if missing:
             raise BadVersion(f"{missing[0]} in {source.folder} does not hold {name}")
         heads = [headers[file][name] for file in files]
-        if len(heads) > 1 and len({(head.dtype, head.shape[1:], len(head.shape) > 0) for head in heads}) > 1:
+        fitting = {(head.dtype, head.shape[1:]) for head in heads}
+        if len(heads) > 1 and (len(fitting) > 1 or not all(head.shape for head in heads)):
             raise BadVersion(f"the parts of {name} do not fit together: {[head.shape for head in heads]}")
         first = heads[0]
-        rows = sum(head.shape[0] for head in heads) if len(heads) > 1 else 0
-        found[name] = Head(first.dtype, (rows, *first.shape[1:])) if len(heads) > 1 else first
+        rows = sum(head.shape[0] for head in heads) if first.shape else 0
+        found[name] = Head(first.dtype, (rows, *first.shape[1:])) if first.shape else first
     return found
 
 
@@ -220,7 +221,7 @@ def fetch(source: Source, into: Path, *, deadline: float) -> Source:
     A file that is there already and whole is not fetched again; a broken connection goes on where it ended.
 
     Args:
-        source: with `url` and `sizes`.
+        source: with `url`.
         into: made when it is not there; each file appears whole, under its name.
         deadline: seconds for all files.
 
@@ -228,15 +229,45 @@ def fetch(source: Source, into: Path, *, deadline: float) -> Source:
         BadVersion: not served, of another size or checksum, or not here within the deadline.
     """
     into.mkdir(parents=True, exist_ok=True)
-    headers = {}
-    if source.token_file:
-        headers["Authorization"] = "Bearer " + Path(source.token_file).read_text(encoding="utf-8").strip()
+    if not source.url.startswith(("http://", "https://")):
+        raise BadVersion(f"{source.url} is no HTTP address")
+    headers = _bearer(source.token_file or os.environ.get("STREAMRL_TOKEN_FILE", ""))
     end = time.monotonic() + deadline
+    if not source.sizes:
+        source = _announced(source, headers)
     for name in source.files:
         if name not in source.sizes:
             raise BadVersion(f"the size of {name} was not announced")
         _fetch(f"{source.url.rstrip('/')}/{name}", into / name, source, headers, end)
     return replace(source, folder=str(into), url="", token_file="")
+
+
+def _bearer(file: str) -> dict[str, str]:
+    if not file:
+        return {}
+    try:
+        return {"Authorization": "Bearer " + Path(file).read_text(encoding="utf-8").strip()}
+    except OSError as error:
+        raise BadVersion(f"the token in {file} cannot be read: {error.strerror}") from error
+
+
+def _announced(source: Source, headers: dict[str, str]) -> Source:
+    url = f"{source.url.rstrip('/')}/manifest.json"
+    try:
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - the scheme was looked at
+        with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:  # noqa: S310
+            shards = json.loads(answer.read(_MAX_HEADER))["shards"]
+        if any(shard.get("kind", "full") != "full" for shard in shards):
+            raise BadVersion(
+                f"{source.url} is a delta, which only a replica on this server's own host can put together"
+            )
+        return replace(
+            source,
+            sizes={shard["file"]: int(shard["bytes"]) for shard in shards},
+            checksums={shard["file"]: str(shard["checksum"]) for shard in shards},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadVersion(f"{url} cannot be read: {error}") from error
 
 
 def _fetch(url: str, target: Path, source: Source, headers: dict[str, str], end: float) -> None:
@@ -268,9 +299,6 @@ def _fetch(url: str, target: Path, source: Source, headers: dict[str, str], end:
 
 
 def _append(url: str, partial: Path, have: int, headers: dict[str, str], end: float) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise BadVersion(f"{url} is no HTTP address")
-    # The scheme was looked at above.
     request = urllib.request.Request(url, headers={**headers, "Range": f"bytes={have}-"} if have else headers)  # noqa: S310
     with urllib.request.urlopen(request, timeout=_PATIENCE) as answer, partial.open("ab") as file:  # noqa: S310
         if have and answer.status != 206:

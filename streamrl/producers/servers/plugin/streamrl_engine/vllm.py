@@ -274,7 +274,7 @@ def _on_nothing(model: torch.nn.Module, loaded: dict[int, int], ranks: int) -> I
                 layer.register_buffer(name, buffer, persistent=name not in transient)
 
 
-def _plain(loader: Any) -> Callable[..., Any]:
+def _plain(loader: Any) -> Any:
     # vLLM leaves its wrapper on the templates of an earlier update; outside of an update that one loads nothing.
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
