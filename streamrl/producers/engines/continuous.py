@@ -37,7 +37,6 @@ PRIVATE_MEMBERS: Final = (
     "batch_processor.scheduler.add_waiting_request",
     "batch_processor.scheduler.finish_request",
     "batch_processor.cache.free_blocks",
-    "batch_processor.cache.compute_free_capacity",
     "batch_processor.cache.evict_cached_blocks",
     "batch_processor.cache.mark_complete_blocks",
     "batch_processor.cache.cache_allocators",
@@ -102,6 +101,7 @@ class ContinuousDecoder:
         self._version = 0
         self._tokens = 0
         self._preemptions = 0
+        self._pages = 1
         self._busy = 0.0
         self._busy_since: float | None = None
 
@@ -231,8 +231,12 @@ class ContinuousDecoder:
         return Counts(running, waiting, self._tokens, busy, self._cache_use(), self._preemptions)
 
     def _cache_use(self) -> float:
+        """Share of the pages that requests hold; one that is only kept for later prompts can be had at any time."""
         processor = getattr(self._manager, "batch_processor", None)
-        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
+        if processor is None:
+            return 0.0
+        states = tuple(processor.scheduler.active_requests.values())
+        return min(1.0, sum(-(-state.position_offset // PAGE_TOKENS) for state in states) / self._pages)
 
     def progress(self) -> tuple[bool, int]:
         """(whether requests wait for steps, steps of the present manager)."""
@@ -253,8 +257,9 @@ class ContinuousDecoder:
         return error
 
     def _make_manager(self) -> Any:
-        pages = -(-self._context // PAGE_TOKENS) + 1
+        whole = -(-self._context // PAGE_TOKENS) + 1
         affordable = self._engine.kv_cache // (cache_bytes_per_token(self._model) * PAGE_TOKENS)
+        self._pages = max(whole, min(whole * self._engine.slots, affordable))
         manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=True,
@@ -268,7 +273,7 @@ class ContinuousDecoder:
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE_TOKENS,
                 # without these two it takes most of the machine's memory
-                num_blocks=max(pages, min(pages * self._engine.slots, affordable)),
+                num_blocks=self._pages,
                 max_batch_tokens=max(256, self._engine.slots),
                 max_requests_per_batch=self._engine.slots,
                 # a step in flight while the weights change would be sampled by the old ones and counted to the new
