@@ -69,7 +69,8 @@ class EngineGroup:
         self._works: dict[str, Work] = {}
         self._tokens = 0
         self._paused: PauseMode | None = None
-        self._asleep: Literal[0, 1, 2] | None = None
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._adapters: dict[str, Path] = {}
 
     def follow(self, source: Source) -> None:
@@ -208,9 +209,13 @@ class EngineGroup:
             return None
         finally:
             self._placement.release(work)
-        if last.finish == "abort" and member.state is State.LEAVING and not work.aborting:
-            work.take_along(last)
-            return None
+        if last.finish == "abort" and not work.aborting:
+            if member.state is State.LEAVING:
+                work.take_along(last)
+                return None
+            if work.broke_off(last):
+                logger.info("response broke off", extra={"request": work.request.id, "server": member.name})
+                return None
         return last
 
     async def abort(self, request_id: str | None = None) -> int:
@@ -229,6 +234,10 @@ class EngineGroup:
         """See `Engine.pause`; servers that come later are paused as well."""
         self._check()
         self._paused = mode
+        if mode == "abort":
+            for work in self._works.values():
+                work.aborting = True
+            self._placement.abort(lambda _: True)
         await self._each(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
@@ -238,17 +247,21 @@ class EngineGroup:
         await self._each(lambda engine: engine.resume())
 
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`; servers that come later sleep as well."""
+        """See `Engine.sleep`; servers are not started meanwhile."""
         self._check()
-        await self._each(lambda engine: engine.sleep(level))
-        self._asleep = level
+        self._awake.clear()
+        try:
+            await self._each(lambda engine: engine.sleep(level))
+        except Refused:
+            self._awake.set()
+            raise
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """See `Engine.wake`."""
         self._check()
         await self._each(lambda engine: engine.wake(tags))
         if set(tags) == {"weights", "kv_cache"}:
-            self._asleep = None
+            self._awake.set()
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """See `Engine.load_adapter`. The folder has to stay: servers that come later load it as well."""
@@ -294,6 +307,11 @@ class EngineGroup:
         """See `Host.target`."""
         return self._newest.target
 
+    @property
+    def awake(self) -> asyncio.Event:
+        """See `Host.awake`."""
+        return self._awake
+
     def held_elsewhere(self, member: Member) -> bool:
         """See `Host.held_elsewhere`."""
         return self._newest.held_elsewhere(member, self._roster)
@@ -308,8 +326,6 @@ class EngineGroup:
             await engine.load_adapter(name, folder)
         if self._paused is not None:
             await engine.pause(self._paused)
-        if self._asleep is not None:
-            await engine.sleep(self._asleep)
 
     def changed(self) -> None:
         """See `Host.changed`."""

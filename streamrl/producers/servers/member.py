@@ -58,6 +58,11 @@ class Host(Protocol):
         """The newest version that there is; None before the first."""
         ...
 
+    @property
+    def awake(self) -> asyncio.Event:
+        """Set while servers may use their devices."""
+        ...
+
     def held_elsewhere(self, member: Member) -> bool:
         """Whether another server has taken the newest version."""
         ...
@@ -66,7 +71,7 @@ class Host(Protocol):
         """Hand the newest version to `apply`."""
 
     async def equip(self, engine: Engine) -> None:
-        """Bring a server that has just started into the state of the group: adapters, pause, sleep."""
+        """Bring a server that has just started into the state of the group: adapters, pause."""
 
     def changed(self) -> None:
         """A server can take more than before, or one less is there."""
@@ -203,7 +208,7 @@ class Member:
         """Live until it leaves, cannot be used, or has died too often. Raises nothing but a cancellation."""
         loop = asyncio.get_running_loop()
         try:
-            while not self._leave.is_set():
+            while await self._unless_leaving(self._host.awake.wait()):
                 self._deaths.started()
                 self.state = State.STARTING
                 try:
@@ -274,14 +279,15 @@ class Member:
         with contextlib.suppress(WeightsError):  # it gets no prompt before it has taken a version
             await self._take_newest(engine)
 
-    async def _unless_leaving(self, work: Awaitable[None]) -> bool:
+    async def _unless_leaving(self, work: Awaitable[object]) -> bool:
         """Await something; False when it was given up because the server has to go."""
         task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._leave.wait())
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                await task
-            return task.done()
+            if not task.done() or self._leave.is_set():
+                return False
+            await task
+            return True
         finally:
             leaving.cancel()
             if not task.done():

@@ -126,7 +126,7 @@ class Roster:
                 for work in member.works:
                     self._tasks.create_task(_send_away(member.engine, work.request.id))
         members, limit = self.members, self._config.engine.start_deadline
-        if not members or self.serving:
+        if not members or self.serving or not self._host.awake.is_set():
             self._served_at = now
         elif all(member.final for member in members):
             raise Unreachable(f"no server is left: {self.reasons}", "the logs of the servers say more")

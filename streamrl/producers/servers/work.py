@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ALONE: Final = 2
 """Servers that died under a request before it gave a single token; after so many it is tried on a server of its own."""
+BREAKS: Final = 3
+"""Times in a row that a response may break off without a token."""
 
 
 class Work:
@@ -48,6 +50,7 @@ class Work:
         self._listener = listener
         self._live = True
         self._told = 0
+        self._breaks = 0
         self._here = 0
 
     @property
@@ -98,6 +101,18 @@ class Work:
         """It was sent away by its server, which is being removed: what was sampled there stays."""
         self.prefix.add(piece.tokens.tolist(), piece.logprobs.tolist(), piece.runs, len(piece.tokens))
         self._settle_prefix()
+
+    def broke_off(self, piece: Completion) -> bool:
+        """Nobody asked for the end of a response, but a server that lives ended it; return whether to go on with it.
+
+        It is gone on with until that has brought nothing for `BREAKS` times in a row. Where the server could not say
+        which version sampled what, only the tokens up to the first change of the weights are sure.
+        """
+        proved = next((first for first, _ in piece.runs[1:]), len(piece.tokens))
+        gained = self.prefix.add(piece.tokens.tolist(), piece.logprobs.tolist(), piece.runs, proved)
+        self._settle_prefix()
+        self._breaks = 0 if gained else self._breaks + 1
+        return self._breaks < BREAKS
 
     def finish(self, last: Completion, seconds: float) -> Completion:
         """The whole response, from the completion of what was asked for last."""

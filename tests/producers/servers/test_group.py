@@ -1,4 +1,4 @@
-"""A group of servers under every mishap: deaths with and without a prefix, slow or refused weights, changing members."""
+"""Requests and weights in a group of servers under every mishap: deaths, slow and refused weights, poison, aborts."""
 
 import asyncio
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from group_kit import STOP, Stage, until, version
 
-from streamrl.errors import ConfigError, DataError, Refused, Unreachable, WeightsError
+from streamrl.errors import DataError, Unreachable, WeightsError
 from streamrl.producers.engines.contract import Request
 
 
@@ -293,148 +293,38 @@ async def test_an_aborted_response_keeps_the_prefix_of_a_dead_server():
         assert (done.finish, done.tokens.tolist(), done.runs) == ("abort", [103, 104, 105], [(0, 0)])
 
 
-async def test_a_server_that_is_removed_ends_what_it_has():
-    async with Stage("a", "b") as stage:
-        task = stage.ask()
-        await until(stage.where)
-        leaving = stage.where()
-        stage.group.remove(leaving)
-        stage.group.remove(leaving)
-        later = stage.ask("later")
-        await stage.on("b" if leaving == "a" else "a", "later")
-        stage[leaving].give(8)
-        assert len((await answer(task)).tokens) == 8
-        await until(lambda: leaving not in stage.group.rows())
-        assert stage[leaving].closed
-        assert len(stage.lives[leaving]) == 1
-        await stage.group.abort()
-        await answer(later)
-
-
-async def test_what_stays_too_long_on_a_server_that_leaves_moves_with_what_it_has():
-    async with Stage("a", "b", supervisor={"drain_deadline": 0.01}) as stage:
-        task = stage.ask()
-        await until(stage.where)
-        leaving = stage.where()
-        other = "b" if leaving == "a" else "a"
-        stage[leaving].give(3)
-        stage.group.remove(leaving)
-        player = await stage.on(other)
-        assert player.asked[-1].tokens.tolist() == [1, 2, 3, 103, 104, 105]
-        player.give(5)
-        assert (await answer(task)).tokens.tolist() == list(range(103, 111))
-        await until(lambda: leaving not in stage.group.rows())
-
-
-async def test_a_server_that_is_added_takes_its_share_with_the_newest_weights():
+async def test_a_response_that_breaks_off_at_a_living_server_goes_on_and_not_for_ever():
     async with Stage("a") as stage:
-        await stage.group.apply(version(7))
-        stage.group.add(stage.spec("b", ours=False))
-        stage.group.add(stage.spec("b", ours=False))
-        await until(lambda: stage.group.load().servers == 2)
-        assert len(stage.lives["b"]) == 1
-        assert stage["b"].applied == [(1, 7)]
-        tasks = [stage.ask(f"r{at}") for at in range(4)]
-        await until(lambda: len(stage["b"].flying) == 2)
-        for name in ("a", "b"):
-            stage[name].give(8)
-        await asyncio.gather(*tasks)
-
-
-async def test_a_server_removed_while_it_starts_goes_at_once_and_can_come_again():
-    async with Stage("a") as stage:
-        stage.prepare = lambda player: setattr(player, "starting", asyncio.Event())
-        stage.group.add(stage.spec("b"))
-        await until(lambda: stage.lives.get("b"))
-        stage.group.remove("b")
-        await until(lambda: "b" not in stage.group.rows())
-        assert stage["b"].closed
-        stage.prepare = lambda player: None
-        stage.group.add(stage.spec("b"))
-        await until(lambda: stage.group.load().servers == 2)
-
-
-async def test_a_server_of_others_comes_back_however_often_and_ours_is_given_up():
-    async with Stage("a", "theirs", supervisor={"max_restarts": 2}) as stage:
-        stage.group.remove("theirs")
-        await until(lambda: "theirs" not in stage.group.rows())
-        stage.group.add(stage.spec("theirs", ours=False))
-        for name, lives in (("theirs", 5), ("a", 3)):
-            for at in range(lives):
-                await until(lambda name=name: stage.group.rows()[name]["state"] == "ready")
-                player = stage[name]
-                player.die()
-                if name == "theirs" or at < 2:
-                    await until(lambda name=name, player=player: stage[name] is not player)
-        await until(lambda: stage.group.rows()["a"]["state"] == "gone")
-        await stage.group.health()  # the other one serves
-
-
-async def test_the_group_is_dead_when_no_server_is_left_and_says_why():
-    async with Stage("a", supervisor={"max_restarts": 1}) as stage:
+        await stage.group.apply(version(1))
         task = stage.ask()
-        for _ in range(2):
-            (await stage.on("a")).die("out of memory")
-        with pytest.raises(Unreachable, match="out of memory"):
-            await answer(task)
-        with pytest.raises(Unreachable):
-            await stage.group.health()
-        with pytest.raises(Unreachable):
-            await stage.group.apply(version(1))
+        player = await stage.on("a")
+        player.give(2)
+        await stage.group.apply(version(2))
+        player.give(1)  # behind a boundary that nobody proves
+        await player.abort("r")
+        await until(lambda: len(player.asked) == 2 and "r" in player.flying)
+        assert player.asked[1].tokens.tolist() == [1, 2, 3, 103, 104]
+        player.give(6)
+        done = await answer(task)
+        assert (done.tokens.tolist(), done.finish) == (list(range(103, 111)), "length")
+        assert done.runs == [(0, 1), (2, 2)]
+        hopeless = stage.ask("h")
+        for count in (3, 4, 5):
+            await until(lambda count=count: len(player.asked) == count and "h" in player.flying)
+            await player.abort("h")
+        assert (await answer(hopeless)).finish == "abort"
 
 
-async def test_the_group_is_dead_when_nobody_serves_for_too_long():
-    stage = Stage("a", ours=False, engine={"start_deadline": 0.3})
-    stage.prepare = lambda player: setattr(player, "start_error", Unreachable("connection refused"))
-    with pytest.raises(Unreachable, match="connection refused"):
-        await asyncio.wait_for(stage.group.start(), 10)
-    assert len(stage.lives["a"]) > 3
-    await stage.group.close()
-
-
-async def test_a_server_that_cannot_be_used_ends_the_start_and_later_only_itself():
-    stage = Stage("a")
-    stage.prepare = lambda player: setattr(player, "start_error", ConfigError("another model", "mend it"))
-    with pytest.raises(ConfigError, match="another model"):
-        await asyncio.wait_for(stage.group.start(), 10)
-    await stage.group.close()
-    async with Stage("a") as stage:
-        stage.prepare = lambda player: setattr(player, "start_error", ConfigError("another model"))
-        stage.group.add(stage.spec("b"))
-        await until(lambda: stage.group.rows()["b"]["state"] == "refused")
-        assert stage.group.rows()["b"]["why"] == "another model"
-        await stage.group.health()
-
-
-async def test_an_empty_group_waits_for_servers():
-    async with Stage() as stage:
-        task = stage.ask()
-        assert stage.group.load().capacity == 0
-        await stage.group.health()
-        stage.group.add(stage.spec("a"))
-        (await stage.on("a")).give(8)
-        await answer(task)
-
-
-async def test_a_late_server_is_paused_asleep_and_equipped_like_the_others():
-    async with Stage("a") as stage:
-        await stage.group.load_adapter("l.1", Path("/l"))
-        with pytest.raises(Refused):
-            await stage.group.load_adapter("l.1", Path("/l"))
-        await stage.group.pause("recompute")
-        await stage.group.sleep(2)
-        stage.group.add(stage.spec("b"))
-        await until(lambda: stage.group.load().servers == 2)
-        assert stage["b"].controls == ["load l.1", "pause recompute", "sleep 2"]
-        await stage.group.wake(["weights"])
-        await stage.group.wake()
-        await stage.group.resume()
-        await stage.group.unload_adapter("l.1")
-        await stage.group.unload_adapter("l.1")
-        assert stage["b"].controls[3:] == ["wake weights", "wake weights kv_cache", "resume", "unload l.1"]
-        stage["a"].die()
-        await until(lambda: len(stage.lives["a"]) == 2 and stage.group.load().servers == 2)
-        assert stage["a"].controls == []
+async def test_a_pause_that_aborts_ends_all_and_moves_nothing():
+    async with Stage("a", engine={"slots": 1}) as stage:
+        tasks = [stage.ask("r"), stage.ask("w")]
+        player = await stage.on("a")
+        player.give(2)
+        pausing = asyncio.create_task(stage.group.pause("abort"))
+        await until(lambda: "pause abort" in player.controls)
+        await player.abort()
+        await pausing
+        assert [len((await answer(task)).tokens) for task in tasks] == [2, 0]
 
 
 async def test_ids_are_unique_while_in_flight_and_cancelling_frees_the_place():
