@@ -236,7 +236,7 @@ class ContinuousDecoder:
         if processor is None:
             return 0.0
         states = tuple(processor.scheduler.active_requests.values())
-        return min(1.0, sum(-(-state.position_offset // PAGE_TOKENS) for state in states) / self._pages)
+        return min(1.0, float(sum(-(-state.position_offset // PAGE_TOKENS) for state in states)) / self._pages)
 
     def progress(self) -> tuple[bool, int]:
         """(whether requests wait for steps, steps of the present manager)."""
