@@ -49,6 +49,7 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
         "collective_deadline": 30.0, **learner,
     }  # fmt: skip
     every, epochs = settings.pop("checkpoint_every", 2), settings.pop("epochs", 1)
+    weights = {"transport": "directory", **settings.pop("weights", {})}
     config = RunConfig(
         name="played",
         redis=redis,
@@ -57,7 +58,7 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
         sampling=SamplingConfig(group_size=3, min_group=2, max_new_tokens=8),
         learner=LearnerConfig(**settings),
         checkpoint=CheckpointConfig(every=every),
-        weights=WeightsConfig(transport="directory"),
+        weights=WeightsConfig(**weights),
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     save(LoadedConfig(config=config, origins={}), run_dir / "run.json")

@@ -70,6 +70,8 @@ def kill_at(point: str) -> None:
             hit = due()
             if hit and when in {"before", "pause"}:
                 strike()
+            if hit and when in {"none", "never"}:
+                return None
             result = original(*args, **kwargs)
             if hit and when == "after":
                 strike()

@@ -1,0 +1,112 @@
+"""Versions of a learner of two processes: nobody holds the whole model, and no rank can hold up the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+from loop_kit import Run, Zygote
+from playing import make_model
+
+from streamrl.learner.checkpoint import read_shard, shard_name
+from streamrl.weight_sync.catalog import versions
+from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.pinned import pin
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    made = Zygote()
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def run(redis_run, model, zygote):
+    made = Run(redis_run, model, zygote)
+    yield made
+    for pid in made.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def start(run, meeting, faults=(None, None)):
+    environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{meeting}"}
+    return [
+        run.start(fault, name=f"learner.{rank}", environ={**environ, "RANK": str(rank)})
+        for rank, fault in enumerate(faults)
+    ]
+
+
+def trained(run) -> dict[str, torch.Tensor]:
+    """The weights of the newest checkpoint, put together from the shards of both ranks."""
+    folder = run.run_dir / "checkpoints" / f"ckpt-{run.newest().name}"
+    shards = [read_shard(folder / shard_name(rank, 2)) for rank in range(2)]
+    names = [name for name in shards[0] if name.startswith("weight/")]
+    return {
+        name.removeprefix("weight/"): torch.cat([shard[name] for shard in shards if name in shard]) for name in names
+    }
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_the_newest_version_is_what_the_checkpoint_holds(run, tmp_path, delta):
+    weights = {"dtype": "bfloat16", "delta": {"enabled": delta, "every": 3, "max_density": 1.0}}
+    run.configure(ranks=2, steps=4, lr=1e-5, weights=weights)
+    async with run.play():
+        for pid in start(run, tmp_path / "meet"):
+            assert await run.wait(pid) == 0, run.log() + run.log("learner.1")
+    root = run.run_dir / "weights"
+    found = versions(root)
+    assert max(found) == (1, 5)
+    kinds = {pair[1]: manifest.base for pair, manifest in found.items()}
+    assert kinds == ({4: None, 5: (1, 4)} if delta else {4: None, 5: None})
+    pinned = pin(root, run.run_dir, (1, 5))
+    tensors = map_version(run.run_dir / "pinned" / pinned.folder, pinned).tensors
+    expected = trained(run)
+    assert set(tensors) == set(expected)
+    assert all(torch.equal(tensors[name], tensor.bfloat16()) for name, tensor in expected.items())
+    assert {shard.file[:4] for shard in found[1, 5].shards} == {"r000", "r001"}
+    last = run.steps()[-1]
+    assert last["published"] in {4, 5}
+    assert last["publish_bytes"] > 0
+    assert 0 <= last["snapshot_seconds"] < last["publish_seconds"] + 1
+    assert last["publish_kind"] in {"full", "delta"}
+    assert not delta or any((line["publish_density"] or 0) > 0 for line in run.steps())
+
+
+async def test_a_rank_that_dies_while_it_writes_ends_the_learner_and_leaves_no_half_version(run, tmp_path):
+    run.configure(ranks=2, steps=4)
+    async with run.play():
+        fault = "streamrl.weight_sync.rank_writer:RankWriter.write:after:2"
+        first, second = start(run, tmp_path / "meet-0", (None, fault))
+        assert await run.wait(second) == -signal.SIGKILL
+        began = time.monotonic()
+        assert await run.wait(first) in {69, 75}, run.log()
+        assert time.monotonic() - began < run.config.weights.deadline / 2
+        for manifest in versions(run.run_dir / "weights").values():
+            map_version(run.run_dir / "weights" / manifest.folder, manifest)
+        for pid in start(run, tmp_path / "meet-1"):
+            assert await run.wait(pid) == 0, run.log() + run.log("learner.1")
+    assert (await run.audit()).trained == 16
+    assert [entry.name for entry in (run.run_dir / "weights").iterdir() if entry.name.startswith(".")] == []
+
+
+async def test_a_rank_that_writes_nothing_costs_one_version(run, tmp_path):
+    run.configure(ranks=2, steps=4, weights={"deadline": 1.0})
+    async with run.play():
+        faults = (None, "streamrl.weight_sync.rank_writer:RankWriter.deliver:none:3")
+        for pid in start(run, tmp_path / "meet", faults):
+            assert await run.wait(pid) == 0, run.log() + run.log("learner.1")
+    assert run.log().count("version not published") == 1
+    assert set(versions(run.run_dir / "weights")) == {(1, 4), (1, 5)}
+    assert (await run.audit()).trained == 16
