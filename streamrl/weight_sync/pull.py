@@ -1,37 +1,35 @@
-"""The http transport's client: pulls the shards of a version in pieces, side by side, and proves them.
+"""The http transport's client: pulls the shards of a version, some side by side, and proves them.
 
-Each piece is one range request. What a broken transfer brought is kept, and the next request asks for the rest, of
-whichever server is the best by then. A file whose checksum is wrong is pulled anew, but not from the same neighbours.
+What a broken transfer brought is kept, and a range request asks for the rest, of whichever server is the best by then.
+A file whose checksum is wrong is pulled anew, but not from the same neighbours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import aiohttp
 
-from streamrl.errors import Unreachable, WeightsError, unwrap
+from streamrl.errors import CannotCreate, Unreachable, WeightsError, unwrap
 from streamrl.weight_sync.bearer import read_token
-from streamrl.weight_sync.checksums import file_checksum
 from streamrl.weight_sync.hosts import Board, Host, Hosts, neighbours
-from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
+from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, decode, folder_name
 from streamrl.weight_sync.shard_server import BUSY_HEADER
 from streamrl.weight_sync.sources import Traffic, base_pair, checked_base
 from streamrl.weight_sync.spool import MANIFEST_FILE, Spool
+from streamrl.weight_sync.transfer import Broken, Busy, Denied, Gone, Part, Transfer
 
 logger = logging.getLogger(__name__)
-PIECE_BYTES: Final = 16 << 20
 _SIDE_BY_SIDE: Final = 4
-_BUFFER_BYTES: Final = 4 << 20
 _CONNECT_SECONDS: Final = 5.0
 _SILENCE_SHARE: Final = 0.25
 """Part of the deadline for which a server may be silent before another one is asked."""
@@ -43,43 +41,13 @@ _LOOK_SECONDS: Final = 0.5
 """Time between two looks for neighbours that have the version by now."""
 
 
-class _Gone(Exception):
-    """This server does not have the version."""
-
-
-class _Busy(Exception):
-    """This server has enough to do."""
-
-
-@dataclass
-class _Piece:
-    shard: Shard
-    at: int
-    end: int
-
-
 @dataclass
 class _Draft:
-    """A version on its way: what is missing, and which servers each file came from."""
+    """A version on its way."""
 
     manifest: Manifest
     folder: Path
-    files: dict[str, int] = field(default_factory=dict)
-    missing: deque[_Piece] = field(default_factory=deque)
-    origins: dict[str, set[str]] = field(default_factory=dict)
-    proven: set[str] = field(default_factory=set)
-
-    def want(self, shard: Shard) -> None:
-        """Note that all of a file is missing."""
-        self.origins[shard.file] = set()
-        for start in range(0, shard.bytes, PIECE_BYTES):
-            self.missing.append(_Piece(shard, start, min(start + PIECE_BYTES, shard.bytes)))
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self.files.values():
-            os.close(descriptor)
-        self.files.clear()
+    parts: list[Part]
 
 
 class HttpSource:
@@ -100,19 +68,18 @@ class HttpSource:
 
     def __init__(self, spool: Spool, run_dir: Path, deadline: float, *, name: str, board: Board | None = None) -> None:
         self.traffic = Traffic()
-        self._spool, self._run_dir, self._deadline, self._name, self._board = spool, run_dir, deadline, name, board
+        self._spool, self._deadline, self._name, self._board = spool, deadline, name, board
         self._draft: _Draft | None = None
         self._looked = 0.0
+        self._silence = max(1.0, _SILENCE_SHARE * deadline)
+        self._bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
+        self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="pull")
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        silence = max(1.0, _SILENCE_SHARE * self._deadline)
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence),
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=2 * _SIDE_BY_SIDE),
-            headers={"Accept-Encoding": "identity", **self._bearer()},
-            read_bufsize=_BUFFER_BYTES,
-            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=self._silence),
+            headers=self._bearer,
         )
         return self
 
@@ -121,6 +88,7 @@ class HttpSource:
     ) -> None:
         del kind, error, trace
         self._forget()
+        self._threads.shutdown()
         if self._session is not None:
             await self._session.close()
 
@@ -142,13 +110,15 @@ class HttpSource:
                     draft = self._begin(manifest)
                     await self._pull(draft)
             except BaseExceptionGroup as error:
-                raise unwrap(error) from error
+                cause = unwrap(error)
+                if isinstance(cause, CannotCreate):
+                    self._forget()  # others may need the room
+                raise cause from error
             except TimeoutError as error:
                 raise Unreachable(
                     f"version {manifest.version} was not fetched within {self._deadline:g} s from {manifest.sources}",
                     "look whether the learner's host can be reached from here, or raise weights.deadline",
                 ) from error
-            draft.close()
             self._draft = None
             return self._spool.finish(manifest, draft.folder)
 
@@ -162,37 +132,28 @@ class HttpSource:
                     host = await self._next(hosts, folder)
                     try:
                         return checked_base(decode(await self._manifest(host, folder)), manifest)
-                    except _Gone:
+                    except Gone:
                         host.banned = True
                     except (aiohttp.ClientError, OSError, TimeoutError) as error:
                         self._note(hosts, host, error)
         except TimeoutError as error:
             raise Unreachable(f"no manifest of {folder} within {self._deadline:g} s from {manifest.sources}") from error
 
-    def _bearer(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {read_token(self._run_dir)}"}
-
     def _begin(self, manifest: Manifest) -> _Draft:
         """Go on with the draft of this version, or begin one in the place of any other."""
         draft = self._draft
-        if draft is not None and draft.manifest.pair == manifest.pair and draft.manifest.shards == manifest.shards:
+        if draft is not None and draft.manifest.pair == manifest.pair and draft.folder.is_dir():
             draft.manifest = manifest
             return draft
         self._forget()
-        self._draft = draft = _Draft(manifest, self._spool.draft(manifest))
-        try:
-            for shard in manifest.shards:
-                self._spool.create(draft.folder / shard.file, shard.bytes)
-                draft.files[shard.file] = os.open(draft.folder / shard.file, os.O_WRONLY | os.O_CLOEXEC)
-                draft.want(shard)
-        except OSError:
-            self._forget()
-            raise
+        folder = self._spool.draft(manifest)
+        for shard in manifest.shards:
+            (folder / shard.file).touch(mode=0o600)
+        self._draft = draft = _Draft(manifest, folder, [Part(shard) for shard in manifest.shards])
         return draft
 
     def _forget(self) -> None:
         if self._draft is not None:
-            self._draft.close()
             self._spool.drop(self._draft.folder)
             self._draft = None
 
@@ -200,78 +161,75 @@ class HttpSource:
         folder = draft.manifest.folder
         hosts = Hosts(draft.manifest.sources, await self._relays(folder))
         for _ in range(_PROOFS):
+            missing = deque(part for part in draft.parts if not part.proven)
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(_SIDE_BY_SIDE, len(draft.missing))):
-                    group.create_task(self._work(draft, hosts))
-            if await self._prove(draft, hosts):
+                for _ in range(min(_SIDE_BY_SIDE, len(missing))):
+                    group.create_task(self._work(draft, missing, hosts))
+            wrong = [part for part in draft.parts if not part.proven]
+            if not wrong:
                 return
+            for part in wrong:
+                origins = sorted(part.origins)
+                logger.warning("weights corrupt on their way", extra={"file": part.shard.file, "sources": origins})
+                hosts.ban_relays(origins)
+                part.reset()
         raise WeightsError(
             f"version {draft.manifest.version} does not have the checksums of its manifest, however often it is pulled"
         )
 
-    async def _work(self, draft: _Draft, hosts: Hosts) -> None:
-        while draft.missing:
-            piece = draft.missing.popleft()
-            try:
-                while piece.at < piece.end:
-                    await self._get(draft, piece, hosts)
-            finally:
-                if piece.at < piece.end:
-                    draft.missing.appendleft(piece)
+    async def _work(self, draft: _Draft, missing: deque[Part], hosts: Hosts) -> None:
+        while missing:
+            part = missing.popleft()
+            while not part.whole:
+                await self._get(draft, part, hosts)
 
-    async def _get(self, draft: _Draft, piece: _Piece, hosts: Hosts) -> None:
-        """Ask the best server for the rest of a piece and keep what comes."""
+    async def _get(self, draft: _Draft, part: Part, hosts: Hosts) -> None:
+        """Ask the best server for the rest of a file and keep what comes."""
         host = await self._next(hosts, draft.manifest.folder)
-        draft.origins[piece.shard.file].add(host.url)
-        url = f"{host.url}/{draft.manifest.folder}/{piece.shard.file}"
-        wanted = {"Range": f"bytes={piece.at}-{piece.end - 1}"}
+        part.origins.add(host.url)
+        url = f"{host.url}/{draft.manifest.folder}/{part.shard.file}"
+        path = draft.folder / part.shard.file
+        began = part.at
         host.busy += 1
-        began = piece.at
         try:
-            async with self.session.get(url, headers=wanted, allow_redirects=False) as response:
-                self._check(response, piece, host)
-                async for data in response.content.iter_any():
-                    if len(data) > piece.end - piece.at:
-                        raise aiohttp.ClientPayloadError("more bytes than asked for")
-                    _write(draft.files[piece.shard.file], data, piece.at)
-                    piece.at += len(data)
-                    self.traffic.bytes += len(data)
-        except _Gone:
+            await self._run(Transfer(url, self._bearer, part, path, self._silence))
+        except Gone:
             host.banned = True
-        except _Busy:
+        except Denied:
+            self._denied(host)
+        except Busy:
             hosts.failed(host, time.monotonic(), longest=_BUSY_PAUSE)
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        except Broken as error:
             self._note(hosts, host, error)
+        except WeightsError:
+            if not host.relay:
+                raise
+            host.banned = True
         finally:
             host.busy -= 1
-            if piece.at > began:
+            self.traffic.bytes += part.at - began
+            if part.at > began:
                 hosts.worked(host)
 
-    def _check(self, response: aiohttp.ClientResponse, piece: _Piece, host: Host) -> None:
-        """Refuse any answer but the bytes that were asked for."""
-        status = response.status
-        if status in (404, 410):
-            raise _Gone
-        if status in (401, 403):
-            self._refused(host)
-        found = response.headers.get("Content-Range", "")
-        if status == 416 or (status == 206 and not found.endswith(f"/{piece.shard.bytes}")):
-            if host.relay:
-                raise _Gone
-            raise WeightsError(f"{response.url} does not have the {piece.shard.bytes} bytes of its manifest ({found})")
-        whole = status == 200 and piece.at == 0 and piece.end == piece.shard.bytes
-        if not whole and (status != 206 or not found.startswith(f"bytes {piece.at}-{piece.end - 1}/")):
-            if status == 503:
-                raise _Busy
-            raise aiohttp.ClientPayloadError(f"answered {status} {found}")
+    async def _run(self, transfer: Transfer) -> None:
+        """Run a transfer in a thread. Whoever cancels it may rely on it that nothing is written afterwards."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, transfer.run)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            transfer.give_up()
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # whatever it was: nobody wants it any more
+            raise
 
-    def _refused(self, host: Host) -> None:
-        if host.relay:
-            raise _Gone
-        raise WeightsError(
-            f"{host.url} refuses the token of this host",
-            "the learner's host has another RUN_DIR/weights.token: copy it here ($STREAMRL_WEIGHTS_TOKEN_FILE)",
-        )
+    def _denied(self, host: Host) -> None:
+        if not host.relay:
+            raise WeightsError(
+                f"{host.url} refuses the token of this host",
+                "the learner's host has another RUN_DIR/weights.token: copy it here ($STREAMRL_WEIGHTS_TOKEN_FILE)",
+            )
+        host.banned = True
 
     async def _next(self, hosts: Hosts, folder: str) -> Host:
         """Return a server to ask; while all of them rest, neighbours are looked for."""
@@ -314,35 +272,12 @@ class HttpSource:
     async def _manifest(self, host: Host, folder: str) -> bytes:
         async with self.session.get(f"{host.url}/{folder}/{MANIFEST_FILE}", allow_redirects=False) as response:
             if response.status in (404, 410):
-                raise _Gone
+                raise Gone
             if response.status in (401, 403):
-                self._refused(host)
+                self._denied(host)
+                raise Gone
             response.raise_for_status()
             data = await response.content.read(MAX_MANIFEST_BYTES + 1)
             while chunk := await response.content.read(MAX_MANIFEST_BYTES + 1 - len(data)):
                 data += chunk
             return data
-
-    async def _prove(self, draft: _Draft, hosts: Hosts) -> bool:
-        """Prove all files; those that are wrong are wanted again, of others than they came from."""
-        wrong = []
-        for shard in draft.manifest.shards:
-            if shard.file not in draft.proven:
-                found = await asyncio.to_thread(file_checksum, draft.folder / shard.file)
-                if found == shard.checksum:
-                    draft.proven.add(shard.file)
-                else:
-                    wrong.append(shard)
-        for shard in wrong:
-            origins = sorted(draft.origins[shard.file])
-            logger.warning("weights corrupt on their way", extra={"file": shard.file, "sources": origins})
-            hosts.ban_relays(origins)
-            draft.want(shard)
-        return not wrong
-
-
-def _write(descriptor: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view.nbytes:
-        written = os.pwrite(descriptor, view, at)
-        view, at = view[written:], at + written

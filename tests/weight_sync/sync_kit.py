@@ -50,7 +50,7 @@ class Replica:
             self.changed.notify_all()
 
     async def until(self, count):
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(lambda: len(self.applied) >= count)
 
 
@@ -77,6 +77,6 @@ def same(left, right):
 
 
 async def until(check):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not check():  # noqa: ASYNC110  (polls what a follower in another task counts)
             await asyncio.sleep(0.005)

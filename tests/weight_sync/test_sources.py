@@ -13,7 +13,6 @@ from fetch_kit import Board, Proxy, following, http_config, open_learner
 from sync_kit import same, tensors, until
 
 from streamrl.errors import CannotCreate, ConfigError, Unreachable, WeightsError
-from streamrl.weight_sync import pull as pull_module
 from streamrl.weight_sync.bearer import read_token
 from streamrl.weight_sync.hosts import RELAY_FIELD, Hosts
 from streamrl.weight_sync.manifest import decode
@@ -54,13 +53,6 @@ async def test_a_version_is_pulled_whole_and_once(learner):
         assert source.traffic.bytes == manifest.total_bytes
         assert spool.root.stat().st_mode & 0o777 == 0o700
     assert not spool.root.exists()
-
-
-async def test_pieces_of_large_files(learner, monkeypatch):
-    monkeypatch.setattr(pull_module, "PIECE_BYTES", 1000)
-    manifest = decode(learner.write(1))
-    async with source_of(learner) as (source, _):
-        assert same(read(await source.fetch(manifest), manifest), tensors(1))
 
 
 async def test_broken_transfers_are_gone_on_with(learner):
@@ -187,7 +179,7 @@ async def test_a_disk_that_is_full_is_said_and_nothing_stays(learner, monkeypatc
                 await source.fetch(manifest)
             # the room goes between the look and the writing
             monkeypatch.setattr("streamrl.weight_sync.spool.check_room", lambda *_: None)
-            with pytest.raises(CannotCreate, match="no room"):
+            with pytest.raises(CannotCreate, match="No space left"):
                 await source.fetch(manifest)
             assert list(spool.root.iterdir()) == []
             assert same(read(await source.fetch(tiny), tiny), tensors(2))
@@ -293,12 +285,12 @@ async def test_sixteen_followers_at_once(tmp_path, monkeypatch):
                 await stack.enter_async_context(following(learner, name, config, board=board, status=board.of(name)))
             )
         for version in (1, 2, 3):
-            await learner.publish(version, tensors=big(2) | tensors(version))
+            await learner.publish(version, tensors=big(1) | tensors(version))
             await asyncio.gather(*(replica.until(version) for replica in replicas))
         for replica in replicas:
             assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 2), (1, 3)]
             assert replica.follower.refused == 0
-            assert same(replica.applied[-1][1], big(2) | tensors(3))
+            assert same(replica.applied[-1][1], big(1) | tensors(3))
 
 
 def test_the_least_busy_neighbour_first_and_the_learners_host_last():
