@@ -48,7 +48,9 @@ async def test_the_end_of_sequence_is_a_token_of_the_response(bench: Bench):
 async def test_the_context_ends_a_response_and_refuses_a_prompt(bench: Bench):
     tokens = prompt(3, tiny.CONTEXT - 10)
     done = await bench.generate(tokens, 64)
-    assert (done.finish, len(done.tokens)) == ("length", 10)
+    assert done.finish == "length"
+    # SGLang keeps two tokens of its context to itself.
+    assert len(done.tokens) in ({8, 9, 10} if bench.kind == "sglang" else {10})
     for wrong in ([], prompt(3, tiny.CONTEXT), prompt(3, tiny.CONTEXT + 50), [tiny.VOCABULARY + 4]):
         with pytest.raises(DataError):
             await bench.generate(wrong, 8)
@@ -200,7 +202,8 @@ async def test_what_is_recomputed_is_computed_by_the_weights_then_in_force(bench
     for first, last, number in ((0, change, old), (change, end, new)):
         logits = bench.models[number](input_ids=ids).logits[0, len(tokens) - 1 : -1].float()
         wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(tokens) :, None])[first:last, 0]
-        assert float((wanted - torch.from_numpy(done.logprobs[first:last].copy())).abs().max()) < BF16
+        found = torch.from_numpy(done.logprobs[first:last].copy())
+        assert float((wanted.detach() - found).abs().max()) < BF16
 
 
 async def test_a_pause_that_aborts_returns_what_there_is(bench: Bench):

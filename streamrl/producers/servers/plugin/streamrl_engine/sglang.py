@@ -15,9 +15,11 @@ import torch
 
 from .files import BadVersion, Source, finite, table, tensors
 from .sglang_rehearsal import rehearse
+from .sglang_spans import renamed
 
 LOADER = "streamrl_engine.sglang.load"
 _COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_RENAMING = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ def register() -> None:
         ("resume_memory_occupation", _resume),
     ):
         HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
+    HookRegistry.register(_RENAMING, renamed, HookType.AROUND)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -1,0 +1,43 @@
+"""Which version a token of SGLang belongs to, when it was on its way while the weights changed.
+
+The scheduler launches a batch before it has looked at the results of the one before. A pause leaves the last results
+unlooked at; SGLang counts their tokens only afterwards, and so to the version after the change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+def renamed(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the scheduler note where the version changes, and count what is on its way to the version before.
+
+    With speculative decoding, where one batch brings several tokens to a request, one of them is counted.
+    """
+    underway = {
+        request: len(request.weight_version_events)
+        for batch, _ in getattr(scheduler, "result_queue", ())
+        for request in batch.reqs
+        if not request.finished() and not request.is_retracted and request.inflight_middle_chunks <= 0
+    }
+    before = _version()
+    answer = original(scheduler, *args, **kwargs)
+    if _version() == before:
+        return answer
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    for request, count in underway.items():
+        events = request.weight_version_events
+        if len(events) > count:
+            events[-1] = dataclasses.replace(events[-1], num_output_tokens=events[-1].num_output_tokens + 1)
+        else:  # its first token is on its way
+            events.append(WeightVersionEvent(old_version=before, num_output_tokens=len(request.output_ids) + 1))
+    return answer
+
+
+def _version() -> Any:
+    from sglang.srt.runtime_context import get_serving
+
+    return get_serving().weight_version
