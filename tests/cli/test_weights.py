@@ -1,0 +1,212 @@
+"""`streamrl weights`: what is there, keeping a version, and asking the learner to go back to one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+
+from streamrl.queues import embedded, open_ledgers
+from streamrl.queues.rollback import Answer, RollbackDesk
+from streamrl.runfile import read_saved
+from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.catalog import read_manifest
+from streamrl.weight_sync.mapping import map_version
+
+from .run_kit import cli, data_of, make_run
+
+SETTINGS = ("weights.transport=directory", "weights.delta.enabled=true", "weights.dtype=bfloat16")
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    whole = torch.arange(4000).bfloat16()
+    whole[:version] = -1.0
+    return {"model.a": whole, "model.b": torch.ones(3, 4).bfloat16()}
+
+
+def make(run_dir: Path) -> None:
+    """A run with versions 1 to 4: 1 full, the others deltas; 0 is long gone."""
+    config = make_run(run_dir, *SETTINGS)
+    publisher = Publisher(config.weights, config.name, run_dir)
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "metrics").mkdir()
+    notes, records = ["1 0 0 nonce"], [b"torn"]
+    for version in range(1, 5):
+        publisher.publish(epoch=1, version=version, step=version - 1, tensors=tensors(version).items())
+        notes.append(f"1 {version} {version - 1} nonce")
+        figures = publisher.figures
+        records.append(
+            orjson.dumps(
+                {"at": 1.7e9 + version, "epoch": 1, "published": version, "publish_bytes": figures.bytes,
+                 "publish_kind": figures.kind, "publish_density": figures.density}
+            )
+        )  # fmt: skip
+    (run_dir / "checkpoints" / "versions.log").write_text("\n".join(notes) + "\n")
+    (run_dir / "metrics" / "learner.0.jsonl").write_bytes(b"\n".join(records))
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    make(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+async def live(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    make(run_dir)
+    config = read_saved(run_dir / "run.json").config
+    async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
+        await ledgers.roles.beat("rollout.0", {"version": 3, "state": "ready"}, 60)
+        yield run_dir, ledgers
+
+
+async def run(*arguments: str):
+    return await asyncio.to_thread(cli, *arguments)
+
+
+def test_ls_and_show_of_a_stopped_run(stopped: Path):
+    where = ("--run", str(stopped))
+    data = data_of(cli("weights", "ls", *where, "--json").stdout, "streamrl.weights/1")
+    assert data["rollback"] is None
+    assert [row["version"] for row in data["versions"]] == [4, 3, 2, 1]
+    newest = data["versions"][0]
+    assert (newest["epoch"], newest["step"], newest["kind"], newest["present"], newest["pinned"]) == (
+        1, 3, "delta", True, False
+    )  # fmt: skip
+    assert newest["density"] == pytest.approx(1 / 4012)
+    assert data["versions"][-1]["kind"] == "full"
+    every = data_of(cli("weights", "ls", "--all", *where, "--json").stdout, "streamrl.weights/1")["versions"]
+    assert every[-1] == {
+        "version": 0, "epoch": 1, "step": 0, "at": None, "bytes": None, "kind": None, "density": None,
+        "present": False, "pinned": False, "replicas": [],
+    }  # fmt: skip
+    table = cli("weights", "ls", *where).stdout
+    assert table.splitlines()[0].split()[:3] == ["VERSION", "EPOCH", "STEP"]
+    assert "0.02 %" in table
+    shown = data_of(cli("weights", "show", "4", *where, "--json").stdout, "streamrl.weights.show/1")
+    assert shown["base"] == 3
+    assert [tensor["name"] for tensor in shown["tensors"]] == ["model.a", "model.b"]
+    assert "model.a  BF16  [4000]" in cli("weights", "show", "1", *where).stdout
+    gone = cli("weights", "show", "0", *where)
+    assert (gone.returncode, "its files are gone" in gone.stderr) == (0, True)
+    never = cli("weights", "show", "99", *where)
+    assert (never.returncode, "there never was a version 99" in never.stderr) == (2, True)
+
+
+def test_a_run_without_versions(tmp_path: Path):
+    make_run(tmp_path / "run", *SETTINGS)
+    done = cli("weights", "ls", "--run", str(tmp_path / "run"))
+    assert (done.returncode, done.stdout, "no version is here" in done.stderr) == (0, "", True)
+
+
+def test_pin_makes_whole_files_of_a_delta_and_unpin_removes_them(stopped: Path):
+    where = ("--run", str(stopped))
+    data = data_of(cli("weights", "pin", "4", *where, "--json").stdout, "streamrl.weights.pin/1")
+    folder = Path(data["directory"])
+    manifest = read_manifest(folder)
+    assert manifest.base is None
+    found = map_version(folder, manifest).tensors
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(4).items())
+    assert cli("weights", "pin", "4", *where).returncode == 0  # a repeat
+    rows = data_of(cli("weights", "ls", *where, "--json").stdout, "streamrl.weights/1")["versions"]
+    assert [row["version"] for row in rows if row["pinned"]] == [4]
+    assert data_of(cli("weights", "unpin", "4", *where, "--json").stdout, "streamrl.weights.unpin/1")["removed"]
+    again = cli("weights", "unpin", "4", *where)
+    assert (again.returncode, "is not pinned" in again.stderr) == (2, True)
+    missing = cli("weights", "pin", "0", *where)
+    assert (missing.returncode, "version 0 is neither in" in missing.stderr) == (2, True)
+
+
+def test_a_disk_without_room_is_73_and_leaves_nothing(stopped: Path, monkeypatch):
+    monkeypatch.setattr("streamrl.weight_sync.pinned._SLACK_BYTES", 1 << 60)
+    done = cli("weights", "pin", "4", "--run", str(stopped))
+    assert (done.returncode, "no room for version 4" in done.stderr) == (73, True)
+    assert list((stopped / "pinned").iterdir()) == []
+
+
+async def test_ls_says_which_replicas_hold_a_version(live):
+    run_dir, _ = live
+    rows = data_of((await run("weights", "ls", "--run", str(run_dir), "--json")).stdout, "streamrl.weights/1")
+    assert {row["version"]: row["replicas"] for row in rows["versions"]} == {4: [], 3: ["rollout.0"], 2: [], 1: []}
+
+
+def test_without_a_learner_the_request_waits_and_says_so(stopped: Path):
+    """The run is stopped as a whole: its Redis is started for the call, and the request survives."""
+    where = ("--run", str(stopped))
+    done = cli("weights", "rollback", "2", *where)
+    assert done.returncode == 3
+    assert "learner.0) is not running" in done.stderr
+
+    async def left():
+        config = read_saved(stopped / "run.json").config
+        async with embedded.running(config.redis, stopped), open_ledgers(config, stopped) as ledgers:
+            return await RollbackDesk(ledgers.train.connection, ledgers.train.keys).look()
+
+    request = asyncio.run(left())
+    assert (request.epoch, request.version, request.answer) == (1, 2, Answer.WAITING)
+    assert (stopped / "pinned" / "v-1-2").is_dir()
+
+
+async def answering(ledgers, answer: Answer, text: str) -> None:
+    """A learner that answers the first request it sees."""
+    desk = RollbackDesk(ledgers.train.connection, ledgers.train.keys)
+    await ledgers.train.fence("nonce", 0)
+    await ledgers.roles.beat("learner.0", {"state": "ready", "step": 3, "version": 4}, 60)
+    while (request := await desk.look()) is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await desk.answer("nonce", request.id, answer, text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "code", "said"),
+    [
+        (Answer.SHOWN, "9", 0, "version 9 has the weights of version 2"),
+        (Answer.DONE, "9", 0, "version 9 has the weights of version 2"),
+        (Answer.REFUSED, "of another model", 1, "refused: of another model"),
+    ],
+)
+async def test_rollback_waits_for_the_learner(live, answer, text, code, said):
+    run_dir, ledgers = live
+    learner = asyncio.create_task(answering(ledgers, answer, text))
+    done = await run("weights", "rollback", "2", "--run", str(run_dir))
+    await learner
+    assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done
+
+
+async def test_rollback_gives_up_waiting_and_leaves_the_request(live):
+    run_dir, ledgers = live
+    await ledgers.roles.beat("learner.0", {"state": "ready", "step": 3, "version": 4}, 60)
+    where = ("--run", str(run_dir))
+    done = await run("weights", "rollback", "2", *where, "--wait", "0", "--json")
+    assert done.returncode == 75
+    data = data_of(done.stdout, "streamrl.weights.rollback/1")
+    assert (data["answer"], data["new_version"]) == ("waiting", None)
+    assert "learner ready at step 3, version 4" in done.stderr
+    listed = data_of((await run("weights", "ls", *where, "--json")).stdout, "streamrl.weights/1")
+    assert listed["rollback"]["answer"] == "waiting"
+    needed = await run("weights", "unpin", "2", *where)
+    assert (needed.returncode, "is needed" in needed.stderr) == (78, True)
+
+
+def test_looking_needs_no_torch(stopped: Path):
+    program = f"""
+import sys
+from streamrl.cli import run
+assert run(["weights", "ls", "--run", {str(stopped)!r}]) == 0
+assert run(["weights", "show", "4", "--run", {str(stopped)!r}]) == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "pin", "unpin", "rollback"])
+def test_help_teaches(command: str):
+    done = cli("weights", command, "--help")
+    assert done.returncode == 0
+    assert "--run" in done.stdout
