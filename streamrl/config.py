@@ -278,10 +278,10 @@ class DeltaConfig(Section):
 class WeightsConfig(Section):
     """How versions of the weights reach the engines."""
 
-    transport: Literal["shm", "directory", "http", "collective", "ipc"] = Field(
+    transport: Literal["shm", "directory", "http", "collective"] = Field(
         "shm",
         description="shm: /dev/shm of this host; directory: run's; http: pulled from the learner's host; collective:"
-        " gloo or NCCL broadcast; ipc: CUDA memory of the learner, on one device",
+        " gloo or NCCL broadcast",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
     shard_bytes: Size = Field(256 << 20, description="largest shard file, which is also a bucket of the transports")

@@ -106,10 +106,6 @@ def look_at_way(config: RunConfig) -> str:
         CannotCreate: the port is taken.
     """
     weights = config.weights
-    if weights.transport == "ipc" and not environments.has_gpu():
-        raise ConfigError(
-            "weights.transport ipc needs a CUDA device, this machine has none", "set weights.transport: shm"
-        )
     if weights.transport in {"http", "collective"}:
         _bindable(weights.host, weights.port)
     if weights.relay and weights.transport != "http":

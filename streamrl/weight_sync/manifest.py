@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     epoch: _Count
     step: _Count
     base: tuple[_Count, _Count] | None = None
-    transport: Literal["shm", "directory", "http", "collective", "ipc"]
+    transport: Literal["shm", "directory", "http", "collective"]
     folder: _FileName
     sources: list[_Url] = []
     shards: list[Shard]

@@ -53,7 +53,7 @@ class DirectoryTransport:
         return cls(run_dir.resolve() / "weights")
 
 
-TransportKind: TypeAlias = Literal["shm", "directory", "http", "collective", "ipc"]
+TransportKind: TypeAlias = Literal["shm", "directory", "http", "collective"]
 Transport: TypeAlias = ShmTransport | DirectoryTransport
 
 

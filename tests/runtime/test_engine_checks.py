@@ -151,14 +151,6 @@ def test_the_way_of_the_weights(unused_port: int):
         look_at_way(config(weights={"relay": True}))
 
 
-def test_ipc_wants_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(environments, "has_gpu", lambda: False)
-    with pytest.raises(ConfigError, match="CUDA"):
-        look_at_way(config(weights={"transport": "ipc"}))
-    monkeypatch.setattr(environments, "has_gpu", lambda: True)
-    assert look_at_way(config(weights={"transport": "ipc"})).startswith("ipc")
-
-
 @pytest.mark.parametrize(
     ("transport", "deltas", "replicas", "copies"),
     [

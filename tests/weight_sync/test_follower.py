@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 
 import pytest
@@ -11,7 +12,10 @@ from sync_kit import Replica, Stream, folders, publish, same, tensors, until
 from streamrl.config import WeightsConfig
 from streamrl.errors import Unreachable, WeightsError
 from streamrl.weight_sync import Follower, Manifest, Publisher
+from streamrl.weight_sync.bearer import make_token
 from streamrl.weight_sync.manifest import decode, encode
+from streamrl.weight_sync.pull import HttpSource
+from streamrl.weight_sync.shard_server import ShardServer, listen
 
 
 async def test_newest_only_and_old_versions_go(publisher, stream, config, tmp_path):
@@ -236,3 +240,117 @@ async def test_training_goes_on_while_versions_are_written_and_read(tmp_path):
         stop.set()
         await trainer
     assert follower.refused == 0
+
+
+async def test_the_newest_version_once_more_for_a_server_that_was_restarted(publisher, stream, replica):
+    late = []
+
+    async def apply(version):
+        late.append((version.pair, {name: tensor.clone() for name, tensor in version.tensors.items()}))
+
+    assert not await replica.follower.again(apply)  # nothing is here yet
+    await stream.put(publish(publisher, 1))
+    await replica.until(1)
+    assert await replica.follower.again(apply)
+    assert await replica.follower.again(apply)
+    assert [pair for pair, _ in late] == [(1, 1), (1, 1)]
+    assert same(late[0][1], tensors(1))
+    assert await replica.follower.again()  # to the follower's own engine
+    assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 1)]
+
+    async def refuses(version):
+        raise WeightsError("a name does not fit")
+
+    with pytest.raises(WeightsError, match="does not fit"):
+        await replica.follower.again(refuses)
+    data = publish(publisher, 2)
+    publisher._remove("v-1-1")
+    await stream.put(data)
+    assert await replica.follower.again(apply)  # the files of version 1 are gone
+    assert late[-1][0] == (1, 2)
+    publisher._remove("v-1-2")
+    with pytest.raises(WeightsError, match="cannot be read again"):
+        await replica.follower.again(apply)
+
+
+async def test_how_far_an_engine_is_behind(publisher, stream, config, tmp_path):
+    """The newest step is known while the engine still takes an older version."""
+    free, taking = asyncio.Event(), asyncio.Event()
+
+    async def apply(version):
+        taking.set()
+        await free.wait()
+
+    follower = Follower(stream, config, apply, run="r", run_dir=tmp_path)
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(follower.run(stop))
+        assert (follower.newest_step, follower.applied_step) == (0, 0)
+        await stream.put(publish(publisher, 1))
+        await taking.wait()
+        for version in (2, 3):
+            await stream.put(publish(publisher, version))
+            await until(lambda version=version: follower.newest_step == version)
+        assert (follower.version, follower.applied_step) == (0, 0)
+        free.set()
+        await until(lambda: follower.version == 3)
+        assert (follower.newest_step, follower.applied_step) == (3, 3)
+        assert follower.apply_seconds > 0
+        stop.set()
+
+
+async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stream, monkeypatch):
+    """The learner's host cannot be reached for a while; no newer version comes, as the learner waits for groups."""
+    monkeypatch.setattr("streamrl.weight_sync.follower._FIRST_PAUSE", 0.01)
+    config = WeightsConfig(transport="http", deadline=5)
+    publisher = Publisher(config, "r", tmp_path)
+    token = make_token(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    data = publisher.publish(
+        epoch=1, version=1, step=1, tensors=tensors(1).items(), sources=[f"http://127.0.0.1:{port}"]
+    )
+    replica = Replica(stream, config, tmp_path)
+    monkeypatch.setattr(HttpSource, "fetch", hasty(HttpSource.fetch))
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(replica.follower.run(stop))
+        await stream.put(data)
+        await until(lambda: replica.follower.refused == 1)
+        assert replica.follower.version == 0
+        async with listen(ShardServer(publisher.root, token).app(), "127.0.0.1", port):
+            await replica.until(1)
+        assert replica.follower.refused == 1  # once a version, however often it is tried
+        assert replica.follower.bytes_fetched == decode(data).total_bytes
+        assert replica.follower.fetch_seconds > 0
+        stop.set()
+    assert same(replica.applied[0][1], tensors(1))
+    publisher.close(unlink=True)
+
+
+def hasty(fetch):
+    """The first call has no time at all."""
+    calls = []
+
+    async def call(self, manifest):
+        calls.append(manifest.pair)
+        before, self._deadline = self._deadline, 0.05 if len(calls) == 1 else self._deadline
+        try:
+            return await fetch(self, manifest)
+        finally:
+            self._deadline = before
+
+    return call
+
+
+async def test_a_follower_that_runs_again_goes_on_where_it_was(publisher, stream, config, tmp_path):
+    replica = Replica(stream, config, tmp_path)
+    for version in (1, 2):
+        stop = asyncio.Event()
+        running = asyncio.create_task(replica.follower.run(stop))
+        await stream.put(publish(publisher, version))
+        await replica.until(version)
+        stop.set()
+        await asyncio.wait_for(running, 30)
+    assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 2)]
+    assert not await replica.follower.again()  # it does not run
