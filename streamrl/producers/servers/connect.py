@@ -87,7 +87,6 @@ async def _reach(client: HttpClient, dialect: Dialect) -> None:
     while True:
         try:
             await client.call(dialect.ready(), PATIENCE, retry=False)
-            return
         except BadAnswer as error:
             if error.status != 503:
                 raise _refusal(client, dialect, error) from error
@@ -97,6 +96,8 @@ async def _reach(client: HttpClient, dialect: Dialect) -> None:
         except Lost:
             if loop.time() + _KNOCK_PAUSE > end:
                 raise
+        else:
+            return
         await asyncio.sleep(_KNOCK_PAUSE)
 
 
@@ -117,7 +118,7 @@ def _refusal(client: HttpClient, dialect: Dialect, error: BadAnswer | DataError 
     if status == 401:
         return ConfigError(f"{client.url} wants a key: {error.message}", "set engine.api_key_file to its file")
     return ConfigError(
-        f"{client.url} does not answer as a {dialect.kind} server does: {error.message}",
+        f"{client.url} does not answer as engine.kind {dialect.kind} does: {error.message}",
         "see engine.kind, engine.url and docs/engines.md for the flags and variables it is started with",
     )
 

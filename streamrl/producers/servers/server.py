@@ -45,7 +45,7 @@ _TAIL_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.25
 _POLL_SECONDS: Final = 1.0
 _POLL_DEADLINE: Final = 5.0
-_PROBE_SECONDS: Final = 10.0
+_PROBE_SECONDS: Final = 20.0
 _LAST_SECONDS: Final = 10.0
 
 

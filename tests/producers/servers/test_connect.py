@@ -84,7 +84,7 @@ async def test_no_such_server(toy, tiny_dir, fault):
     path, _, what = fault.partition(" ")
     toy.faults[path] = [int(what) if what.isdecimal() else what] * 9
     error = await refused(toy, run_of(tiny_dir))
-    assert "does not answer as a toy server does" in error.message
+    assert "does not answer as engine.kind toy does" in error.message
     assert "engine.kind" in error.hint
 
 
