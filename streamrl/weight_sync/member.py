@@ -59,6 +59,9 @@ class _Round:
 class CollectiveSource:
     """Takes versions from broadcasts of the learner's host (see `Source`).
 
+    Attributes:
+        broadcasts: versions that came whole by broadcast since the start.
+
     Args:
         pulled: fetches what was missed, and has the session.
         spool: where the files go; open.
@@ -230,6 +233,8 @@ class CollectiveSource:
             if whole:
                 self._spool.finish(taken.manifest, taken.draft)
                 self.broadcasts += 1
+                extra = {"version": taken.manifest.version, "bytes": party.progress, "broadcasts": self.broadcasts}
+                logger.info("weights received by broadcast", extra=extra)
         except (StreamrlError, OSError) as error:
             logger.debug("broadcast missed", extra={"version": taken.manifest.version, "error": str(error)})
         finally:

@@ -10,6 +10,7 @@ from streamrl.config import RunConfig, WeightsConfig
 from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.manifest import decode
 from streamrl.weight_sync.outlets import open_outlet
+from streamrl.weight_sync.transports import release_memory
 
 
 def http_config(**changes):
@@ -61,6 +62,7 @@ async def open_learner(config, run_dir):
             yield learner
         finally:
             learner.publisher.close(unlink=True)
+            release_memory(run_dir)  # the spools of members that were killed
 
 
 @contextlib.asynccontextmanager
