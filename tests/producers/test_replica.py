@@ -5,52 +5,26 @@ import math
 import threading
 import time
 
-import numpy as np
 import orjson
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from producer_kit import Hands, kill, payload, tiny_model, until
+from producer_kit import kill, payload, tiny_model, until
+from replica_kit import Faulty, Learner, admit, check_sample, emitted, samples_of
 
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers import replica as replica_module
 from streamrl.producers.admission import Admitter, Terms
-from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import make_engine
 from streamrl.producers.replica import Replica, lease_width, replica_seed, run_rollout
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.weight_sync import Publisher
 from streamrl.wire import Prompt, Sample, decode
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-class Learner:
-    """Publishes versions of the tiny model: version N has the weights of seed N."""
-
-    def __init__(self, run, ledgers):
-        self.hands = Hands(ledgers.train)
-        self.publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
-
-    async def publish(self, version, seed=None):
-        tensors = dict(tiny_model(version if seed is None else seed).named_parameters())
-        data = await asyncio.to_thread(
-            self.publisher.publish, epoch=1, version=version, step=version, tensors=tensors.items()
-        )
-        await self.hands.ledger.consume(self.hands.nonce, 0, version, data)
-
-
-async def admit(run, ledger, count, samples=2):
-    config = run.config
-    path = run.held_out if ledger.evaluation else run.train
-    data = load_prompts(path, Tokenizer.load(config.model), Limits(16, config.model.context))
-    admitter = Admitter(ledger, Terms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)])
-    await admitter.locate()
-    await admitter.admit(1, limit=count)
 
 
 @pytest.fixture
@@ -61,17 +35,6 @@ def small(run):
         .set("sampling", group_size=4, max_new_tokens=12)
         .set("lease", seconds=0.6)
     )
-
-
-async def samples_of(ledger, gid):
-    """Samples that are in the hash of a group."""
-    fields = await ledger.connection.read("HGETALL", ledger.keys.group(gid))
-    pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
-    return {int(key[2:]): value for key, value in pairs if key.startswith(b"s:")}
-
-
-async def emitted(ledger, count):
-    return sum([len(await samples_of(ledger, gid)) for gid in await ledger.oldest_live(100)]) >= count
 
 
 async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_right(small):
@@ -93,7 +56,9 @@ async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_rig
             assert sorted(found) == [0, 1, 2, 3]
             prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(gid), "prompt"), Prompt)
             for data in found.values():
-                check_sample(model, prompt, decode(data, Sample))
+                sample = decode(data, Sample)
+                check_sample(model, prompt, sample)
+                assert (sample.runs, len(sample.token_ids)) == ([(0, 1)], 12)
         assert len({bytes(data) for gid in range(5) for data in (await samples_of(ledgers.train, gid)).values()}) == 20
         assert role.status["tokens"] == 23 * 12
         assert role.status["version"] == 1
@@ -102,19 +67,6 @@ async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_rig
     moments = [moment for row in rows for moment, _ in row["timeline"]]
     assert moments == sorted(moments)
     assert all(row["idle_seconds"] >= 0 for row in rows)
-
-
-def check_sample(model, prompt, sample):
-    """Log-probabilities are those of a plain forward pass, the text is the decoded ids, the version is the one."""
-    ids = torch.tensor([[*prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0].numpy()
-    np.testing.assert_allclose(sample.token_logprobs, expected, atol=1e-5)
-    assert (sample.finish, sample.runs, sample.engine) == ("length", [(0, 1)], "rollout.0")
-    assert len(sample.token_ids) == 12
-    printable = [chr(token) for token in sample.token_ids.tolist() if 32 <= token < 127 or token == 10]
-    assert [character for character in sample.text if character != " "] == [c for c in printable if c != " "]
 
 
 async def test_a_swap_in_flight_gives_spans(small, monkeypatch):
@@ -212,28 +164,6 @@ async def test_a_stop_before_the_first_version_ends_at_once(small):
         role.stop.set()
         await asyncio.wait_for(task, 30)
         assert not role.is_ready
-
-
-class Faulty:
-    """A real engine whose `generate` fails as told; what else it does is the real thing."""
-
-    def __init__(self, engine, faults):
-        self._engine = engine
-        self._faults = faults
-        self.calls = 0
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    async def generate(self, request, listener=None):
-        self.calls += 1
-        fault = self._faults.pop(0) if self._faults else None
-        if fault is not None:
-            raise fault
-        return await self._engine.generate(request)
-
-    async def health(self):
-        await self._engine.health()
 
 
 class Endless(Faulty):

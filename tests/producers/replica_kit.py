@@ -1,0 +1,82 @@
+"""A learner that publishes versions of the tiny model, prompts from files, and an engine that fails as told."""
+
+import asyncio
+
+import numpy as np
+import torch
+from producer_kit import Hands, tiny_model
+
+from streamrl.producers.admission import Admitter, Terms
+from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.weight_sync import Publisher
+
+
+class Learner:
+    """Publishes versions of the tiny model: version N has the weights of seed N."""
+
+    def __init__(self, run, ledgers):
+        self.hands = Hands(ledgers.train)
+        self.publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
+
+    async def publish(self, version, seed=None):
+        tensors = dict(tiny_model(version if seed is None else seed).named_parameters())
+        data = await asyncio.to_thread(
+            self.publisher.publish, epoch=1, version=version, step=version, tensors=tensors.items()
+        )
+        await self.hands.ledger.consume(self.hands.nonce, 0, version, data)
+
+
+async def admit(run, ledger, count, samples=2):
+    config = run.config
+    path = run.held_out if ledger.evaluation else run.train
+    data = load_prompts(path, Tokenizer.load(config.model), Limits(16, config.model.context))
+    admitter = Admitter(ledger, Terms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)])
+    await admitter.locate()
+    await admitter.admit(1, limit=count)
+
+
+async def samples_of(ledger, gid):
+    """Samples that are in the hash of a group."""
+    fields = await ledger.connection.read("HGETALL", ledger.keys.group(gid))
+    pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
+    return {int(key[2:]): value for key, value in pairs if key.startswith(b"s:")}
+
+
+async def emitted(ledger, count):
+    return sum([len(await samples_of(ledger, gid)) for gid in await ledger.oldest_live(100)]) >= count
+
+
+def check_sample(model, prompt, sample):
+    """Log-probabilities are those of a plain forward pass, the text is the decoded ids, one version made it all."""
+    ids = torch.tensor([[*prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0].numpy()
+    np.testing.assert_allclose(sample.token_logprobs, expected, atol=1e-5)
+    assert (sample.finish, sample.engine) == ("length", "rollout.0")
+    assert len(sample.runs) == 1
+    printable = [chr(token) for token in sample.token_ids.tolist() if 32 <= token < 127 or token == 10]
+    assert [character for character in sample.text if character != " "] == [c for c in printable if c != " "]
+
+
+class Faulty:
+    """A real engine whose `generate` fails as told; what else it does is the real thing."""
+
+    def __init__(self, engine, faults):
+        self._engine = engine
+        self._faults = faults
+        self.calls = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def generate(self, request, listener=None):
+        self.calls += 1
+        fault = self._faults.pop(0) if self._faults else None
+        if fault is not None:
+            raise fault
+        return await self._engine.generate(request)
+
+    async def health(self):
+        await self._engine.health()
