@@ -29,11 +29,12 @@ PROMPT = [5, 6, 7, 8, 9] * 8
 LONG = [11, 12, 13, 14, 15, 16] * 60  # more than two blocks of the prefix cache
 FAULT = """
 import os
+import torch
 import streamrl_engine.files as files
 whole = files.tensors
 def tensors(source):
     for index, pair in enumerate(whole(source)):
-        if index == 5 and os.path.exists(os.environ["FAULT"]):
+        if index == 5 and os.path.exists(os.environ["FAULT"] + str(torch.distributed.get_rank())):
             raise OSError("the disk is gone")
         yield pair
 files.tensors = tensors
@@ -51,7 +52,7 @@ class World:
     def __init__(self, live: Live, folder: Path, first: Any) -> None:
         self.live, self.folder = live, folder
         self.number, self.models = 0, {0: exact(first)}
-        self.fault = folder / "fault"
+        self.fault = folder / "fault0"
 
     def write(self, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Any:
         """The next version, not yet applied."""
@@ -74,15 +75,20 @@ class World:
         assert np.abs(forward(self.models[self.number], prompt, done.tokens.tolist()) - done.logprobs).max() < CLOSE
 
 
+def breakable(folder: Path, fault: Path) -> dict[str, str]:
+    """Environment of a server whose loading breaks off on rank N while the file `fault`N is there."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(FAULT)
+    return {"PYTHONPATH": f"{folder / 'site'}:{PLUGIN}", "FAULT": str(fault)}
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("vllm")
     model = random_model(0, tied=True)
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(FAULT)
     (folder / "versions").mkdir()
-    variables = {"PYTHONPATH": f"{folder / 'site'}:{PLUGIN}", "FAULT": str(folder / "versions" / "fault")}
     flags = {"enable-lora": True, "max-lora-rank": 8, "max-loras": 2}
+    variables = breakable(folder, folder / "versions" / "fault")
     async with served(save_model(model, folder / "model"), folder / "log", variables=variables, flags=flags) as live:
         yield World(live, folder / "versions", model)
 
@@ -318,17 +324,27 @@ async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(w
 
 async def test_two_ranks_refuse_and_apply_together(tmp_path: Path) -> None:
     models = {number: random_model(number, tied=False) for number in range(3)}
-    folder = save_model(models[0], tmp_path / "model")
-    async with served(folder, tmp_path / "log", tensor_parallel=2) as live:
+    folder, fault = save_model(models[0], tmp_path / "model"), tmp_path / "fault"
+    variables = breakable(tmp_path, fault)
+    async with served(folder, tmp_path / "log", tensor_parallel=2, variables=variables) as live:
         for number in (1, 2):
             for index, change in enumerate(BAD.values()):
                 held = named(models[number])
                 change(held)
                 with pytest.raises(Failed, match="500"):
-                    await live.calls(
-                        live.dialect.prefetch(write_version(held, tmp_path / f"b{number}-{index}", number))
-                    )
-            await live.update(write_version(named(models[number]), tmp_path / f"v{number}", number))
+                    bad = write_version(held, tmp_path / f"b{number}-{index}", number)
+                    await live.calls(live.dialect.prefetch(bad))
+            version = write_version(named(models[number]), tmp_path / f"v{number}", number)
+            await live.calls(live.dialect.prefetch(version))
+            await live.calls(live.dialect.pause("keep"))
+            for rank in (0, 1):  # one half is new then, and both ranks must know
+                Path(f"{fault}{rank}").touch()
+                with pytest.raises(Failed, match="the disk is gone"):
+                    await live.calls(live.dialect.update(version))
+                Path(f"{fault}{rank}").unlink()
+            await live.calls(live.dialect.prefetch(version))
+            await live.calls(live.dialect.update(version))
+            await live.calls(live.dialect.resume())
             done = await live.generate(request("a", PROMPT, 32), number)
             assert done.runs == [(0, number)]
             assert np.abs(forward(exact(models[number]), PROMPT, done.tokens.tolist()) - done.logprobs).max() < CLOSE

@@ -104,9 +104,18 @@ class VllmDialect:
         return (
             Call("GET", "/version", repeatable=True),
             Call("GET", "/v1/models", repeatable=True),
-            Call("GET", "/openapi.json", repeatable=True, missing_ok=True),
-            Call("GET", "/server_info", query={"config_format": "json"}, repeatable=True, missing_ok=True),
-            Call("POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, missing_ok=True),
+            Call("GET", "/openapi.json", repeatable=True, optional=True, missing_ok=True),
+            Call(
+                "GET", "/server_info", query={"config_format": "json"}, repeatable=True, optional=True, missing_ok=True
+            ),
+            Call(
+                "POST",
+                "/tokenize",
+                {"prompt": PROBE, "add_special_tokens": False},
+                repeatable=True,
+                optional=True,
+                missing_ok=True,
+            ),
         )
 
     def read_about(self, answers: Sequence[Any]) -> About:
@@ -215,8 +224,8 @@ class VllmDialect:
     def update(self, version: Version) -> Sequence[Call]:
         """See `Dialect.update`.
 
-        After a failure in the midst of it the model is unusable until the whole sequence, for this or another version,
-        has succeeded while the server is still paused; a server that is resumed without it dies by its first step.
+        After a failure in the midst of it the model samples no more until the whole sequence, for this or another
+        version, has succeeded while the server is still paused; a server that is resumed without that dies.
         """
         return (
             self._rpc("streamrl_begin", {}),

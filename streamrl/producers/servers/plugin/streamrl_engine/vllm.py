@@ -7,9 +7,8 @@ Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
 
 The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/collective_rpc
 streamrl_begin`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed
-nothing. A failed `/update_weights` leaves a model without weights: the sequence again, for any version, mends it while
-the server is still paused, and a server that is resumed without that dies by its first step instead of sampling from a
-mixture.
+nothing. After a failed `/update_weights` the sequence again, for any version, mends the model while the server is still
+paused; a server that is resumed without that dies by its first step instead of sampling from a mixture.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +59,10 @@ class Update(WeightTransferUpdateInfo):
     source: dict[str, Any]
 
 
+class _FailedElsewhere(Exception):
+    """Another rank tells the client."""
+
+
 class StreamrlEngine(WeightTransferEngine[Init, Update]):
     """Loads a version from files through the model's own loaders, all of it within one call."""
 
@@ -85,13 +88,14 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         """Remove what was fetched."""
         self._landing.clear()
 
-    def check(self, source: Source) -> None:
+    def check(self, source: Mapping[str, Any]) -> None:
         """Bring the files here and prove that the model's loaders would take all of them; the model is not changed.
 
         Raises:
             BadVersion: files, names, shapes or values are not those of a version of this model.
         """
-        self._together(lambda: self._check(source))
+        with suppress(_FailedElsewhere):
+            self._together(lambda: self._check(Source.parse(source)))
 
     def _check(self, source: Source) -> None:
         local = self._landing.local(source)
@@ -118,19 +122,23 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
 
         Raises:
             BadVersion: on one rank at least. When it was found before any rank had begun, the model is as it was;
-                else it has no weights, on no rank.
+                else it samples no more, on no rank.
         """
-        source = Source.parse(update_info.source)
-        self._together(lambda: self._match(self._landing.local(source)))
-        local = self._landing.local(source)
-        _forget_unfinished(self.model)
-        initialize_layerwise_reload(self.model)
-        # Layers that were complete have new weights by then, the others none: take away the former too, so that no
-        # step can pass through a mixture.
-        self._together(lambda: self._load(local), undo=lambda: initialize_layerwise_reload(self.model))
+        with suppress(_FailedElsewhere):
+            self._replace(update_info.source)
+
+    def _replace(self, source: Mapping[str, Any]) -> None:
+        self._together(lambda: self._match(self._landing.local(Source.parse(source))))
+        local = self._landing.local(Source.parse(source))
+        # From here on to the last layer of the last rank the weights are a mixture.
+        self.model.compute_logits = _no_logits
+        self._together(lambda: self._load(local))
+        del self.model.compute_logits
         self._landing.clear(keep=local)
 
     def _load(self, local: Source) -> None:
+        _forget_unfinished(self.model)
+        initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors(local))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
@@ -138,8 +146,8 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         else:
             torch.accelerator.synchronize()
 
-    def _together(self, work: Callable[[], None], undo: Callable[[], None] | None = None) -> None:
-        """Do the same on all ranks, or undo it on all of them.
+    def _together(self, work: Callable[[], None]) -> None:
+        """Do the same on all ranks; when one fails, none goes on.
 
         vLLM reads the ranks' answers in turn and stops at the first error: what the ranks behind it said would be taken
         for the answer to the next call. So only the last rank ever raises, for whichever rank it was.
@@ -155,10 +163,12 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         for group in (get_tp_group(), get_pp_group()):
             problem = _first(problem, group)
             last = last and group.rank_in_group == group.world_size - 1
-        if problem and undo is not None:
-            undo()
-        if problem and last:
-            raise BadVersion(problem)
+        if problem:
+            raise (BadVersion(problem) if last else _FailedElsewhere)
+
+
+def _no_logits(*_: Any) -> Any:
+    raise RuntimeError("an update of the weights failed here, and none has mended it: the weights are a mixture")
 
 
 def _first(text: str, group: Any) -> str:
@@ -184,7 +194,7 @@ class WorkerExt:
     def streamrl_check(self, source: dict[str, Any]) -> None:
         """See `StreamrlEngine.check`."""
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.check(Source.parse(source))
+            self.weight_transfer_engine.check(source)
 
     def streamrl_begin(self) -> None:
         """Forget the session of a client that did not come back, which vLLM would hold against the next one."""
@@ -198,7 +208,7 @@ def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     Runs between two steps and puts back every parameter as it was.
 
     Args:
-        model: whole; not one that a failed update has left without weights.
+        model: whole; not one that a failed update has left as a mixture.
         heads: of every tensor of the version.
         ranks: over which a tensor may be spread.
         strict: every element of every parameter must be covered (models without quantisation).
@@ -206,8 +216,10 @@ def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     Raises:
         BadVersion: an unknown name, another shape, a missing tensor, or a part of a fused one.
     """
-    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
-        raise BadVersion("a failed update has left this model without weights: send one that was checked before")
+    if "compute_logits" in vars(model):
+        raise BadVersion(
+            "a failed update has left this model as a mixture: send names and shapes that were seen before"
+        )
     loaded: dict[int, int] = {}
     wanted = _parameters(model)
     with _on_nothing(model, loaded, ranks):
