@@ -71,6 +71,10 @@ class FollowingRank:
             case Command.ADOPT:
                 folder = self._run_dir / PINNED / folder_name(arguments[0], arguments[1])
                 await self._torch.run(trainer.adopt, folder)
+            case Command.UNLOAD:
+                await self._torch.run(trainer.unload)
+            case Command.RELOAD:
+                await self._torch.run(trainer.reload)
             case Command.EXPORT:
                 await self._torch.run(trainer.export, self._run_dir / "model")
             case Command.LOAD:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from streamrl.learner.saving import Saver
 from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.steps import NO_BASE, Command, Crew, TorchThread, Trainer, share
 from streamrl.learner.takeover import Start, take_over
+from streamrl.learner.turns import on_devices
 from streamrl.queues.role import Role
 from streamrl.queues.rollback import RollbackDesk
 from streamrl.weight_sync.outlets import open_outlet
@@ -78,16 +80,17 @@ async def run_learner(role: Role) -> None:
 
 
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
-    trainer = Trainer(role.config, ranks, await torch.run(Policy, role.config, ranks))
-    if ranks.rank == 0:
-        await _lead(role, trainer, torch)
-    else:
+    async with on_devices(role, ranks.rank) as switch:
+        await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
+        trainer = Trainer(role.config, ranks, await torch.run(Policy, role.config, ranks))
+        if ranks.rank == 0:
+            await _lead(role, Crew(trainer, torch, switch))
+            return
         role.ready()
         await FollowingRank(role.config, role.run_dir, role.ledgers.train, trainer, torch).run()
 
 
-async def _lead(role: Role, trainer: Trainer, torch: TorchThread) -> None:
-    crew = Crew(trainer, torch)
+async def _lead(role: Role, crew: Crew) -> None:
     start = await take_over(role.ledgers.train, Checkpoints(role.run_dir / "checkpoints"))
     try:
         try:
@@ -172,6 +175,7 @@ class Leader:
         if reason is not None:
             await self._finish(reason)
         talking.cancel()
+        await self._crew.release()
         await self._crew.tell(Command.STOP)
 
     async def _train(self) -> Reason | None:
@@ -204,12 +208,15 @@ class Leader:
         self._intake.changed.clear()
         await self._intake.drop_stale(self._trainer.step)
         cost = self._config.learner.tokens_per_microbatch * self._trainer.ranks.world
+        if self._crew.alternates:
+            cost = sys.maxsize  # engines stand still from the first micro-batch on: begin with all of the step
         return self._intake.choose(room, cost, last=last)
 
     async def _starve(self) -> None:
         """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
         if not self._intake.in_step and self._saver.due:
             await self._saver.save(self._version)
+        await self._crew.release()
         if time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + _REPEAT_SECONDS
             if not await self._publishing.repeat():

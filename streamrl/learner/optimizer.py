@@ -114,7 +114,7 @@ class ShardedAdamW:
             "updates": torch.tensor(self.updates, dtype=torch.int64),
             _RESTARTED: torch.tensor(self._restarted, dtype=torch.int64),
         }
-        for name, tensor in self._live().items():
+        for name, tensor in self.live().items():
             tensors[name] = tensor.detach().to("cpu", copy=True)
         return tensors
 
@@ -125,7 +125,7 @@ class ShardedAdamW:
         Raises:
             Refused: names, shapes or types are not those of this model on this number of ranks. Nothing is changed.
         """
-        live = self._live()
+        live = self.live()
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
         found = {
             name: (tuple(tensor.shape), tensor.dtype)
@@ -150,7 +150,8 @@ class ShardedAdamW:
         for shard in self._shards.values():
             self._adamw.state[shard]["step"].fill_(self.updates - self._restarted)
 
-    def _live(self) -> dict[str, torch.Tensor]:
+    def live(self) -> dict[str, torch.Tensor]:
+        """This rank's weights and moments themselves, by flat name."""
         weights = {f"weight/{name}": shard for name, shard in self._shards.items()}
         moments = {
             f"{moment}/{name}": self._adamw.state[shard][moment]

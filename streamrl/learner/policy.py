@@ -27,6 +27,7 @@ from streamrl.learner.batch import PADDING, Microbatch, TrainSample, dummy, layo
 from streamrl.learner.export import full_tensors, write_model
 from streamrl.learner.losses import TOKEN_SUMS, TokenSums, decoupled_ppo
 from streamrl.learner.model import LogProbModel, row_limits
+from streamrl.learner.offload import Offload
 from streamrl.learner.optimizer import ShardedAdamW
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
@@ -75,6 +76,7 @@ class Policy:
             if isinstance(parameter, DTensor)
         }
         self._optimizer = ShardedAdamW(self._parameters, learner)
+        self._offload = Offload(self._optimizer.live().values())
 
     @property
     def updates(self) -> int:
@@ -176,6 +178,18 @@ class Policy:
         stats = self.accumulate(batch)
         count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
         return stats, self.apply_update(max(1, int(self.ranks.all_sum(count))))
+
+    def to_host(self) -> None:
+        """Give the device's memory of weights and moments back; nothing else may be called until `to_device`.
+
+        Gradients of a step in progress stay where they are. Not collective; a repeat does nothing.
+        """
+        self._fsdp.reshard()
+        self._offload.to_host()
+
+    def to_device(self) -> None:
+        """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""
+        self._offload.to_device()
 
     def discard(self) -> None:
         """Forget the accumulated gradient and its statistics."""

@@ -28,7 +28,8 @@ from streamrl.learner.groups import TrainGroup
 from streamrl.learner.policy import Policy
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import UpdateStats
-from streamrl.learner.snapshot import Snapshot, rows_reader, take
+from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
+from streamrl.queues.turn import LearnerSwitch
 
 logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -60,6 +61,10 @@ class Command(IntEnum):
     """Gather the model for the final export."""
     ADOPT = 9
     """epoch, version: take this rank's rows of a pinned version as weights."""
+    UNLOAD = 10
+    """Move weights and moments to the host: engines come onto the devices."""
+    RELOAD = 11
+    """Bring them back."""
     STOP = 8
     """Leave."""
 
@@ -117,6 +122,10 @@ class Trainer:
         self.ranks = ranks
         self._config, self._policy = config, policy
         self._accumulated: list[int] = []
+        weights = config.weights
+        # With deltas the version before is what the next one is compared with.
+        sets = 2 if weights.delta.enabled else 1
+        self._copies = Copies(policy.parameters, getattr(torch, weights.dtype), sets)
 
     def train(self, gids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool) -> bool:
         """Accumulate the gradients of one micro-batch; False when some rank has not got its samples: nothing happened.
@@ -152,8 +161,11 @@ class Trainer:
         self._accumulated.clear()
 
     def snapshot(self) -> Snapshot:
-        """A copy of this rank's share of the weights as they are published; not collective."""
-        return take(self._policy.parameters, getattr(torch, self._config.weights.dtype))
+        """A copy of this rank's share of the weights as they are published; not collective.
+
+        It is valid until the next one; with deltas until the one after that, which needs it no more.
+        """
+        return self._copies.take()
 
     def save(self, draft: Path, position: Position) -> bool:
         """Write this rank's shard into the draft of a checkpoint; False when some rank could not."""
@@ -202,6 +214,14 @@ class Trainer:
         """Write the Hugging Face directory of the trained model (rank 0)."""
         self._policy.export(folder)
 
+    def unload(self) -> None:
+        """Move weights and moments to the host; not collective. A repeat does nothing."""
+        self._policy.to_host()
+
+    def reload(self) -> None:
+        """Bring them back to the device; not collective. A repeat does nothing."""
+        self._policy.to_device()
+
 
 class Crew:
     """Rank 0 with the other ranks behind it.
@@ -209,11 +229,28 @@ class Crew:
     Args:
         trainer: rank 0's share of the policy.
         torch: rank 0's torch thread.
+        switch: of devices that are shared with engines; every order needs them, so it takes them. None: they are ours.
     """
 
-    def __init__(self, trainer: Trainer, torch: TorchThread) -> None:
+    def __init__(self, trainer: Trainer, torch: TorchThread, switch: LearnerSwitch | None = None) -> None:
         self.trainer, self.torch = trainer, torch
         self._told_at = time.monotonic()
+        self._switch = switch
+        if switch is not None:
+            switch.attach(
+                load=lambda: self._give_order(Command.RELOAD, [], trainer.reload),
+                unload=lambda: self._give_order(Command.UNLOAD, [], trainer.unload),
+            )
+
+    @property
+    def alternates(self) -> bool:
+        """Whether engines stand still while this learner works."""
+        return self._switch is not None
+
+    async def release(self) -> None:
+        """There is nothing to do for now: engines may have shared devices. A repeat does nothing."""
+        if self._switch is not None:
+            await self._switch.give()
 
     async def order(
         self, command: Command, arguments: Sequence[int], part: Callable[[], _T], *, computes: bool = False
@@ -229,7 +266,13 @@ class Crew:
             part: what this rank does.
             computes: whether the time of the part counts as busy.
         """
+        if self._switch is not None:
+            await self._switch.take()
+        return await self._give_order(command, arguments, part, computes=computes)
 
+    async def _give_order(
+        self, command: Command, arguments: Sequence[int], part: Callable[[], _T], *, computes: bool = False
+    ) -> _T:
         def both() -> _T:
             self._broadcast(command, *arguments)
             return self.torch.timed(part) if computes else part()

@@ -27,10 +27,9 @@ async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
     shared = ColocatedEngine(engine, stops=stops, context=config.model.context, level=1 if _has_devices(config) else 0)
     switch = EngineSwitch(role.ledgers.turn, role.name, wake=shared.come_back, sleep=shared.leave)
     try:
-        await switch.wait()
+        await switch.start(shared.start)
         async with asyncio.TaskGroup() as tasks:
             switching = tasks.create_task(switch.run(), name="turn on the devices")
-            await shared.start()
             yield shared
             switching.cancel()
     finally:

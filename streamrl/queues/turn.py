@@ -48,18 +48,26 @@ class DeviceTurn:
         await self._connection.call("turn_leave", [self._keys.turn_engines], [engine])
 
     async def take(self, learner: str) -> int:
-        """Ask for the devices, or renew; returns how many engines still use them, -1 when another learner has them.
-
-        For one lease after a connection error the answer is at least 1: a Redis that was away may have forgotten
-        engines that had no chance yet to renew.
-        """
+        """Ask for the devices, or renew; returns how many engines still use them, -1 when another learner has them."""
         keys = [self._keys.turn, self._keys.turn_engines]
-        left = int(await self._connection.call("turn_take", keys, [learner, int(self.seconds * 1000)]))
-        return max(left, 1) if left >= 0 and self._connection.since_error() < self.seconds else left
+        return int(await self._connection.call("turn_take", keys, [learner, int(self.seconds * 1000)]))
+
+    @property
+    def settled(self) -> bool:
+        """False for one lease after a connection error.
+
+        A Redis that was away may have forgotten who is on the devices, who had no chance yet to renew: nobody comes
+        onto them in that time.
+        """
+        return self._connection.since_error() >= self.seconds
 
     async def give(self, learner: str) -> None:
         """Give the devices back to the engines. A repeat does nothing, and neither does one who does not hold them."""
         await self._connection.call("turn_give", [self._keys.turn], [learner])
+
+
+async def _nothing() -> None:
+    """What there is to move before there is a model."""
 
 
 class LearnerSwitch:
@@ -72,38 +80,38 @@ class LearnerSwitch:
         turn: the lock.
         nonce: of this learner; no other process has it.
         deadline: longest wait in seconds for engines to leave.
-        load: brings parameters and optimizer onto the devices; whole or not at all; a repeat does nothing.
-        unload: moves them to the host; whole or not at all; a repeat does nothing.
     """
 
-    def __init__(
-        self,
-        turn: DeviceTurn,
-        nonce: str,
-        *,
-        deadline: float,
-        load: Callable[[], Awaitable[None]],
-        unload: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, turn: DeviceTurn, nonce: str, *, deadline: float) -> None:
         self._turn, self._nonce, self._deadline = turn, nonce, deadline
-        self._load, self._unload = load, unload
+        self._load: Callable[[], Awaitable[None]] = _nothing
+        self._unload: Callable[[], Awaitable[None]] = _nothing
         self._asking = False
+        self._held = False
+
+    def attach(self, *, load: Callable[[], Awaitable[None]], unload: Callable[[], Awaitable[None]]) -> None:
+        """Say how the learner comes onto the devices and how it leaves them, each whole or not at all."""
+        self._load, self._unload = load, unload
 
     async def take(self) -> None:
-        """Return when the engines have left and the learner is loaded.
+        """Return when the engines have left and the learner is on the devices. A repeat does nothing.
 
         Raises:
             DeadlineExceeded: an engine did not leave in time; the learner is off the devices and asks no more.
             Unreachable: another learner has the devices.
         """
+        if self._held:
+            return
         self._asking = True
         try:
             async with asyncio.timeout(self._deadline):
-                while await self._ask():  # noqa: ASYNC110 (the lock is in Redis)
+                while await self._ask() or not self._turn.settled:  # noqa: ASYNC110 (the lock is in Redis)
                     await asyncio.sleep(_ASK_SECONDS)
             await self._load()
+            self._held = True
         except BaseException as error:
-            await self.give()
+            self._asking = False
+            await self._turn.give(self._nonce)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     f"engines did not give the devices back within {self._deadline:g} s",
@@ -112,21 +120,24 @@ class LearnerSwitch:
             raise
 
     async def give(self) -> None:
-        """Take the learner off the devices, then let the engines on."""
-        await self._unload()
-        self._asking = False
-        await self._turn.give(self._nonce)
+        """Take the learner off the devices, then let the engines on. A repeat does nothing."""
+        if self._held:
+            await self._unload()
+            self._held = False
+        if self._asking:
+            self._asking = False
+            await self._turn.give(self._nonce)
 
     async def run(self) -> None:
         """Renew until cancelled; owned by the caller's task group.
 
         Raises:
-            Unreachable: the turn was lost to another learner: this process must leave the devices, by ending.
+            Unreachable: the turn was lost while the learner was on the devices: this process must end to leave them.
         """
         while True:
             await asyncio.sleep(self._turn.seconds / _RENEWALS)
-            if self._asking:
-                await self._ask()
+            if self._asking and await self._ask() and self._held:
+                raise Unreachable("engines came onto the devices while the learner was on them", "it starts again")
 
     async def _ask(self) -> int:
         left = await self._turn.take(self._nonce)
@@ -156,10 +167,11 @@ class EngineSwitch:
         self._turn, self._name = turn, name
         self._wake, self._sleep = wake, sleep
 
-    async def wait(self) -> None:
-        """Return when the engine may be loaded onto the devices for the first time."""
-        while not await self._turn.use(self._name, on_devices=False):  # noqa: ASYNC110 (the lock is in Redis)
+    async def start(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the devices and start the engine on them."""
+        while not await self._may_come():  # noqa: ASYNC110 (the lock is in Redis)
             await asyncio.sleep(_ASK_SECONDS)
+        await self._renewing(work)
 
     async def run(self) -> None:
         """Follow the turn until cancelled; the engine is on the devices when it begins.
@@ -169,15 +181,18 @@ class EngineSwitch:
         """
         awake = True
         while True:
-            allowed = await self._turn.use(self._name, on_devices=awake)
-            if allowed and not awake:
+            if awake:
+                if not await self._turn.use(self._name, on_devices=True):
+                    await self._renewing(self._sleep)
+                    awake = False
+                    await self._turn.leave(self._name)
+            elif await self._may_come():
                 await self._renewing(self._wake)
                 awake = True
-            elif awake and not allowed:
-                await self._renewing(self._sleep)
-                awake = False
-                await self._turn.leave(self._name)
             await asyncio.sleep(_ASK_SECONDS)
+
+    async def _may_come(self) -> bool:
+        return self._turn.settled and await self._turn.use(self._name, on_devices=False)
 
     async def _renewing(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do work that may take longer than a lease; the engine counts as using the devices meanwhile."""

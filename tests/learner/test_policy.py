@@ -211,6 +211,23 @@ def test_discard_forgets_the_partial_step(make):
     assert_bits(policy.shard_state(), clean.shard_state())
 
 
+@pytest.mark.parametrize("small", [1 << 26, 1])
+def test_a_stay_on_the_host_between_and_within_steps_changes_nothing(make, small):
+    moved, still = make(small=small), make(small=small)
+    for step in range(3):
+        batch = make_batch(step)
+        for policy in (moved, still):
+            policy.accumulate(batch[:2])
+            if policy is moved:
+                policy.to_host()
+                policy.to_device()
+            policy.accumulate(batch[2:])
+            policy.apply_update(count_tokens(batch))
+        moved.to_host()
+        moved.to_device()
+    assert_bits(moved.shard_state(), still.shard_state())
+
+
 def assert_bits(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name in ours:

@@ -55,14 +55,21 @@ def engine(ledgers: Ledgers, devices: Devices, name: str) -> EngineSwitch:
 
 
 def learner(ledgers: Ledgers, devices: Devices, nonce: str = "L", deadline: float = 20.0) -> LearnerSwitch:
-    return LearnerSwitch(ledgers.turn, nonce, deadline=deadline, load=devices.load, unload=devices.unload)
+    switch = LearnerSwitch(ledgers.turn, nonce, deadline=deadline)
+    switch.attach(load=devices.load, unload=devices.unload)
+    return switch
 
 
 async def run_engine(ledgers: Ledgers, devices: Devices, name: str) -> None:
     switch = engine(ledgers, devices, name)
-    await switch.wait()
-    await devices.wake(name)
+    await switch.start(lambda: devices.wake(name))
     await switch.run()
+
+
+async def run_until_awake(ledgers: Ledgers) -> None:
+    devices = Devices()
+    await engine(ledgers, devices, "rollout.0").start(lambda: devices.wake("rollout.0"))
+    assert devices.engines
 
 
 async def test_both_sides_take_turns_and_never_meet(quick: Ledgers):
@@ -83,7 +90,7 @@ async def test_both_sides_take_turns_and_never_meet(quick: Ledgers):
             await side.give()
         for task in running:
             task.cancel()
-    assert devices.turns == 10
+    assert devices.turns == 5
 
 
 async def test_an_engine_that_died_is_waited_for_until_its_lease_ends(quick: Ledgers):
@@ -97,7 +104,7 @@ async def test_a_learner_that_died_gives_the_devices_back_when_its_lease_ends(qu
     assert await quick.turn.take("L") == 0
     assert not await quick.turn.use("rollout.0", on_devices=False)
     async with asyncio.timeout(20):
-        await engine(quick, Devices(), "rollout.0").wait()
+        await run_until_awake(quick)
 
 
 async def test_two_learners_never_have_the_devices_at_the_same_time(quick: Ledgers):
@@ -123,7 +130,8 @@ async def test_an_interrupted_take_leaves_the_devices_to_the_engines(quick: Ledg
             raise MemoryError("no room")
         await asyncio.sleep(60)
 
-    side = LearnerSwitch(quick.turn, "L", deadline=0.2, load=load, unload=devices.unload)
+    side = LearnerSwitch(quick.turn, "L", deadline=0.2)
+    side.attach(load=load, unload=devices.unload)
     if where == "asking":
         assert await quick.turn.use("rollout.0", on_devices=True)
     task = asyncio.create_task(side.take())
@@ -155,15 +163,29 @@ async def test_an_engine_that_cannot_leave_ends_its_replica(quick: Ledgers):
     assert caught.group_contains(Unreachable)
 
 
+async def test_a_learner_whose_turn_was_lost_ends(quick: Ledgers):
+    devices = Devices()
+    side = learner(quick, devices)
+    await side.take()
+    await quick.connection.read("DEL", "{sr:turn}:turn")  # its lease ended while it stood still
+    assert await quick.turn.use("rollout.0", on_devices=False)
+    async with asyncio.timeout(20):
+        with pytest.raises(Unreachable, match="engines came"):
+            await side.run()
+
+
 async def test_a_redis_that_forgot_who_is_on_the_devices_hears_of_them_first(run: RedisRun):
     config = RunConfig(name="turn", redis=run.config, lease=LeaseConfig(seconds=1.0))
     async with open_ledgers(config, run.run_dir) as opened:
-        assert await opened.turn.use("rollout.0", on_devices=False)
-        run.kill()
-        run.restart()
-        await opened.connection.read("DEL", "{sr:turn}:turn:engines")
-        assert await opened.turn.take("L") >= 1
-        assert not await opened.turn.use("rollout.0", on_devices=True)
-        assert await opened.turn.take("L") >= 1  # noted again although the learner asks
-        await opened.turn.leave("rollout.0")
-        await learner(opened, Devices()).take()
+        devices = Devices()
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(run_engine(opened, devices, "rollout.0"))
+            async with asyncio.timeout(20):
+                while not devices.engines:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            run.kill()
+            run.restart()
+            await opened.connection.read("DEL", "{sr:turn}:turn:engines")
+            await learner(opened, devices).take()  # `load` asserts that the engine has left
+            running.cancel()
+        assert devices.learner

@@ -1,0 +1,30 @@
+"""The learner on devices that it shares with engines (`rollout.placement: colocated`)."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from streamrl.queues.role import Role
+from streamrl.queues.turn import LearnerSwitch
+
+
+@asynccontextmanager
+async def on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | None]:
+    """Have the devices when the block begins; None when they are the learner's own, or another rank takes care of it.
+
+    Raises:
+        DeadlineExceeded: engines did not leave.
+        ExceptionGroup: also when the turn was lost; the block is cancelled then, and the process has to end.
+    """
+    if role.config.rollout.placement != "colocated" or rank:
+        yield None
+        return
+    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.weights.deadline)
+    async with asyncio.TaskGroup() as tasks:
+        renewing = tasks.create_task(switch.run(), name="turn on the devices")
+        await switch.take()
+        yield switch
+        renewing.cancel()
