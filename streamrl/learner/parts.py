@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 class Parts:
     """Writes this rank's files of one version after the other, in a thread of its own.
 
-    Nobody waits for it but rank 0's thread that puts the version together, and that one has a deadline. At most one
-    copy of this rank's weights waits to be written (and one more is kept when deltas are made).
+    Nobody waits for it but rank 0's thread that puts the version together, and that one has a deadline.
 
     Args:
         config: how versions are written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from streamrl.weight_sync.mapping import map_version
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of one rank's rows of all weights; training may go on.
+    """A copy of one rank's rows of all weights, valid until `Copies` needs its memory again; training may go on.
 
     Attributes:
         tensors: Hugging Face names and rows on the CPU; a tensor of which this rank has no row is left out.
@@ -30,18 +31,41 @@ class Snapshot:
     seconds: float = 0.0
 
 
-@torch.no_grad()
-def take(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Snapshot:
-    """Copy this rank's rows, cast to `dtype`. Not collective: nothing travels between ranks."""
-    started = time.monotonic()
-    tensors = []
-    for name, parameter in parameters.items():
-        rows = parameter.to_local().detach()
-        # An empty tensor belongs to the first rank, so that it is not lost.
-        if rows.numel() or not (parameter.numel() or parameter.device_mesh.get_rank()):
-            tensors.append((name, rows.to(device="cpu", dtype=dtype, copy=True)))
-    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    return Snapshot(tensors, shapes, time.monotonic() - started)
+class Copies:
+    """Memory of the host that snapshots are copied into, again and again: fresh memory costs six times the copy.
+
+    Args:
+        parameters: sharded parameters by Hugging Face name.
+        dtype: what they are cast to.
+        sets: snapshots that somebody may still read: a snapshot is overwritten by the one that comes `sets` after it.
+    """
+
+    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, sets: int = 1) -> None:
+        self._rows = {
+            name: parameter
+            for name, parameter in parameters.items()
+            # An empty tensor belongs to the first rank, so that it is not lost.
+            if parameter.to_local().numel() or not (parameter.numel() or parameter.device_mesh.get_rank())
+        }
+        self._shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+        self._dtype, self._most = dtype, sets
+        self._sets: deque[list[torch.Tensor]] = deque()
+
+    @torch.no_grad()
+    def take(self) -> Snapshot:
+        """Copy this rank's rows. Not collective: nothing travels between ranks."""
+        started = time.monotonic()
+        rows = [parameter.to_local().detach() for parameter in self._rows.values()]
+        copies = self._sets.popleft() if len(self._sets) == self._most else [self._room(row) for row in rows]
+        for copy, row in zip(copies, rows, strict=True):
+            copy.copy_(row, non_blocking=True)
+        for device in {row.device for row in rows if row.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+        self._sets.append(copies)
+        return Snapshot(list(zip(self._rows, copies, strict=True)), self._shapes, time.monotonic() - started)
+
+    def _room(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty(rows.shape, dtype=self._dtype, pin_memory=rows.device.type == "cuda")
 
 
 def rows_reader(folder: Path, parameters: Mapping[str, DTensor]) -> Callable[[str], torch.Tensor]:

@@ -18,7 +18,7 @@ from streamrl.errors import StreamrlError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.policy import Policy
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.snapshot import take
+from streamrl.learner.snapshot import Copies, Snapshot
 from streamrl.learner.steps import Trainer
 from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.pinned import pin
@@ -90,11 +90,16 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
 
 
+def copy(policy: Policy) -> Snapshot:
+    """This rank's share of the weights."""
+    return Copies(policy.parameters, torch.float32).take()
+
+
 def publish_and_go_back(policy: Policy, ranks: Ranks, out: Path) -> dict[str, object]:
     """Each rank writes its share of a version; later all ranks take that version as their weights."""
     run_dir = out / "run"
     config = WeightsConfig(transport="directory", shard_bytes=8192)
-    snapshot = take(policy.parameters, torch.float32)
+    snapshot = copy(policy)
     kept = {name: tensor.clone() for name, tensor in snapshot.tensors}
     if ranks.rank == 0:
         publisher = Publisher(config, "r", run_dir)
@@ -109,12 +114,12 @@ def publish_and_go_back(policy: Policy, ranks: Ranks, out: Path) -> dict[str, ob
     trainer = Trainer(policy.config, ranks, policy)
     train(policy, range(1))
     updates = policy.updates
-    moved = any(not torch.equal(tensor, kept[name]) for name, tensor in take(policy.parameters, torch.float32).tensors)
+    moved = any(not torch.equal(tensor, kept[name]) for name, tensor in copy(policy).tensors)
     half = run_dir / "pinned" / ("v-1-1" if ranks.rank == 0 else "v-9-9")  # one rank does not find it
     refused = ranks.world > 1 and not trainer.adopt(half)
     taken = trainer.adopt(run_dir / "pinned" / "v-1-1")
     state = policy.shard_state()
-    back = all(torch.equal(tensor, kept[name]) for name, tensor in take(policy.parameters, torch.float32).tensors)
+    back = all(torch.equal(tensor, kept[name]) for name, tensor in copy(policy).tensors)
     fresh = not any(bool(tensor.any()) for name, tensor in state.items() if name.startswith("exp_avg"))
     ahead = train(policy, range(1, 2))
     after = policy.shard_state()
