@@ -1,8 +1,9 @@
 """Versions of the weights on their way from the learner to the engines.
 
 ```
-learner rank 0:  tensors -> Publisher -> v-EPOCH-VERSION/{shards, manifest.json}   (temporary name, then one rename)
-                                      -> the encoded manifest, which `consume` puts into the weights stream
+learner, each rank: its rows -> RankWriter -> files in the draft of v-EPOCH-VERSION
+learner, rank 0:    all parts -> Publisher -> manifest.json, one rename
+                    -> the encoded manifest, which `consume` puts into the weights stream
 rollout replica: weights stream -> Follower -> map, check sizes and checksums -> apply (the engine copies)
 ```
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,6 +14,8 @@ from loop_kit import Run, Zygote
 from playing import make_model
 
 from streamrl.learner.checkpoint import read_shard, shard_name
+from streamrl.queues.ledgers import open_ledgers
+from streamrl.weight_sync import Follower
 from streamrl.weight_sync.catalog import versions
 from streamrl.weight_sync.mapping import map_version
 from streamrl.weight_sync.pinned import pin
@@ -110,3 +113,25 @@ async def test_a_rank_that_writes_nothing_costs_one_version(run, tmp_path):
     assert run.log().count("version not published") == 1
     assert set(versions(run.run_dir / "weights")) == {(1, 4), (1, 5)}
     assert (await run.audit()).trained == 16
+
+
+async def test_a_learner_serves_its_versions_over_http(run):
+    """From the learner's process to a follower that sees nothing of its files."""
+    config = run.configure(steps=None, weights={"transport": "http"})
+    applied: dict[int, set[str]] = {}
+
+    async def apply(version) -> None:
+        applied[version.number] = set(version.tensors)
+
+    async with run.play(), open_ledgers(config, run.run_dir) as ledgers:
+        pid = run.start()
+        follower = Follower(ledgers.weights, config.weights, apply, run=config.name, run_dir=run.run_dir)
+        stop = asyncio.Event()
+        following = asyncio.create_task(follower.run(stop))
+        await run.until(lambda: len(applied) >= 3)
+        stop.set()
+        await asyncio.wait_for(following, 30)
+        os.kill(pid, signal.SIGTERM)
+        assert await run.wait(pid) == 0, run.log()
+    assert follower.bytes_fetched > 0
+    assert len({frozenset(names) for names in applied.values()}) == 1
