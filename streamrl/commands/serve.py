@@ -39,20 +39,21 @@ def serve(model: str, host: str, port: int, api_key_file: Path | None, overrides
     missing = [name for name in ("torch", "transformers", "safetensors", "starlette", "uvicorn") if not find_spec(name)]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train,serve]'")
-    from streamrl.producers.servers.serve import serve as run
+    from streamrl.producers.servers.addresses import take_address
     from streamrl.runfile import load
-    from streamrl.runtime.logs import log_as_json
 
     config = load(None, [*_UNUSED, f"model.path={model}", *overrides], environ={}).config
     key = None if api_key_file is None else _read_key(api_key_file)
-    log_as_json("engine")
-    try:
-        asyncio.run(
-            run(config, host=host, port=port, key=key, ready=lambda url: output.note(f"serving {model} at {url}"))
-        )
-    except Unreachable as error:
-        # a thread that hangs in a step would keep the process alive
-        _leave(error)
+    with take_address(host, port, key) as listening:
+        from streamrl.producers.servers.serve import serve as run
+        from streamrl.runtime.logs import log_as_json
+
+        log_as_json("engine")
+        try:
+            asyncio.run(run(config, listening, key=key, ready=lambda url: output.note(f"serving {model} at {url}")))
+        except Unreachable as error:
+            # a thread that hangs in a step would keep the process alive
+            _leave(error)
     return 0
 
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
+import msgspec
 import torch
 
 from streamrl.config import DeltaConfig, WeightsConfig
@@ -121,7 +122,7 @@ class Deliveries:
                     continue
                 if manifest.pair != message.pair or manifest.run != message.run:
                     raise WeightsError(f"{url} is version {manifest.pair} of run {manifest.run!r}")
-                return manifest
+                return msgspec.structs.replace(manifest, sources=list(message.sources))
         raise WeightsError("; ".join(failures), "is the learner's host reachable from here (weights.host)?")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import ipaddress
 import logging
 import os
 import signal
@@ -21,6 +19,7 @@ from streamrl import __version__
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, unwrap
 from streamrl.producers.engines.hf import HfEngine
+from streamrl.producers.servers.addresses import url_of
 from streamrl.producers.servers.asgi import EngineApp
 from streamrl.producers.servers.deliveries import Deliveries
 from streamrl.producers.servers.dialect import PROBE
@@ -35,38 +34,34 @@ _KEEP_ALIVE: Final = 30
 
 
 async def serve(
-    config: RunConfig, *, host: str, port: int, key: str | None, ready: Callable[[str], None] = lambda _: None
+    config: RunConfig, listening: socket.socket, *, key: str | None, ready: Callable[[str], None] = lambda _: None
 ) -> None:
     """Load the model, then serve it until SIGTERM or SIGINT; responses in flight then end with what they have.
 
     Args:
         config: `model`, `engine`, `seed`, `weights.deadline` and `lease.max_hold` are read.
-        host: address to listen on.
-        port: to listen on; 0: any free one.
+        listening: from `take_address`.
         key: that every request must bear; None only on loopback.
         ready: gets the URL as soon as requests are taken.
 
     Raises:
-        ConfigError: the address is taken or no address, a key is missing, or the model cannot be served.
+        ConfigError: the model cannot be served.
         Unreachable: the engine died; this process must end, whatever its threads do.
     """
-    with listener(host, port, key) as listening:
-        url = _url(listening)
-        async with contextlib.AsyncExitStack() as stack:
-            engine = HfEngine(config, config.seed)
-            stack.push_async_callback(engine.close)
-            await engine.start()
-            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-serve-")))
-            deliveries = await stack.enter_async_context(
-                Deliveries(config.weights.deadline, place, pulls=key is not None)
-            )
-            about = await asyncio.to_thread(describe_engine, config, engine)
-            served = EngineApp(engine, about, deliveries, key)
-            logger.info("serving", extra={"url": url, "model": config.model.path})
-            try:
-                await _run(served, engine, listening, lambda: ready(url))
-            except BaseExceptionGroup as group:
-                raise unwrap(group) from group
+    url = url_of(listening)
+    async with contextlib.AsyncExitStack() as stack:
+        engine = HfEngine(config, config.seed)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-serve-")))
+        deliveries = await stack.enter_async_context(Deliveries(config.weights.deadline, place, pulls=key is not None))
+        about = await asyncio.to_thread(describe_engine, config, engine)
+        served = EngineApp(engine, about, deliveries, key)
+        logger.info("serving", extra={"url": url, "model": config.model.path})
+        try:
+            await _run(served, engine, listening, lambda: ready(url))
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
 
 
 def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
@@ -86,30 +81,6 @@ def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
         "vocabulary": engine.limits.vocabulary,
         "probe": probe,
     }
-
-
-@contextlib.contextmanager
-def listener(host: str, port: int, key: str | None) -> Iterator[socket.socket]:
-    """Take an address, without listening yet.
-
-    Raises:
-        ConfigError: it is taken or none, or it is no loopback address and there is no key.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"{host!r} is no address: {error}", "--host 127.0.0.1, or an address of this host") from error
-    family, kind, protocol, _, address = found[0]
-    if key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError(f"{host} can be reached from other hosts", "give the server a key with --api-key-file")
-    with socket.socket(family, kind, protocol) as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(address)
-        except OSError as error:
-            said = "address already in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-            raise ConfigError(f"cannot listen on {host} port {port}: {said}", "choose another --port") from error
-        yield taken
 
 
 class _Server(uvicorn.Server):
@@ -169,8 +140,3 @@ async def _stop_signal() -> AsyncIterator[asyncio.Event]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, take, number)
     yield stop
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
