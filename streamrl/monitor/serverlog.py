@@ -22,7 +22,7 @@ def server_record(record: dict[str, Any], now: float) -> dict[str, Any]:
     """
     if "at" in record or "event" not in record:
         return record
-    text = _COLOUR.sub("", str(record["event"]))
+    text = _COLOUR.sub("", str(record["event"])).rstrip("\r").rpartition("\r")[2]  # of a progress bar the last state
     found: dict[str, Any] = {"event": text}
     head = text[:_HEAD]
     stamp = _STAMP.search(head)

@@ -14,7 +14,8 @@ from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.scoring import Scorer, ScoringFailed
 from streamrl.errors import StreamrlError
 from streamrl.producers.dataset import Limits, load_prompts
-from streamrl.producers.engines import Engine, Request, make_engine
+from streamrl.producers.engines import Engine, Request
+from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ def with_model(config: RunConfig, path: str) -> RunConfig:
 
 async def measure_accuracy(config: RunConfig, label: str, seed: int, on_progress: OnProgress) -> float:
     """Sample the first `evaluation.final_prompts` held-out prompts at the run's temperature and score them.
+
+    With transformers in this process, whatever engine the run had: its servers have ended or belong to others, and
+    what is measured is the model as it was saved.
 
     Args:
         config: of the run; `config.model.path` are the weights to measure.
@@ -51,7 +55,7 @@ async def measure_accuracy(config: RunConfig, label: str, seed: int, on_progress
     limits = Limits(config.data.max_prompt_tokens, config.model.context)
     data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
-    engine = make_engine(config, seed)
+    engine = HfEngine(config, seed)
     await engine.start()
     try:
         values = await _scores(config, engine, tokenizer, prompts, lambda done, all_: on_progress(label, done, all_))
