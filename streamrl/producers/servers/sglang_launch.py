@@ -87,6 +87,10 @@ def _environ(config: RunConfig, model: str) -> dict[str, str]:
     if on_cpu(config):
         # More threads than one fight each other for the cores of a busy machine.
         environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
+        if engine.tensor_parallel > 1:
+            # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
         paths.insert(0, str(_SHIM))
     environ["PYTHONPATH"] = os.pathsep.join(path for path in (str(PLUGIN), *paths) if path)
     return environ
