@@ -132,7 +132,8 @@ class EngineConfig(Section):
     )
     flags: dict[str, Any] = Field(
         default_factory=dict,
-        description="flags of the server without dashes, passed through: `max-num-seqs: 64`; true: bare",
+        description="flags of the server without dashes, passed through: `max-num-seqs: 64`; true: bare; openai:"
+        " `model`, `reload`, `reload-body`, `processed-logprobs`, what a server can do",
     )
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
     devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
@@ -167,6 +168,8 @@ class EngineConfig(Section):
         if len(set(self.url)) != len(self.url):
             raise ValueError("engine.url names a server twice")
         started = ("environment", "flags", "variables", "devices")
+        if self.kind == "openai":  # its flags say what a server can do that streamrl does not start
+            started = ("environment", "variables", "devices")
         if not self.managed and (unused := [name for name in started if getattr(self, name)]):
             raise ValueError(f"engine.{unused[0]} is of servers that streamrl starts (kind vllm or sglang, no url)")
         if self.kind == "hf" and (self.servers > 1 or self.tensor_parallel > 1):

@@ -22,7 +22,7 @@ def config(**sections):
     base = {
         "model": {"path": "/nowhere", "context": 64},
         "sampling": {"max_new_tokens": 8},
-        "engine": {"slots": 8},
+        "engine": {"kind": "vllm", "slots": 8},
         "weights": {"deadline": 20},
     }
     return RunConfig.model_validate(
