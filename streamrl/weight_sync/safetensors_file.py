@@ -18,11 +18,13 @@ import torch
 import xxhash
 
 from streamrl.errors import WeightsError
-from streamrl.weight_sync.checksums import Buffer, checksum, update
+from streamrl.weight_sync.checksums import Buffer, checksum
 from streamrl.weight_sync.manifest import Shard
 
 _ALIGNMENT: Final = 64
 _MAX_HEADER_BYTES: Final = 100 << 20
+_WRITE_BYTES: Final = 4 << 20
+"""Hashed and written in turn: what was hashed is still in the processor's cache when it is written."""
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,11 +64,13 @@ def write_pieces(
     total = 0
     with path.open("xb", buffering=0) as file:
         for piece in pieces:
-            update(state, piece)
-            view = memoryview(piece)
+            view = memoryview(piece).cast("B")
             total += view.nbytes
-            while view.nbytes:
-                view = view[os.write(file.fileno(), view) :]
+            for start in range(0, view.nbytes, _WRITE_BYTES):
+                part = view[start : start + _WRITE_BYTES]
+                state.update(part)
+                while part.nbytes:
+                    part = part[os.write(file.fileno(), part) :]
         if durable:
             os.fsync(file.fileno())
     return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), kind=kind)
