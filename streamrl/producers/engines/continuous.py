@@ -120,6 +120,7 @@ class ContinuousDecoder:
         """End the loop without waiting for its step: the manager's thread would keep the process alive."""
         self._stopped = True
         if self._manager is not None:
+            self._manager.output_router.result_handlers.clear()
             self._manager.background_thread_status.request_stop(_HARD_STOP, 0)
 
     def submit(self, jobs: Sequence[Job]) -> None:
