@@ -128,7 +128,7 @@ async def test_a_learner_serves_its_versions_over_http(run):
         follower = Follower(ledgers.weights, config.weights, apply, run=config.name, run_dir=run.run_dir)
         stop = asyncio.Event()
         following = asyncio.create_task(follower.run(stop))
-        await run.until(lambda: len(applied) >= 3)
+        await run.until(lambda: max(applied, default=0) >= 2)  # one that was trained; some are skipped
         stop.set()
         await asyncio.wait_for(following, 30)
         os.kill(pid, signal.SIGTERM)
