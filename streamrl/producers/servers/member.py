@@ -214,7 +214,9 @@ class Member:
                 try:
                     await self._one_life()
                     break
-                except Exception as error:  # noqa: BLE001 - whatever ends a life is shown, and the next one is tried
+                except Exception as error:  # whatever ends a life is shown, and the next one is tried
+                    if _cancelling():  # a task group that ends with an error keeps that to itself
+                        raise asyncio.CancelledError from error
                     cause = unwrap(error)
                 pause = self._died(cause, loop.time())
                 self.tried.set()
@@ -385,3 +387,8 @@ class Member:
                 self._waiters.append((pair, future))
             elif not future.done():
                 future.set_result(error)
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

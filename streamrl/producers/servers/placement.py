@@ -34,6 +34,7 @@ class Placement:
         self._queue: list[Work] = []
         self._affinity: OrderedDict[str, str] = OrderedDict()
         self._expected = float(config.sampling.max_new_tokens)
+        self._failure: Exception | None = None
         self._busy = 0.0
         self._busy_since: float | None = None
 
@@ -53,6 +54,8 @@ class Placement:
         Raises:
             Unreachable: the group died.
         """
+        if self._failure is not None:
+            raise self._failure
         if work.aborting:
             return None
         work.place = asyncio.get_running_loop().create_future()
@@ -80,6 +83,8 @@ class Placement:
     def place(self) -> None:
         """Give servers with room what waits."""
         for work in self._queue:
+            if not any(member.room or member.reserved is not None for member in self._roster.members):
+                return
             if work.place.done():
                 continue
             member = self._choose_alone(work) if work.alone else self._choose(work)
@@ -96,7 +101,8 @@ class Placement:
         return len(chosen)
 
     def fail(self, error: Exception) -> None:
-        """End all that wait with an error."""
+        """End all that wait with an error, and all that want to wait from now on."""
+        self._failure = error
         for work in self._queue:
             if not work.place.done():
                 work.place.set_exception(error)

@@ -107,6 +107,16 @@ async def test_the_group_is_dead_when_no_server_is_left_and_says_why():
             await stage.group.apply(version(1))
 
 
+async def test_what_loses_its_server_after_the_end_of_the_group_does_not_wait_for_another():
+    async with Stage("a") as stage:
+        task = stage.ask()
+        player = await stage.on("a")
+        stage.group._placement.fail(Unreachable("no server is left"))
+        player.die()
+        with pytest.raises(Unreachable, match="no server is left"):
+            await answer(task)
+
+
 async def test_the_group_is_dead_when_nobody_serves_for_too_long():
     stage = Stage("a", ours=False, engine={"start_deadline": 0.3})
     stage.prepare = lambda player: setattr(player, "start_error", Unreachable("connection refused"))
