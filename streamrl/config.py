@@ -167,7 +167,7 @@ class EngineConfig(Section):
             raise ValueError("engine.servers counts servers that streamrl starts; with engine.url it starts none")
         if len(set(self.url)) != len(self.url):
             raise ValueError("engine.url names a server twice")
-        started = ("environment", "flags", "variables", "devices")
+        started: tuple[str, ...] = ("environment", "flags", "variables", "devices")
         if self.kind == "openai":  # its flags say what a server can do that streamrl does not start
             started = ("environment", "variables", "devices")
         if not self.managed and (unused := [name for name in started if getattr(self, name)]):
