@@ -23,11 +23,6 @@ class Offload:
         self._copies: list[torch.UntypedStorage] | None = None
 
     @property
-    def on_host(self) -> bool:
-        """Whether the device's memory is free."""
-        return self._copies is not None
-
-    @property
     def nbytes(self) -> int:
         """Bytes that move."""
         return sum(storage.nbytes() for storage in self._copies or self._storages)

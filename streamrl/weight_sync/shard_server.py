@@ -10,13 +10,15 @@ text, so that networks which are not private want a tunnel or a proxy with TLS i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
 import re
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +26,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from streamrl.errors import CannotCreate
+from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
 from streamrl.weight_sync.manifest import parse_folder
 from streamrl.weight_sync.spool import MANIFEST_FILE
 
@@ -52,6 +55,7 @@ class ShardServer:
         self._root = root
         self._token = token.encode()
         self._limit = limit
+        self._held = HeldVersions(root)
         self.transfers = 0
 
     def app(self, routes: Sequence[web.RouteDef] = ()) -> web.Application:
@@ -59,7 +63,22 @@ class ShardServer:
         app = web.Application(middlewares=[self._guard])
         app.add_routes([*routes, web.get("/{folder}/{file}", self._file)])
         app.on_response_prepare.append(self._say_busy)
+        app.cleanup_ctx.append(self._holding)
         return app
+
+    async def _holding(self, app: web.Application) -> AsyncIterator[None]:
+        """Let go of versions that nobody pulls any more; owned by the application."""
+        del app
+        expiring = asyncio.create_task(self._expire(), name="held versions")
+        yield
+        expiring.cancel()
+        await asyncio.gather(expiring, return_exceptions=True)
+        self._held.close()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_SECONDS / 4)
+            self._held.expire(time.monotonic())
 
     @web.middleware
     async def _guard(
@@ -73,17 +92,32 @@ class ShardServer:
         return await handler(request)
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        path = self._path(request.match_info["folder"], request.match_info["file"])
-        if path.name == MANIFEST_FILE or request.method == "HEAD":
+        folder, name = request.match_info["folder"], request.match_info["file"]
+        path = self._path(folder, name)
+        if name == MANIFEST_FILE or request.method == "HEAD":
             return web.FileResponse(path)
         if self.transfers >= self._limit:
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"}, text="busy")
-        return _Transfer(self, path)
+        return _Transfer(self, folder, path)
+
+    @contextlib.contextmanager
+    def transfer(self, folder: str) -> Iterator[None]:
+        """Count a transfer of a file of this version, and keep the version readable."""
+        self.transfers += 1
+        self._held.begin(folder, time.monotonic())
+        try:
+            yield
+        finally:
+            self._held.end(folder, time.monotonic())
+            self.transfers -= 1
 
     def _path(self, folder: str, name: str) -> Path:
         """Return the regular file with names that a manifest may have; 404 for anything else."""
         if parse_folder(folder) is None or not _NAME.fullmatch(folder) or not _NAME.fullmatch(name):
             raise web.HTTPNotFound
+        held = self._held.find(folder, name)
+        if held is not None:
+            return held
         path = self._root / folder / name
         try:
             if not stat.S_ISREG(path.lstat().st_mode):
@@ -100,16 +134,13 @@ class ShardServer:
 class _Transfer(web.FileResponse):
     """A file on its way; aiohttp sends all of it in `prepare`."""
 
-    def __init__(self, server: ShardServer, path: Path) -> None:
+    def __init__(self, server: ShardServer, folder: str, path: Path) -> None:
         super().__init__(path, chunk_size=_CHUNK_BYTES)
-        self._server = server
+        self._server, self._folder = server, folder
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        self._server.transfers += 1
-        try:
+        with self._server.transfer(self._folder):
             return await super().prepare(request)
-        finally:
-            self._server.transfers -= 1
 
 
 @contextlib.asynccontextmanager

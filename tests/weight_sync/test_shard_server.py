@@ -3,12 +3,14 @@
 import asyncio
 import socket
 import stat
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.weight_sync.bearer import make_token, read_token
+from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
 from streamrl.weight_sync.shard_server import BUSY_HEADER, ShardServer, listen, reachable
 
 TOKEN = "0123456789abcdef-token"
@@ -123,6 +125,40 @@ async def test_more_transfers_than_allowed_are_sent_elsewhere(server, root, sess
     async with session.get(url) as answer:
         assert answer.status == 200
     first.close()
+
+
+async def test_a_version_that_is_pulled_outlives_its_removal_and_only_that(server, root, session):
+    url = f"{server.url}/v-1-2"
+    async with session.get(f"{url}/shard-00000.safetensors", headers={"Range": "bytes=0-9"}) as answer:
+        assert await answer.read() == DATA[:10]
+    (root / "v-1-2").rename(root / ".draft-gone")
+    async with session.get(f"{url}/shard-00000.safetensors", headers={"Range": "bytes=10-"}) as answer:
+        assert (answer.status, await answer.read()) == (206, DATA[10:])
+    for name in ("link", "folder", "never"):
+        async with session.get(f"{url}/{name}") as answer:
+            assert answer.status == 404
+
+
+def test_holding_is_bounded_and_ends_when_nobody_asks(root):
+    for version in (3, 4, 5):
+        (root / f"v-1-{version}").mkdir()
+        (root / f"v-1-{version}" / "a").write_bytes(b"x")
+    held = HeldVersions(root)
+    held.begin("v-1-3", 0.0)
+    held.begin("v-1-4", 1.0)
+    held.end("v-1-4", 2.0)
+    held.begin("v-1-5", 3.0)  # no room: it is served for as long as it is there, and not held
+    assert [held.find(f"v-1-{version}", "a") is not None for version in (3, 4, 5)] == [True, True, False]
+    held.end("v-1-5", 4.0)
+    held.expire(2.0 + IDLE_SECONDS)
+    assert [held.find(f"v-1-{version}", "a") is not None for version in (3, 4)] == [True, False]
+    held.begin("v-1-5", 40.0)
+    assert held.find("v-1-5", "a").read_bytes() == b"x"
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    held.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 2
+    held.begin("v-1-9", 50.0)  # one that is gone already
+    assert held.find("v-1-9", "a") is None
 
 
 async def test_a_port_that_is_taken_is_an_error_with_a_hint(root):
