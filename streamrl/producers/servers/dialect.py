@@ -48,7 +48,8 @@ class Chunk:
     Attributes:
         tokens: sampled since the message before, and `logprobs` with them, one each.
         finish: set on the last message.
-        runs: version runs of the whole response, set on the last message by servers that tell; the others leave None.
+        runs: version runs of the whole response, set on the last message by servers that tell; the others leave None,
+            and so does an abort without them.
         prompt_tokens: as the server counted them, when it said.
     """
 

@@ -112,6 +112,9 @@ class Flight:
     def land(self, finish: Finish, now: float, runs: Runs | None = None, vocabulary: int | None = None) -> bool:
         """Complete it with what was heard; return whether it still waited.
 
+        An abort that comes without runs keeps the tokens whose version is sure: those heard before the first change of
+        the weights. What came after it may have been sampled before.
+
         Args:
             finish: why it ends.
             now: of the event loop.
@@ -123,6 +126,8 @@ class Flight:
         """
         if self.outcome.done():
             return False
+        if runs is None and finish == "abort" and self._proved is not None:
+            del self._tokens[self._proved :], self._logprobs[self._proved :]
         count = self.heard
         known = self._observed() if runs is None else runs
         if runs is not None and not _are_runs(runs, count):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -71,6 +72,8 @@ class OpenaiDialect:
                 f"an openai server's log-probabilities may not be those of sampling.temperature {wanted}",
                 "use temperature 1, or set `processed-logprobs: true` in engine.flags when you know that they are",
             )
+        # A server may have served another run, whose versions had the same numbers.
+        self._salt = uuid.uuid4().hex
         self._model: str | None = flags.get("model")
         self._reload: str | None = flags.get("reload")
         self._reload_body: Mapping[str, Any] = flags.get("reload-body", _RELOAD_BODY)
@@ -143,7 +146,7 @@ class OpenaiDialect:
         if (model := request.adapter or self._model) is not None:
             body["model"] = model
         if self._reload is not None:
-            body["cache_salt"] = f"w{version}"
+            body["cache_salt"] = f"{self._salt}-w{version}"
         return Call("POST", _COMPLETIONS, body)
 
     def chunk(self, message: Any, *, received: int) -> Chunk:

@@ -12,6 +12,7 @@ import hashlib
 import math
 import re
 import struct
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -19,9 +20,11 @@ from typing import Any, ClassVar, Final, Literal
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.errors import DataError, Refused, StreamrlError, WeightsError, WireError
+from streamrl.errors import DataError, Refused, StreamrlError, WireError
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.producers.servers.command_line import merged
 from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
+from streamrl.producers.servers.plugin_source import describe_version
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, on_cpu, wants_memory_saver
 from streamrl.weight_sync.version import Version
 
@@ -44,6 +47,8 @@ class SglangDialect:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        # A server may have served another run, whose versions had the same numbers.
+        self._salt = uuid.uuid4().hex
 
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """See `Dialect.launch`."""
@@ -75,6 +80,12 @@ class SglangDialect:
         server, model, probe = answers
         version = str(server.get("version", ""))
         context = server.get("context_length")
+        ranks = server.get("tp_size", 1)
+        if ranks != self._config.engine.tensor_parallel:
+            raise Refused(
+                f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
+                f"set engine.tensor_parallel to {ranks}",
+            )
         missing = _missing(server, version)
         return About(
             version=version,
@@ -108,7 +119,7 @@ class SglangDialect:
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
-            "cache_salt": f"w{version}",
+            "cache_salt": f"{self._salt}-w{version}",
         }
         if request.adapter is not None:
             body["lora_path"] = request.adapter
@@ -161,7 +172,8 @@ class SglangDialect:
     def prefetch(self, version: Version) -> Sequence[Call]:
         """See `Dialect.prefetch`: nothing, because SGLang looks at weights only while no request runs or it is paused.
 
-        Files are on this host already, and the checks need their headers and one pass over the bytes.
+        The files are mostly on its host already, and the checks need their headers and one pass over the bytes. A
+        server on another host fetches them while it stands still.
         """
         del version
         return []
@@ -172,11 +184,7 @@ class SglangDialect:
         Raises:
             WeightsError: the version has no files.
         """
-        if version.folder is None or not version.parts:
-            raise WeightsError(f"version {version.number} has no files that a server could read")
-        manifest = orjson.dumps(
-            {"folder": str(version.folder), "parts": {name: list(files) for name, files in version.parts.items()}}
-        )
+        manifest = orjson.dumps(describe_version(version))
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
             "load_format": LOADER,
@@ -217,7 +225,7 @@ class SglangDialect:
     def load_adapter(self, name: str, folder: Path) -> Call:
         """See `Dialect.load_adapter`. SGLang refuses a name or a folder that it has loaded already."""
         engine = self._config.engine
-        if not engine.url and "enable-lora" not in {flag.replace("_", "-") for flag in engine.flags}:
+        if not engine.url and "enable-lora" not in merged({}, engine.flags):
             raise Refused(
                 "this SGLang server was not started for LoRA adapters",
                 "engine.flags: {enable-lora: true, max-lora-rank: 64, lora-target-modules: all}",
@@ -275,7 +283,8 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     finish = _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
-    runs = _runs(spans, total) if finish is not None and spans is not None else None
+    unsaid = spans is None and finish == "abort"
+    runs = None if finish is None or unsaid else _runs(spans or (), total)
     return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +10,7 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.producers.servers.command_line import merged, words
 from streamrl.producers.servers.dialect import Launch
 from streamrl.producers.servers.environments import find_environment, has_gpu
 
@@ -30,7 +29,7 @@ def on_cpu(config: RunConfig) -> bool:
 def wants_memory_saver(config: RunConfig) -> bool:
     """Whether the servers of this run can give memory back: started so by us, or by others, who know it best."""
     engine = config.engine
-    asked = "enable-memory-saver" in {_dashed(flag) for flag in engine.flags}
+    asked = "enable-memory-saver" in merged({}, engine.flags)
     return bool(engine.url) or asked or config.rollout.placement == "colocated"
 
 
@@ -72,8 +71,7 @@ def launch_server(config: RunConfig, *, model: str, port: int, seed: int) -> Lau
         flags["device"] = "cpu"
     elif wants_memory_saver(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-    flags |= {_dashed(name): value for name, value in engine.flags.items()}
-    argv = [str(python), "-m", "sglang.launch_server", *_words(flags)]
+    argv = [str(python), "-m", "sglang.launch_server", *words(merged(flags, engine.flags))]
     return Launch(argv, _environ(config, model))
 
 
@@ -120,20 +118,3 @@ def _cache_tokens(config: RunConfig, model: str) -> int | None:
     context = config.model.context
     most = 2 * config.engine.slots * context
     return max(context + 1, min(most, config.engine.kv_cache * config.engine.tensor_parallel // token))
-
-
-def _words(flags: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in flags.items():
-        if value is None or value is False:
-            continue
-        yield f"--{name}"
-        if isinstance(value, list | tuple):
-            yield from map(str, value)
-        elif isinstance(value, Mapping):
-            yield json.dumps(value)
-        elif value is not True:
-            yield str(value)
-
-
-def _dashed(flag: str) -> str:
-    return flag.lstrip("-").replace("_", "-")

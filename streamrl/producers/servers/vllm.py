@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from streamrl.config import RunConfig
-from streamrl.errors import DataError, Refused, WeightsError, WireError
+from streamrl.errors import DataError, Refused, WireError
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.producers.servers.command_line import merged, words
 from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
 from streamrl.producers.servers.environments import find_environment, has_gpu
-from streamrl.weight_sync.manifest import folder_name
+from streamrl.producers.servers.plugin_source import describe_version
 from streamrl.weight_sync.version import Version
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
 BACKEND: Final = "streamrl"
 EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"
 MODEL: Final = "policy"
+OLDEST: Final = (0, 32)
 
 # What the server writes for a log-probability that is missing, NaN or minus infinity is -9999.
 _LOWEST: Final = -9000.0
@@ -42,6 +46,8 @@ class VllmDialect:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        # A server may have served another run, whose versions had the same numbers.
+        self._salt = uuid.uuid4().hex
 
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """See `Dialect.launch`. Raises `ConfigError` when the environment is missing."""
@@ -75,8 +81,7 @@ class VllmDialect:
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
         elif self._config.rollout.placement == "colocated":
             flags["enable-sleep-mode"] = True
-        flags |= engine.flags
-        argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *_words(flags)]
+        argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(merged(flags, engine.flags))]
         return Launch(argv, self._environ(cpu=cpu))
 
     def _environ(self, *, cpu: bool) -> dict[str, str]:
@@ -130,18 +135,25 @@ class VllmDialect:
             tokens = tuple(int(token) for token in probe["tokens"]) if probe else None
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
             raise WireError(f"this is no vLLM server: {error!r} in its description of itself") from error
+        if (numbers := tuple(int(number) for number in re.findall(r"\d+", release)[:2])) and numbers < OLDEST:
+            raise Refused(
+                f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",
+                "streamrl engines install vllm, or start another server at engine.url",
+            )
         if routes is not None and _GENERATE not in routes:
             raise Refused("this vLLM server does not take token ids", "start it with --enable-scale-out")
         missing = _missing(routes, settings)
+        if settings is not None:
+            self._check_logprobs(settings["model_config"]["logprobs_mode"])
+        return About(release, name, context, _vocabulary(settings), not missing, missing, tokens)
+
+    def _check_logprobs(self, mode: str) -> None:
         wanted = self._config.sampling.temperature
-        if settings is not None and wanted != 1.0:
-            mode = settings["model_config"]["logprobs_mode"]
-            if mode != "processed_logprobs":
-                raise Refused(
-                    f"this vLLM server returns {mode}, which are not those of temperature {wanted}",
-                    "start it with --logprobs-mode processed_logprobs",
-                )
-        return About(release, name, context, can_update=not missing, missing=missing, probe=tokens)
+        if mode != "processed_logprobs" and (wanted != 1.0 or mode != "raw_logprobs"):
+            raise Refused(
+                f"this vLLM server returns {mode}, which are not the log-probabilities of temperature {wanted}",
+                "start it with --logprobs-mode processed_logprobs",
+            )
 
     def generation(self, request: Request, *, version: int) -> Call:
         """See `Dialect.generation`.
@@ -164,7 +176,7 @@ class VllmDialect:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             # Blocks of keys and values that older weights computed are not found under another salt.
-            "cache_salt": f"w{version}",
+            "cache_salt": f"{self._salt}-w{version}",
         }
         if request.adapter is not None:
             body["model"] = request.adapter
@@ -196,7 +208,7 @@ class VllmDialect:
             return Chunk(tokens, logprobs, prompt_tokens=prompt)
         if reason not in _FINISHES:
             raise WireError(f"vLLM ended a response with {reason!r}")
-        runs = None if spans is None else _runs(spans, received + len(tokens))
+        runs = None if spans is None and reason == "abort" else _runs(spans or (), received + len(tokens))
         return Chunk(tokens, logprobs, _FINISHES[reason], runs, prompt)
 
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
@@ -219,7 +231,7 @@ class VllmDialect:
 
     def prefetch(self, version: Version) -> Sequence[Call]:
         """See `Dialect.prefetch`: names, shapes, whole fused groups and finite values are checked by our plug-in."""
-        return (self._rpc("streamrl_check", {"source": _source(version)}),)
+        return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
     def update(self, version: Version) -> Sequence[Call]:
         """See `Dialect.update`.
@@ -230,7 +242,7 @@ class VllmDialect:
         return (
             self._rpc("streamrl_begin", {}),
             Call("POST", "/start_weight_update"),
-            Call("POST", "/update_weights", {"update_info": {"source": _source(version)}}),
+            Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
             Call("POST", "/finish_weight_update", {"weight_version": str(version.number)}),
         )
 
@@ -282,14 +294,11 @@ class VllmDialect:
         return Call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, repeatable=True)
 
 
-def _words(flags: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in flags.items():
-        if value is True:
-            yield f"--{name}"
-        elif value is not False and value is not None:
-            values = value if isinstance(value, list | tuple) else [value]
-            yield f"--{name}"
-            yield from (str(item) for item in values)
+def _vocabulary(settings: Any) -> int | None:
+    """The server writes its configuration with that of the model as a text in it."""
+    described = str((settings or {}).get("model_config", {}).get("hf_text_config", ""))
+    found = re.findall(r"""["']vocab_size["']: (\d+)""", described)
+    return int(found[0]) if len(found) == 1 else None
 
 
 def _missing(routes: Any, settings: Any) -> str:
@@ -306,19 +315,6 @@ def _missing(routes: Any, settings: Any) -> str:
             f' and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
         )
     return ""
-
-
-def _source(version: Version) -> dict[str, Any]:
-    """What `streamrl_engine.files.Source.parse` reads."""
-    if version.folder is None:
-        raise WeightsError("a version that lies in memory only cannot reach a server")
-    source: dict[str, Any] = {
-        "folder": str(version.folder),
-        "parts": {name: list(files) for name, files in version.parts.items()},
-    }
-    if version.sources:  # for a server on a host that does not see the folder
-        source["url"] = f"{version.sources[0].rstrip('/')}/{folder_name(*version.pair)}"
-    return source
 
 
 def _runs(spans: Any, total: int) -> Runs:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from streamrl.producers.servers.vllm import PLUGIN
 
@@ -232,3 +232,26 @@ def test_a_landing_prefers_the_folder_and_removes_what_it_fetched(
     landing.clear()
     assert list((tmp_path / "land").iterdir()) == []
     landing.clear()
+
+
+def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
+    server: Any, version: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run does that begins anew under the name and the port of the one before, at a server that went on."""
+    _, url = server
+    (tmp_path / "land").mkdir()
+    monkeypatch.setenv("STREAMRL_LANDING", str(tmp_path / "land"))
+    landing = files.Landing()
+    source = described("/nowhere", PARTS, url=url)
+    before = dict(files.tensors(landing.bring(source)))["w"].clone()
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        path = tmp_path / shard["file"]
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+        assert path.stat().st_size == shard["bytes"]
+        shard["checksum"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert landing.local(source) == landing.local(source)  # no question in the midst of a change
+    assert torch.equal(dict(files.tensors(landing.local(source)))["w"], before)
+    after = dict(files.tensors(landing.bring(source)))["w"]
+    assert torch.equal(after, before + 1)

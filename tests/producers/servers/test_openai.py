@@ -47,7 +47,7 @@ def test_what_is_asked():
     assert call.body["return_token_ids"] is True
     assert "cache_salt" not in call.body
     assert "model" not in dialect().generation(request("a"), version=3).body
-    assert dialect(reload="/r").generation(request("a"), version=3).body["cache_salt"] == "w3"
+    assert dialect(reload="/r").generation(request("a"), version=3).body["cache_salt"].endswith("-w3")
     json.dumps(call.body)
 
 

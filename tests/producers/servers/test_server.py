@@ -144,6 +144,30 @@ async def test_abort_returns_what_there_is_and_takes_no_longer_than_a_second():
         await toy.idle()  # hung up, although it never heard of an abort
 
 
+async def test_an_abort_without_versions_keeps_the_tokens_whose_version_is_sure():
+    """What is heard after an update may have been sampled before it, and only the server knows."""
+    toy = Toy()
+    async with engine_on_stepped(toy) as engine:
+        await engine.apply(version(1))
+        early, late = (asyncio.create_task(engine.generate(request(name))) for name in "ab")
+        await toy.started(2)
+        await toy.step(2)
+        await until(lambda: engine.load().tokens_sampled == 4)
+        unheard = asyncio.create_task(engine.generate(request("c")))
+        await toy.started(3)
+        await engine.apply(version(2))
+        await toy.step(1)
+        await until(lambda: engine.load().tokens_sampled == 7)
+        toy.faults["/abort"] = [500] * 2
+        assert await engine.abort("a") == await engine.abort("c") == 1
+        done, empty = await early, await unheard
+        assert (done.finish, done.tokens.tolist(), done.runs) == ("abort", [1, 2], [(0, 1)])
+        np.testing.assert_allclose(done.logprobs, -0.51)
+        assert (empty.finish, empty.tokens.tolist(), empty.runs) == ("abort", [], [])
+        assert await engine.abort("b") == 1  # this time the server says it
+        assert ((await late).tokens.tolist(), (await late).runs) == ([1, 2, 3], [(0, 1), (2, 2)])
+
+
 async def test_what_waits_for_a_place_is_aborted_without_a_word_to_the_server():
     toy = Toy()
     async with engine_on_stepped(toy, settings=config(engine={"slots": 1})) as engine:

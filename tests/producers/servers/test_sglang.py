@@ -68,7 +68,8 @@ def test_a_request_says_every_sampling_parameter_and_its_version():
     assert (call.method, call.path, call.repeatable) == ("POST", "/generate", False)
     body = orjson.loads(orjson.dumps(call.body))
     assert body["input_ids"] == [5, 9, 33]
-    assert body["cache_salt"] == "w17"
+    assert body["cache_salt"].endswith("-w17")
+    assert dialect().generation(request, version=17).body["cache_salt"] != body["cache_salt"]  # of another run
     assert body["return_logprob"] is True
     assert body["stream"] is True
     assert "lora_path" not in body
@@ -300,6 +301,13 @@ def test_an_update_is_one_call_with_a_description_of_the_files():
     assert dialect().prefetch(version) == []
 
 
+def test_a_server_on_another_host_hears_where_the_files_are_served():
+    version = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
+    (call,) = dialect().update(version)
+    ((name, _),) = _Listed(io.BytesIO(base64.b64decode(call.body["serialized_named_tensors"][0]))).load()
+    assert orjson.loads(name)["url"] == "http://h:1/v-2-17"
+
+
 class _Listed(pickle.Unpickler):
     """As in the server: what is named must be on its list. Of that list the frame needs one entry."""
 
@@ -315,7 +323,7 @@ def test_a_version_without_files_cannot_be_sent():
 
 # --- what a server says of itself ---
 
-SERVER = {"version": "0.5.23", "custom_weight_loader": [LOADER], "context_length": 512, "dp_size": 1}
+SERVER = {"version": "0.5.23", "custom_weight_loader": [LOADER], "context_length": 512, "dp_size": 1, "tp_size": 1}
 MODEL = {"model_path": "/models/tiny", "weight_version": "default"}
 
 
@@ -339,6 +347,13 @@ def test_what_is_missing_is_said_in_words(change, words):
     about = dialect().read_about([{**SERVER, **change}, MODEL, None])
     assert not about.can_update
     assert words in about.missing
+
+
+def test_another_number_of_ranks_is_said_before_weights_are_sent():
+    with pytest.raises(ConfigError, match="--tp-size 2") as caught:
+        dialect().read_about([{**SERVER, "tp_size": 2}, MODEL, None])
+    assert "engine.tensor_parallel to 2" in caught.value.hint
+    assert dialect(engine={"tensor_parallel": 2}).read_about([{**SERVER, "tp_size": 2}, MODEL, None]).can_update
 
 
 def test_another_kind_of_server_is_noticed():

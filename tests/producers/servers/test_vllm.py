@@ -55,7 +55,10 @@ vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf"} NaN
 process_open_fds 12
 """
 SETTINGS = {
-    "model_config": {"logprobs_mode": "processed_logprobs"},
+    "model_config": {
+        "logprobs_mode": "processed_logprobs",
+        "hf_text_config": 'Qwen2Config {\n  "use_cache": true,\n  "vocab_size": 512\n}\n',
+    },
     "weight_transfer_config": {"backend": "streamrl"},
     "parallel_config": {"worker_extension_cls": "streamrl_engine.vllm.WorkerExt"},
 }
@@ -96,11 +99,18 @@ def test_a_request_is_tokens_a_salt_and_log_probabilities_of_what_was_sampled() 
     assert (call.method, call.path, call.repeatable) == ("POST", "/inference/v1/generate", False)
     assert call.body is not None
     assert call.body["token_ids"] == [0, 1, 2, 3]
-    assert call.body["cache_salt"] == "w17"
+    assert call.body["cache_salt"].endswith("-w17")
     assert call.body["stream"] is True
     assert call.body["sampling_params"] == {"max_tokens": 32, "temperature": 0.5, "logprobs": 0, "detokenize": False}
     assert "model" not in call.body
     orjson.dumps(call.body)
+
+
+def test_versions_of_another_run_have_other_salts() -> None:
+    """A server that goes on after a run keeps the keys and values of its weights, and numbers begin anew."""
+    one, other = dialect(), dialect()
+    salts = [each.generation(asked(), version=1).body["cache_salt"] for each in (one, one, other)]  # type: ignore[index]
+    assert salts[0] == salts[1] != salts[2]
 
 
 def test_the_limit_is_lowered_to_the_context_and_an_adapter_is_a_model() -> None:
@@ -126,6 +136,12 @@ def test_a_stream_is_understood_message_by_message() -> None:
 def test_an_aborted_request_may_have_nothing() -> None:
     done = dialect().chunk(ABORTED, received=0)
     assert (done.tokens, done.finish, done.runs) == ([], "abort", [])
+
+
+def test_only_an_abort_may_come_without_versions() -> None:
+    assert dialect().chunk(changed(LAST, weight_versions=None, finish_reason="abort"), received=1).runs is None
+    with pytest.raises(WireError, match="0 tokens of 3"):
+        dialect().chunk(changed(LAST, weight_versions=None), received=1)
 
 
 @pytest.mark.parametrize("value", [-9999.0, -9000.0, float("nan"), float("-inf"), float("inf")])
@@ -232,7 +248,7 @@ def test_an_update_names_files_and_version() -> None:
     assert found is not None
     assert found["kwargs"]["source"]["url"] == "http://h:1/v-2-17"
     assert not any(call.repeatable for call in (start, replace, finish))
-    with pytest.raises(WeightsError, match="memory"):
+    with pytest.raises(WeightsError, match="no files"):
         dialect().prefetch(Version((1, 1), 1, {}))
 
 
@@ -276,6 +292,7 @@ def test_a_server_that_has_everything() -> None:
     about = dialect().read_about(answers())
     assert (about.version, about.model, about.context, about.probe) == ("0.32.0", "/a/model", 256, (5, 6, 7))
     assert about.can_update
+    assert about.vocabulary == 512
     assert about.missing == ""
     assert len(dialect().about()) == len(answers())
 
@@ -301,6 +318,13 @@ def test_a_server_that_cannot_serve_the_run_is_refused() -> None:
     assert dialect().read_about(answers(settings=raw)).can_update
     with pytest.raises(Refused, match="--logprobs-mode processed_logprobs"):
         dialect(sampling={"max_new_tokens": 64, "temperature": 0.5}).read_about(answers(settings=raw))
+    logits = {"vllm_config": {**SETTINGS, "model_config": {"logprobs_mode": "processed_logits"}}}
+    with pytest.raises(Refused, match="returns processed_logits"):
+        dialect().read_about(answers(settings=logits))
+    with pytest.raises(Refused, match=r"0\.31\.1rc2 is older than 0\.32"):
+        dialect().read_about(answers(version={"version": "0.31.1rc2"}))
+    for newer in ("0.32.0+cpu", "0.33.1.dev7+gabc", "1.0", "dev"):
+        assert dialect().read_about(answers(version={"version": newer})).version == newer
     for wrong in ({"version": None}, {"version": "x"}, {"models": {"data": []}}, {"models": None}, {"probe": {}}):
         if wrong == {"probe": {}}:
             assert dialect().read_about(answers(**wrong)).probe is None

@@ -70,7 +70,7 @@ class Source:
         folder: of this host that holds the files.
         parts: tensor to the files that hold it, cut along its first dimension, in the order of the rows.
         url: where the files are served when this host does not see the folder: `url/FILE`; empty: nowhere.
-        token_file: file of this host with the bearer token for `url`; empty: the one that $STREAMRL_TOKEN_FILE names.
+        token_file: file of this host with the bearer token for `url`; empty: $STREAMRL_WEIGHTS_TOKEN_FILE names it.
         sizes: bytes of each file; empty: as `url/manifest.json` says.
         checksums: xxh3-128 of each file in hexadecimal; compared after fetching where xxhash is installed.
     """
@@ -165,21 +165,36 @@ class Landing:
     def __init__(self, deadline: float = 600.0) -> None:
         self._deadline = deadline
         self._root: Path | None = None
+        self._brought: tuple[Source, Source] | None = None
 
-    def local(self, source: Source) -> Source:
-        """Return the version as files of this host; a repeat fetches nothing again.
+    def bring(self, source: Source) -> Source:
+        """Return the version as files of this host; what is here already and announced as the same is not fetched.
 
         Raises:
             BadVersion: the folder is not here and there is no URL, or see `fetch`.
         """
-        if Path(source.folder).is_dir():
-            return source
-        if not source.url:
-            raise BadVersion(f"the server does not see {source.folder}: it is on another host, or the version is gone")
-        return fetch(source, self._made() / _digest(source.url), deadline=self._deadline)
+        self._brought = None
+        here = source
+        if not Path(source.folder).is_dir():
+            if not source.url:
+                raise BadVersion(
+                    f"the server does not see {source.folder}: it is on another host, or the version is gone"
+                )
+            here = announced(source)
+            # Another run may serve other bytes at the same address.
+            name = _digest(f"{here.url} {sorted(here.sizes.items())} {sorted(here.checksums.items())}")
+            here = fetch(here, self._made() / name, deadline=self._deadline)
+        self._brought = source, here
+        return here
+
+    def local(self, source: Source) -> Source:
+        """Like `bring`, but the version that was brought last is not asked for again."""
+        return self._brought[1] if self._brought and self._brought[0] == source else self.bring(source)
 
     def clear(self, keep: Source | None = None) -> None:
         """Remove what was fetched, all but one version."""
+        if keep is None:
+            self._brought = None
         if self._root is None:
             return
         for folder in self._root.iterdir():
@@ -229,12 +244,9 @@ def fetch(source: Source, into: Path, *, deadline: float) -> Source:
         BadVersion: not served, of another size or checksum, or not here within the deadline.
     """
     into.mkdir(parents=True, exist_ok=True)
-    if not source.url.startswith(("http://", "https://")):
-        raise BadVersion(f"{source.url} is no HTTP address")
-    headers = _bearer(source.token_file or os.environ.get("STREAMRL_TOKEN_FILE", ""))
     end = time.monotonic() + deadline
-    if not source.sizes:
-        source = _announced(source, headers)
+    source = announced(source)
+    headers = _headers(source)
     for name in source.files:
         if name not in source.sizes:
             raise BadVersion(f"the size of {name} was not announced")
@@ -242,7 +254,19 @@ def fetch(source: Source, into: Path, *, deadline: float) -> Source:
     return replace(source, folder=str(into), url="", token_file="")
 
 
-def _bearer(file: str) -> dict[str, str]:
+def announced(source: Source) -> Source:
+    """Return the source with the size and the checksum of each file, as `url/manifest.json` says.
+
+    Raises:
+        BadVersion: no HTTP address, no manifest there, or that of a delta.
+    """
+    if not source.url.startswith(("http://", "https://")):
+        raise BadVersion(f"{source.url} is no HTTP address")
+    return source if source.sizes else _announced(source, _headers(source))
+
+
+def _headers(source: Source) -> dict[str, str]:
+    file = source.token_file or os.environ.get("STREAMRL_WEIGHTS_TOKEN_FILE", "")
     if not file:
         return {}
     try:

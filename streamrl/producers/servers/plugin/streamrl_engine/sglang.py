@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .files import BadVersion, Source, finite, table, tensors
+from .files import BadVersion, Landing, Source, finite, table, tensors
 from .sglang_rehearsal import rehearse
 from .sglang_spans import renamed
 
@@ -22,6 +22,7 @@ _COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerW
 _RENAMING = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 
 _log = logging.getLogger(__name__)
+_landing = Landing()
 
 
 def register() -> None:
@@ -40,6 +41,8 @@ def register() -> None:
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Replace the weights of `model`, whole or not at all.
 
+    Files that this host does not see are fetched first, while the server stands still: it looks at nothing before.
+
     Args:
         model: SGLang's, whose `load_weights` takes Hugging Face names and fuses and cuts the tensors itself.
         named_tensors: one pair; its name is the description of the version (`files.Source` as JSON).
@@ -54,7 +57,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     group = get_tp_group()
     problem = ""
     try:
-        source = Source.parse(json.loads(named_tensors[0][0]))
+        source = _landing.bring(Source.parse(json.loads(named_tensors[0][0])))
         rehearse(model, table(source), alone=group.world_size == 1)
         for name, tensor in tensors(source):
             if not finite(tensor):
@@ -69,6 +72,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         model.load_weights(tensors(source))
     except Exception as error:
         raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
+    _landing.clear(keep=source)
 
 
 def _any_rank(group: Any, *, refuses: bool) -> bool:

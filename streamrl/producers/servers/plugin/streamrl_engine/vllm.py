@@ -98,7 +98,7 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
             self._together(lambda: self._check(Source.parse(source)))
 
     def _check(self, source: Source) -> None:
-        local = self._landing.local(source)
+        local = self._landing.bring(source)
         self._match(local)
         ranks = max(self.parallel_config.world_size, 1)
         mine = self.parallel_config.rank % ranks

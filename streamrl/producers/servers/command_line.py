@@ -1,0 +1,54 @@
+"""The flags of a server that streamrl starts: its own, then those of `engine.flags`, as words of a command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from streamrl.errors import ConfigError
+
+_NOT_GIVEN: Final = {
+    "host": "a server that streamrl starts listens on the loopback interface: it has routes that no key guards",
+    "port": "streamrl finds a free port for each server",
+    "api-key": "a command line can be read by everybody on the machine, and such a server listens to this host alone",
+}
+_NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
+
+
+def merged(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags of ours with those of the user, who has the last word.
+
+    Args:
+        flags: names without dashes in front, with dashes in between.
+        given: `engine.flags`; underscores are dashes.
+
+    Raises:
+        ConfigError: one that is not the user's to give.
+    """
+    named = {_dashed(name): value for name, value in given.items()}
+    if name := next((name for name in named if name in _NOT_GIVEN), None):
+        raise ConfigError(
+            f"engine.flags.{name} cannot be set: {_NOT_GIVEN[name]}",
+            "leave it out, or start the server yourself and set engine.url",
+        )
+    return {**flags, **named}
+
+
+def words(flags: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words: True is a bare flag, False and None leave it out, a list is several words, a mapping is JSON."""
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        yield f"--{name}"
+        if isinstance(value, list | tuple):
+            yield from map(str, value)
+        elif isinstance(value, Mapping):
+            yield json.dumps(value)
+        elif value is not True:
+            yield str(value)
+
+
+def _dashed(flag: str) -> str:
+    first, dot, rest = flag.lstrip("-").partition(".")  # vLLM's `--hf-overrides.rope_theta` names a key behind the dot
+    return first.replace("_", "-") + dot + rest
