@@ -31,6 +31,8 @@ _LONGEST_LINE = 1 << 16
 class Log:
     """The server's output, line by line, with secrets blotted out; one old file is kept.
 
+    What cannot be written (the disk is full, the folder is gone) is lost: no reason for the server to end.
+
     Args:
         path: of the file.
         limit: bytes at which it is rotated.
@@ -53,11 +55,12 @@ class Log:
         self._rest = rest
         if not whole:
             return
-        self._file.write(self._secret.sub(b"***", whole) if self._secret else whole)
-        if self._file.tell() > self._limit:
-            self._file.close()
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = self._path.open("ab", buffering=0)
+        with suppress(OSError):
+            self._file.write(self._secret.sub(b"***", whole) if self._secret else whole)
+            if self._file.tell() > self._limit:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                full, self._file = self._file, self._path.open("ab", buffering=0)
+                full.close()
 
 
 class Keeper:
@@ -93,6 +96,18 @@ class Keeper:
 
     def keep(self) -> int:
         """Carry its output until it ends or must end; return its exit code."""
+        try:
+            self._watch()
+        finally:
+            self._kill()
+        end = time.monotonic() + _LAST_OUTPUT_SECONDS
+        while time.monotonic() < end and select.select([self._output], [], [], 0.05)[0] and self._carry():
+            pass
+        self._log.feed(b"", last=True)
+        code = self._server.returncode
+        return 128 - code if code is not None and code < 0 else code or 0
+
+    def _watch(self) -> None:
         watched = [0, self._output]
         while self._server.poll() is None and time.monotonic() < self._deadline:
             ready, _, _ = select.select(watched, [], [], _TICK)
@@ -101,13 +116,6 @@ class Keeper:
             if self._output in ready and not self._carry():
                 watched.remove(self._output)
             _reap(self.pid)
-        self._kill()
-        end = time.monotonic() + _LAST_OUTPUT_SECONDS
-        while time.monotonic() < end and select.select([self._output], [], [], 0.05)[0] and self._carry():
-            pass
-        self._log.feed(b"", last=True)
-        code = self._server.returncode
-        return 128 - code if code is not None and code < 0 else code or 0
 
     def _listen(self) -> bool:
         """Read the lifeline; False when it has ended."""

@@ -289,6 +289,19 @@ async def test_a_log_is_rotated_and_never_blocks_the_server(tmp_path):
         assert all(line.startswith("line ") and line.endswith("x" * 50) for line in lines)
 
 
+async def test_a_log_that_cannot_be_written_ends_nothing_and_leaves_nothing(tmp_path):
+    dialect = make_dialect()
+    async with managed_toy(tmp_path, dialect, TOY_MARK=str(tmp_path), **ORPHANS) as server:
+        server.log = Path("/dev/full")
+        await server.start()  # which prints a line
+        engine = ServerEngine(dialect, settings(), url=server.url)
+        await engine.start()
+        assert (await engine.generate(request("a"))).finish == "length"
+        await engine.close()
+        await server.stop()
+    await until(lambda: not orphans_of(tmp_path))
+
+
 def test_a_free_port_is_free():
     for _ in range(20):
         with socket.socket() as probe:
