@@ -101,7 +101,8 @@ class ColocatedEngine:
         for aborted in self._works.values():
             aborted.set()
         await self._engine.close()
-        self._serving.set()  # what comes now hears that the engine is closed
+        self._weights.set()  # what waits or comes now hears that the engine is closed
+        self._serving.set()
 
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """See `Engine.generate`."""
@@ -184,12 +185,11 @@ class ColocatedEngine:
 
     async def _turn(self, aborted: asyncio.Event) -> bool:
         """Wait until the engine may decode; False when the request was aborted meanwhile."""
-        if self._serving.is_set():
-            return not aborted.is_set()
-        waits = [asyncio.ensure_future(self._serving.wait()), asyncio.ensure_future(aborted.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        while not (self._serving.is_set() or aborted.is_set()):  # it may leave again before this task has its turn
+            waits = [asyncio.ensure_future(self._serving.wait()), asyncio.ensure_future(aborted.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         return not aborted.is_set()

@@ -102,3 +102,24 @@ async def test_a_close_while_away_ends_what_waits(shared):
     assert (await task).finish == "abort"
     with pytest.raises(Unreachable):
         await shared.generate(request("b", PROMPT, 5))
+
+
+async def test_a_turn_that_is_over_before_a_request_began_is_waited_out(shared):
+    await shared.leave()
+    task = asyncio.create_task(shared.generate(request("a", PROMPT, 5)))
+    await asyncio.sleep(0)
+    await shared.come_back()
+    await shared.leave()  # the request has not had its turn in between
+    assert not task.done()
+    await shared.come_back()
+    assert ((await task).finish, len((await task).tokens)) == ("length", 5)
+
+
+async def test_a_close_while_away_ends_an_update_that_waits(shared):
+    await shared.leave()
+    applying = asyncio.create_task(shared.apply(held((1, 1), named(random_model("qwen2", 1)))))
+    await asyncio.sleep(0)
+    await shared.close()
+    with pytest.raises(Unreachable):
+        async with asyncio.timeout(30):
+            await applying
