@@ -119,8 +119,8 @@ def _kind(manifest: Manifest | None) -> str | None:
 
 def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:
     """When a version was published, in seconds since 1970; None when nothing of it is left but its number."""
-    from streamrl.weight_sync.catalog import MANIFEST_FILE, PINNED
-    from streamrl.weight_sync.manifest import folder_name
+    from streamrl.weight_sync.catalog import PINNED
+    from streamrl.weight_sync.manifest import MANIFEST_FILE, folder_name
 
     for folder in (root, run.path / PINNED):
         try:

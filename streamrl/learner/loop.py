@@ -222,11 +222,26 @@ class Leader:
             if not await self._publishing.repeat():
                 logger.warning("engines cannot get the weights: published again", extra={"version": self._version})
                 await self._publish()
+            elif await self._nobody_has_it():
+                logger.warning("no engine took the weights: published whole again", extra={"version": self._version})
+                self._publishing.begin_anew()
+                await self._publish()
         stopped = asyncio.create_task(self._role.stop.wait())
         changed = asyncio.create_task(self._intake.changed.wait())
         await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         changed.cancel()
+
+    async def _nobody_has_it(self) -> bool:
+        """Whether engines are there and none took the newest version within `weights.deadline`.
+
+        Its files may be damaged. Engines that stay behind take no prompts, so there would never be another version.
+        """
+        if self._publishing.age < self._config.weights.deadline:
+            return False
+        roles = await self._role.ledgers.roles.read()
+        held = [int(fields.get("version", 0)) for name, fields in roles.items() if name.startswith("rollout.")]
+        return bool(held) and max(held) < self._publishing.version
 
     async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
         """Train one micro-batch; meanwhile the groups of the one before are acquitted."""

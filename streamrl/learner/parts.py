@@ -55,6 +55,7 @@ class Parts:
     def _write(self, pair: Pair, base: Pair | None, snapshot: Snapshot) -> None:
         try:
             self._writer.deliver(pair, base, snapshot.tensors, snapshot.shapes)
-        except Exception:
+        except Exception as error:
             # The reader of the last exception: rank 0 leaves the version out, and this rank goes on training.
             logger.exception("part of a version not written", extra={"version": pair[1]})
+            self._writer.refuse(pair, error)

@@ -71,6 +71,7 @@ class Publishing:
         self._failing_since = 0.0
         self._manifest = b""
         self._hung = False
+        self._shown_at = time.monotonic()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
     async def settle(self) -> None:
@@ -94,6 +95,15 @@ class Publishing:
         await self.settle()
         publish = self._publish(version, step, base, snapshot)
         self._running = self._tasks.create_task(publish, name=f"publish {version}")
+
+    @property
+    def age(self) -> float:
+        """Seconds since engines could see the newest version."""
+        return time.monotonic() - self._shown_at
+
+    def begin_anew(self) -> None:
+        """Have the next version written whole: what it would build on may be damaged. Only when settled."""
+        self._publisher.begin_anew()
 
     async def repeat(self) -> bool:
         """Show the newest version again, in case Redis came back from before it.
@@ -140,6 +150,7 @@ class Publishing:
         self.version, self._manifest = version, data
         await self._outlet.announce(manifest)
         await self._intake.consume(version, data)
+        self._shown_at = time.monotonic()
         figures = self._publisher.figures
         self.record = {
             "published": version,

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.errors import UsageError, WeightsError
-from streamrl.weight_sync.manifest import Manifest, Pair, decode, folder_name, parse_folder
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, decode, folder_name, parse_folder
 
-MANIFEST_FILE: Final = "manifest.json"
 PINNED: Final = "pinned"
 """Folder in the run directory with the versions that a person wants to keep, whole and durable."""
 

@@ -23,6 +23,8 @@ _LOOK_SECONDS: Final = 0.5
 _AGAIN: Final = 2
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 30.0
+_REFUSED_PAUSE: Final = 5.0
+"""First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
@@ -59,9 +61,9 @@ class Follower:
     has, and a replica whose network is slower than the learner would otherwise never apply any.
 
     Whatever is wrong with a version (checksum, size, another run, an older epoch, names or shapes the engine does not
-    know) is logged and counted in `refused`, and the version before it stays. A version that could only not be fetched
-    is tried again, with pauses, until a newer one comes. A version whose files went away because a newer one came is no
-    error.
+    know) is logged and counted in `refused`, and the version before it stays. It is tried again, with pauses, until a
+    newer one comes, and sooner when it could only not be fetched: when all replicas refuse a version there is nothing
+    to train on, so no newer one would ever come. A version whose files went away because a newer one came is no error.
 
     Attributes:
         refused: versions that could not be fetched or applied.
@@ -222,13 +224,11 @@ class Follower:
             except _Overtaken:
                 logger.debug("weights overtaken", extra={"version": number})
                 pause = 0.0
-            except WeightsError as error:
-                self._refuse(number, error)
-                pause = 0.0
-            except _CannotFetch as error:
+            except (WeightsError, _CannotFetch) as error:
+                fetched = isinstance(error, WeightsError)
                 if not pause:
-                    self._refuse(number, error.cause)
-                pause = min(max(2 * pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+                    self._refuse(number, error if isinstance(error, WeightsError) else error.cause)
+                pause = min(max(2 * pause, _REFUSED_PAUSE if fetched else _FIRST_PAUSE), _LONGEST_PAUSE)
 
     async def _take(self, arrivals: Arrivals, number: int, data: bytes) -> None:
         manifest = decode(data)

@@ -19,7 +19,9 @@ IDLE_SECONDS: Final = 30.0
 
 
 @dataclass
-class _Hold:
+class Hold:
+    """One version that is held: last used when, transfers that run, a descriptor for each file."""
+
     used: float
     transfers: int = 0
     files: dict[str, int] = field(default_factory=dict)
@@ -34,32 +36,37 @@ class HeldVersions:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._holds: dict[str, _Hold] = {}
+        self._holds: dict[str, Hold] = {}
 
-    def begin(self, folder: str, now: float) -> None:
-        """A transfer of a file of this version begins: hold the version, if there is room for one more."""
+    def begin(self, folder: str, now: float) -> Hold | None:
+        """A transfer of a file of this version begins: hold the version, None when there is no room for one more."""
         self.expire(now)
         hold = self._holds.get(folder)
         if hold is None and len(self._holds) < HELD:
-            hold = self._holds[folder] = _Hold(now)
+            hold = self._holds[folder] = Hold(now)
             with contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(self._root / folder):
                     if entry.is_file(follow_symlinks=False):
                         hold.files[entry.name] = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         if hold is not None:
             hold.used, hold.transfers = now, hold.transfers + 1
+        return hold
 
-    def end(self, folder: str, now: float) -> None:
-        """A transfer has ended."""
-        hold = self._holds.get(folder)
+    def end(self, hold: Hold | None, now: float) -> None:
+        """A transfer has ended; `hold` is what its `begin` returned."""
         if hold is not None:
             hold.used, hold.transfers = now, hold.transfers - 1
 
-    def find(self, folder: str, name: str) -> Path | None:
-        """A path under which a file of a held version can be opened."""
+    def find(self, folder: str, name: str, now: float) -> Path | None:
+        """A path under which a file of a held version can be opened; that version is held for a while from now on.
+
+        The path names a descriptor, whose number may mean any other file once the version is let go.
+        """
         hold = self._holds.get(folder)
-        descriptor = None if hold is None else hold.files.get(name)
-        return None if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
+        if hold is None or name not in hold.files:
+            return None
+        hold.used = now
+        return Path(f"/proc/self/fd/{hold.files[name]}")
 
     def expire(self, now: float) -> None:
         """Let go of what nobody wants any more."""

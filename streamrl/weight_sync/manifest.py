@@ -10,6 +10,7 @@ from streamrl.errors import WeightsError
 
 SCHEMA: Final = 2
 MAX_MANIFEST_BYTES: Final = 32 << 20
+MANIFEST_FILE: Final = "manifest.json"
 
 # A name of one file or folder: no path, so that a manifest cannot point outside of the folder of its transport.
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -84,6 +85,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
             raise ValueError("a tensor is named twice")
         if any(part >= len(self.shards) for entry in self.tensors for part in entry.parts):
             raise ValueError("a tensor lies in a shard that the manifest does not list")
+        if len({shard.file for shard in self.shards} - {MANIFEST_FILE}) != len(self.shards):
+            raise ValueError("a file is named twice, or like the manifest")
+        if any(entry.hashes and len(entry.hashes) != len(entry.parts) for entry in self.tensors):
+            raise ValueError("a tensor has not as many hashes as parts")
         if self.base is None and any(shard.kind == "delta" for shard in self.shards):
             raise ValueError("a delta without a base")
 

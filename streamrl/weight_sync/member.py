@@ -98,12 +98,14 @@ class CollectiveSource:
 
     async def fetch(self, manifest: Manifest) -> Path:
         """See `Source`."""
+        here = self._spool.holds(manifest)
+        if here is not None:  # it may be older than the learner whose member we are
+            return here
         await self._follow(manifest.sources[0] if manifest.sources else "")
         with self.traffic.timed(), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WAIT_SHARE * self._deadline), self._changed:
                 await self._changed.wait_for(lambda: self._settled(manifest))
-        here = self._spool.holds(manifest)
-        return here or await self._pulled.fetch(manifest)
+        return await self._pulled.fetch(manifest)
 
     async def base_of(self, manifest: Manifest) -> Manifest:
         """See `Source`."""

@@ -26,11 +26,11 @@ import torch
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.checksums import file_checksum, short_hash
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
-from streamrl.weight_sync.manifest import Manifest, Pair, Shard
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, Shard
 from streamrl.weight_sync.mapping import assemble, map_shared
 from streamrl.weight_sync.safetensors_file import raw
 from streamrl.weight_sync.sources import Source
-from streamrl.weight_sync.spool import MANIFEST_FILE, Spool
+from streamrl.weight_sync.spool import Spool
 from streamrl.weight_sync.version import Readers, Version
 
 logger = logging.getLogger(__name__)

@@ -101,10 +101,15 @@ async def open_outlet(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
     broadcaster = Broadcaster(root, weights.host, weights.deadline)
     async with listen(server.app(broadcaster.routes()), weights.host, weights.port) as url:
         running = asyncio.create_task(broadcaster.run(), name="broadcast weights")
+        running.add_done_callback(_tell)
         try:
             yield _Broadcast(url, broadcaster)
         finally:
             running.cancel()
             await asyncio.wait([running])
-            if not running.cancelled() and (error := running.exception()) is not None:
-                logger.error("weights broadcast ended", exc_info=error)
+
+
+def _tell(running: asyncio.Task[None]) -> None:
+    """Say at once what ended the broadcasts; replicas pull from then on, and training goes on."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        logger.error("weights broadcast ended: replicas pull from now on", exc_info=error)

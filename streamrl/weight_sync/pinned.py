@@ -13,10 +13,10 @@ import torch
 
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync import safetensors_file
-from streamrl.weight_sync.catalog import MANIFEST_FILE, PINNED, read_manifest
+from streamrl.weight_sync.catalog import PINNED, read_manifest
 from streamrl.weight_sync.checksums import short_hash
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
-from streamrl.weight_sync.manifest import Manifest, Pair, Shard, encode, folder_name
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, Shard, encode, folder_name
 from streamrl.weight_sync.publisher import fsync_folder
 from streamrl.weight_sync.safetensors_file import map_shard, raw
 

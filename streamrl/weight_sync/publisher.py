@@ -23,7 +23,16 @@ from typing import Literal
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
 from streamrl.weight_sync.buckets import Named
-from streamrl.weight_sync.manifest import Manifest, Pair, TensorEntry, decode, encode, folder_name, parse_folder
+from streamrl.weight_sync.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Pair,
+    TensorEntry,
+    decode,
+    encode,
+    folder_name,
+    parse_folder,
+)
 from streamrl.weight_sync.rank_writer import (
     DRAFT,
     RankWriter,
@@ -31,6 +40,7 @@ from streamrl.weight_sync.rank_writer import (
     draft_name,
     out_of_time,
     report_name,
+    spare_name,
     take_report,
     wait_for,
 )
@@ -94,6 +104,8 @@ class Publisher:
         self._transport: Transport = make_transport(config.transport, run_dir)
         self._writer = RankWriter(config, run_dir, 0)
         self._stopped = threading.Event()
+        # What goes out by sendfile may be on its way long after the file was closed.
+        self._spares = config.transport == "shm" and not config.delta.enabled
         create_root(self._transport)
         self._kept: list[_Kept] = self._leftover()
         self._deltas = 0
@@ -159,7 +171,8 @@ class Publisher:
         draft = self.root / draft_name(pair)
         until = time.monotonic() + self._config.deadline
         create_root(self._transport)  # somebody may have cleaned up the shared memory
-        self._remove_older()
+        spare = self.root / spare_name(pair)
+        self._remove_older(spare if self._spares else None)
         try:
             draft.mkdir(mode=0o700)
             reports = [self._writer.write(pair, base, tensors, shapes or {}, until=until)]
@@ -172,7 +185,8 @@ class Publisher:
                 raise
             raise self._cannot(draft, error) from error
         finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            self._remove(draft.name)  # by another name: ranks that still write would fill it again
+            shutil.rmtree(spare, ignore_errors=True)
         self.manifest = manifest
         self._note(manifest, reports)
         logger.info(
@@ -180,9 +194,13 @@ class Publisher:
         )
         return data
 
+    def begin_anew(self) -> None:
+        """Have the next version written whole, whatever it could be a delta against."""
+        self._chained = False
+
     def holds_newest(self) -> bool:
         """Whether the newest version and all it builds on are still there for engines that join now."""
-        return bool(self._kept) and all((self.root / kept.folder / "manifest.json").exists() for kept in self._chain())
+        return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
 
     def close(self, *, unlink: bool) -> None:
         """End the publisher and any wait for other ranks. With `unlink` its versions go too: nobody can join then."""
@@ -236,7 +254,7 @@ class Publisher:
                 raise WeightsError(f"{target} was already published by another learner")
             self._kept = [kept for kept in self._kept if kept.folder != folder]
             self._remove(folder)
-        with (draft / "manifest.json").open("xb") as file:
+        with (draft / MANIFEST_FILE).open("xb") as file:
             file.write(data)
             if self._transport.durable:
                 file.flush()
@@ -272,20 +290,21 @@ class Publisher:
             chain.append(known[chain[-1].base])
         return chain[::-1]
 
-    def _remove_older(self) -> None:
-        """Remove all versions that the newest one does not build on."""
+    def _remove_older(self, spare: Path | None = None) -> None:
+        """Remove all versions that the newest one does not build on; leave the files of the last one in `spare`."""
         needed = self._chain() if self._kept else []
-        for kept in self._kept:
-            if kept not in needed:
-                self._remove(kept.folder)
+        older = [kept for kept in self._kept if kept not in needed]
+        for kept in older:
+            self._remove(kept.folder, spare if kept is older[-1] else None)
         self._kept = needed
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, spare: Path | None = None) -> None:
         # The version loses its name first, so that no reader finds a folder with some of its shards gone.
-        gone = self.root / f"{DRAFT}gone-{name}-{os.getpid()}"
+        gone = spare or self.root / f"{DRAFT}gone-{name}-{os.getpid()}"
         try:
             (self.root / name).rename(gone)
-            shutil.rmtree(gone)
+            if spare is None:
+                shutil.rmtree(gone)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -304,7 +323,7 @@ def fsync_folder(folder: Path) -> None:
 def _look(folder: Path, pair: Pair) -> _Kept:
     """What a manifest of an earlier publisher says; one that cannot be read builds on nothing."""
     try:
-        manifest = decode((folder / "manifest.json").read_bytes())
+        manifest = decode((folder / MANIFEST_FILE).read_bytes())
     except (OSError, WeightsError):
         return _Kept(pair, None, 0)
     return _Kept(pair, manifest.base, manifest.total_bytes)

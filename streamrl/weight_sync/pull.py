@@ -22,10 +22,10 @@ import aiohttp
 from streamrl.errors import CannotCreate, Unreachable, WeightsError, unwrap
 from streamrl.weight_sync.bearer import read_token
 from streamrl.weight_sync.hosts import Board, Host, Hosts, neighbours
-from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, decode, folder_name
+from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, decode, folder_name
 from streamrl.weight_sync.shard_server import BUSY_HEADER
 from streamrl.weight_sync.sources import Traffic, base_pair, checked_base
-from streamrl.weight_sync.spool import MANIFEST_FILE, Spool
+from streamrl.weight_sync.spool import Spool
 from streamrl.weight_sync.transfer import Broken, Busy, Denied, Gone, Part, Transfer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class HttpSource:
         self._spool, self._deadline, self._name, self._board = spool, deadline, name, board
         self._draft: _Draft | None = None
         self._looked = 0.0
+        self._one_at_a_time = asyncio.Lock()  # there is one draft
         self._silence = max(1.0, _SILENCE_SHARE * deadline)
         self._bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="pull")
@@ -101,14 +102,16 @@ class HttpSource:
 
     async def fetch(self, manifest: Manifest) -> Path:
         """See `Source`."""
-        here = self._spool.holds(manifest)
-        if here is not None:
-            return here
         with self.traffic.timed():
             try:
-                async with asyncio.timeout(self._deadline):
+                async with asyncio.timeout(self._deadline), self._one_at_a_time:
+                    here = self._spool.holds(manifest)
+                    if here is not None:
+                        return here
                     draft = self._begin(manifest)
                     await self._pull(draft)
+                    self._draft = None
+                    return self._spool.finish(manifest, draft.folder)
             except BaseExceptionGroup as error:
                 cause = unwrap(error)
                 if isinstance(cause, CannotCreate):
@@ -119,8 +122,6 @@ class HttpSource:
                     f"version {manifest.version} was not fetched within {self._deadline:g} s from {manifest.sources}",
                     "look whether the learner's host can be reached from here, or raise weights.deadline",
                 ) from error
-            self._draft = None
-            return self._spool.finish(manifest, draft.folder)
 
     async def base_of(self, manifest: Manifest) -> Manifest:
         """See `Source`."""

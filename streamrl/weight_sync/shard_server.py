@@ -27,8 +27,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from streamrl.errors import CannotCreate
 from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
-from streamrl.weight_sync.manifest import parse_folder
-from streamrl.weight_sync.spool import MANIFEST_FILE
+from streamrl.weight_sync.manifest import MANIFEST_FILE, parse_folder
 
 logger = logging.getLogger(__name__)
 BUSY_HEADER: Final = "X-Streamrl-Busy"
@@ -104,18 +103,18 @@ class ShardServer:
     def transfer(self, folder: str) -> Iterator[None]:
         """Count a transfer of a file of this version, and keep the version readable."""
         self.transfers += 1
-        self._held.begin(folder, time.monotonic())
+        hold = self._held.begin(folder, time.monotonic())
         try:
             yield
         finally:
-            self._held.end(folder, time.monotonic())
+            self._held.end(hold, time.monotonic())
             self.transfers -= 1
 
     def _path(self, folder: str, name: str) -> Path:
         """Return the regular file with names that a manifest may have; 404 for anything else."""
         if parse_folder(folder) is None or not _NAME.fullmatch(folder) or not _NAME.fullmatch(name):
             raise web.HTTPNotFound
-        held = self._held.find(folder, name)
+        held = self._held.find(folder, name, time.monotonic())
         if held is not None:
             return held
         path = self._root / folder / name
@@ -177,9 +176,21 @@ def reachable(host: str) -> str:
         return host
     name = socket.gethostname()
     try:
-        return socket.gethostbyname(name)
+        address = socket.gethostbyname(name)
     except OSError:
-        return name
+        return _outgoing() or name
+    # Debian's own name leads to 127.0.1.1, which on any other host means that host.
+    return (_outgoing() or address) if address.startswith("127.") else address
+
+
+def _outgoing() -> str | None:
+    """The address of this host that packets to others bear; None without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def _literal(host: str) -> str:

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 from streamrl.config import WeightsConfig
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.hosts import Board
-from streamrl.weight_sync.manifest import Manifest, Pair, decode, folder_name
-from streamrl.weight_sync.spool import MANIFEST_FILE, Spool
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, decode, folder_name
+from streamrl.weight_sync.spool import Spool
 from streamrl.weight_sync.transports import make_transport
 
 _LOOKS: Final = 4
@@ -44,7 +44,7 @@ class Traffic:
 
 
 class Source(Protocol):
-    """Where versions come from. All methods belong to one event loop; one fetch runs at a time."""
+    """Where versions come from. All methods belong to one event loop; fetches may overlap."""
 
     @property
     def proves(self) -> bool:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.errors import CannotCreate, WeightsError
-from streamrl.weight_sync.manifest import Manifest, decode, encode, parse_folder
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, decode, encode, parse_folder
 from streamrl.weight_sync.transports import ShmTransport, check_room, create_root, spool_of_run
 
 _DRAFT: Final = ".draft-"
-MANIFEST_FILE: Final = "manifest.json"
 _SLACK_BYTES: Final = 1 << 20
 
 
@@ -80,12 +79,15 @@ class Spool:
         return folder
 
     def finish(self, manifest: Manifest, draft: Path) -> Path:
-        """Give a draft whose files are proven its name and return the folder.
+        """Give a draft whose files are proven its name and return the folder; one that is here already stays.
 
         Raises:
             CannotCreate: it cannot be renamed, or the spool is full.
         """
         folder = self.root / manifest.folder
+        if self.holds(manifest) is not None:  # broadcast and pulled: an engine may read the one that was first
+            self.drop(draft)
+            return folder
         try:
             (draft / MANIFEST_FILE).write_bytes(encode(manifest))
             shutil.rmtree(folder, ignore_errors=True)

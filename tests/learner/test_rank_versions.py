@@ -10,15 +10,20 @@ import time
 
 import pytest
 import torch
-from loop_kit import Run, Zygote
+from loop_kit import DEADLINE, Run, Zygote
 from playing import make_model
 
+from streamrl.config import WeightsConfig
+from streamrl.errors import CannotCreate
 from streamrl.learner.checkpoint import read_shard, shard_name
+from streamrl.learner.parts import Parts
+from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync import Follower
 from streamrl.weight_sync.catalog import versions
 from streamrl.weight_sync.mapping import map_version
 from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.rank_writer import draft_name, take_report
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,38 @@ async def test_a_rank_that_writes_nothing_costs_one_version(run, tmp_path):
     assert run.log().count("version not published") == 1
     assert set(versions(run.run_dir / "weights")) == {(1, 4), (1, 5)}
     assert (await run.audit()).trained == 16
+
+
+async def test_weights_that_no_engine_takes_are_published_whole_again(run):
+    """Their files may be damaged, and engines that stay behind generate nothing that would make another version."""
+    config = run.configure(steps=None, weights={"deadline": 0.5, "delta": {"enabled": True}})
+    root = run.run_dir / "weights"
+    async with open_ledgers(config, run.run_dir) as ledgers:
+        pid = run.start()
+        async with asyncio.timeout(DEADLINE):
+            while max(versions(root), default=(0, 0)) < (1, 2):
+                await ledgers.roles.beat("rollout.0", {"version": 0}, 5.0)
+                await asyncio.sleep(0.05)
+        assert [manifest.base for manifest in versions(root).values()] == [None, None]
+        os.kill(pid, signal.SIGTERM)
+        assert await run.wait(pid) == 0, run.log()
+
+
+def test_an_error_that_nobody_thought_of_is_told_to_rank_0_at_once(tmp_path, monkeypatch):
+    config = WeightsConfig(transport="directory")
+    draft = tmp_path / "weights" / draft_name((1, 1))
+    draft.mkdir(parents=True)
+
+    def broken(*_, **__):
+        raise RuntimeError("out of pinned memory")
+
+    monkeypatch.setattr("streamrl.weight_sync.rank_writer.RankWriter.write", broken)
+    parts = Parts(config, tmp_path, 1)
+    parts.start((1, 1), None, Snapshot([], {}))
+    parts._running.result(DEADLINE)
+    parts.close()
+    with pytest.raises(CannotCreate, match="rank 1: out of pinned memory"):
+        take_report(draft, 1)
 
 
 async def test_a_learner_serves_its_versions_over_http(run):

@@ -105,6 +105,19 @@ async def test_an_engine_that_refuses_keeps_its_version_and_a_broken_one_ends_th
         await asyncio.wait_for(task, 10)
 
 
+async def test_a_refused_version_is_tried_again_because_there_may_never_be_a_newer_one(
+    publisher, stream, replica, monkeypatch
+):
+    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+    replica.fail = WeightsError("the server is busy with something else")
+    await stream.put(publish(publisher, 1))
+    await until(lambda: replica.follower.refused == 1)
+    replica.fail = None
+    await replica.until(1)
+    assert [pair for pair, _ in replica.applied] == [(1, 1)]
+    assert replica.follower.refused == 1
+
+
 async def test_files_that_cannot_be_read_in_time_are_refused(tmp_path, stream, monkeypatch):
     config = WeightsConfig(transport="directory", deadline=0.2)
     publisher = Publisher(config, "r", tmp_path)

@@ -145,20 +145,25 @@ def test_holding_is_bounded_and_ends_when_nobody_asks(root):
         (root / f"v-1-{version}" / "a").write_bytes(b"x")
     held = HeldVersions(root)
     held.begin("v-1-3", 0.0)
-    held.begin("v-1-4", 1.0)
-    held.end("v-1-4", 2.0)
-    held.begin("v-1-5", 3.0)  # no room: it is served for as long as it is there, and not held
-    assert [held.find(f"v-1-{version}", "a") is not None for version in (3, 4, 5)] == [True, True, False]
-    held.end("v-1-5", 4.0)
+    fourth = held.begin("v-1-4", 1.0)
+    held.end(fourth, 2.0)
+    refused = held.begin("v-1-5", 3.0)  # no room: it is served for as long as it is there, and not held
+    assert [held.find(f"v-1-{version}", "a", 2.0) is not None for version in (3, 4, 5)] == [True, True, False]
     held.expire(2.0 + IDLE_SECONDS)
-    assert [held.find(f"v-1-{version}", "a") is not None for version in (3, 4)] == [True, False]
-    held.begin("v-1-5", 40.0)
-    assert held.find("v-1-5", "a").read_bytes() == b"x"
+    assert [held.find(f"v-1-{version}", "a", 32.0) is not None for version in (3, 4)] == [True, False]
+    fifth = held.begin("v-1-5", 40.0)
+    held.end(refused, 41.0)  # was never counted
+    held.expire(80.0)
+    assert held.find("v-1-5", "a", 40.0).read_bytes() == b"x"
+    held.end(fifth, 41.0)
+    assert held.find("v-1-5", "a", 100.0) is not None
+    held.begin("v-1-3", 101.0)  # whoever was told the path of a file a moment ago can still open that file
+    assert held.find("v-1-5", "a", 101.0) is not None
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     held.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 2
     held.begin("v-1-9", 50.0)  # one that is gone already
-    assert held.find("v-1-9", "a") is None
+    assert held.find("v-1-9", "a", 50.0) is None
 
 
 async def test_a_port_that_is_taken_is_an_error_with_a_hint(root):
@@ -169,9 +174,16 @@ async def test_a_port_that_is_taken_is_an_error_with_a_hint(root):
                 pass
 
 
-def test_a_wildcard_is_no_address_for_others():
+def test_a_wildcard_is_no_address_for_others(monkeypatch):
     assert reachable("127.0.0.1") == "127.0.0.1"
     assert reachable("0.0.0.0") not in ("0.0.0.0", "")
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")  # as Debian sets it up
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            assert reachable("0.0.0.0") == probe.getsockname()[0]
+        except OSError:
+            assert reachable("0.0.0.0") == "127.0.1.1"  # no network at all
 
 
 def test_the_token_is_private_and_made_once(tmp_path, monkeypatch):

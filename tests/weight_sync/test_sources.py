@@ -55,6 +55,37 @@ async def test_a_version_is_pulled_whole_and_once(learner):
     assert not spool.root.exists()
 
 
+async def test_two_fetches_at_once_do_not_disturb_each_other(learner):
+    """A server that was restarted is given the version that was applied last while the next one is on its way."""
+    first, second = (decode(learner.write(number, tensors=big())) for number in (1, 2))
+    async with source_of(learner) as (source, _):
+        folders = await asyncio.gather(*(source.fetch(manifest) for manifest in (first, second, second, first)))
+        assert all(same(read(folders[index], manifest), big()) for index, manifest in enumerate((first, second)))
+        assert folders[:2] == folders[:1:-1]
+        assert source.traffic.bytes == first.total_bytes + second.total_bytes
+
+
+async def test_what_comes_twice_does_not_take_the_place_of_what_an_engine_reads(learner):
+    manifest = decode(learner.write(1))
+    async with source_of(learner) as (source, spool):
+        folder = await source.fetch(manifest)
+        before = folder.stat().st_ino
+        again = spool.draft(manifest, "b1")
+        assert spool.finish(manifest, again) == folder
+        assert folder.stat().st_ino == before
+        assert not again.exists()
+
+
+async def test_a_manifest_names_each_file_once(learner):
+    data = learner.write(1)
+    names = [shard.file for shard in decode(data).shards]
+    for bad in (data.replace(names[1].encode(), names[0].encode()), data.replace(names[0].encode(), b"manifest.json")):
+        with pytest.raises(WeightsError, match="named twice, or like the manifest"):
+            decode(bad)
+    with pytest.raises(WeightsError, match="hashes"):
+        decode(data.replace(b'"hashes":[]', b'"hashes":["%s","%s"]' % (b"0" * 16, b"0" * 16), 1))
+
+
 async def test_broken_transfers_are_gone_on_with(learner):
     async with Proxy(learner.outlet.sources()[0]) as proxy:
         learner.via = proxy.url

@@ -19,10 +19,9 @@ from streamrl.errors import StreamrlError, WeightsError
 from streamrl.producers.servers.messages import Weights
 from streamrl.weight_sync.arrivals import Arrivals, Fetched, open_arrivals
 from streamrl.weight_sync.bearer import read_token
-from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, decode, folder_name
+from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, decode, folder_name
 from streamrl.weight_sync.mapping import WholeTensors, map_version
 from streamrl.weight_sync.safetensors_file import parse
-from streamrl.weight_sync.spool import MANIFEST_FILE
 from streamrl.weight_sync.version import Version
 
 
