@@ -75,6 +75,7 @@ class LearnerSwitch:
 
     `take` and `give` may be called in any order and again; whatever is interrupted (an error, a cancellation, a kill)
     leaves either the learner on the devices with the turn, or off them without it, or a dead process whose lease ends.
+    A load that is cancelled counts as being on the devices, until `give`.
 
     Args:
         turn: the lock.
@@ -107,8 +108,6 @@ class LearnerSwitch:
             async with asyncio.timeout(self._deadline):
                 while await self._ask() or not self._turn.settled:  # noqa: ASYNC110 (the lock is in Redis)
                     await asyncio.sleep(_ASK_SECONDS)
-            await self._load()
-            self._held = True
         except BaseException as error:
             self._asking = False
             await self._turn.give(self._nonce)
@@ -117,6 +116,13 @@ class LearnerSwitch:
                     f"engines did not give the devices back within {self._deadline:g} s",
                     "the log of the rollout replicas says why; weights.deadline is how long the learner waits",
                 ) from error
+            raise
+        self._held = True  # also when the load is cancelled: what was begun in a thread goes on there
+        try:
+            await self._load()
+        except Exception:
+            self._held = self._asking = False
+            await self._turn.give(self._nonce)
             raise
 
     async def give(self) -> None:
