@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from streamrl.config import RunConfig
 from streamrl.producers.engines.contract import Completion, Engine, Request
 from streamrl.producers.servers import tiny
+from streamrl.producers.servers.managed import ManagedServer
 from streamrl.weight_sync.version import Version
 
 BF16 = 0.02
@@ -36,7 +37,7 @@ LORA_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_config(kind: str, folder: Path, *, deadline: float = 60.0, **engine: Any) -> RunConfig:
+def run_config(kind: str, folder: Path, *, deadline: float = 30.0, **engine: Any) -> RunConfig:
     """A run on the tiny model in `folder`, which is made when it is not there."""
     if not (folder / "model").exists():
         tiny.make_model(folder / "model")
@@ -59,7 +60,7 @@ def run_config(kind: str, folder: Path, *, deadline: float = 60.0, **engine: Any
                 **engine,
             },
             "weights": {"deadline": deadline, "dtype": "bfloat16"},
-            "supervisor": {"term_grace": 5},
+            "supervisor": {"term_grace": 5, "backoff": 0.01, "max_backoff": 0.1},
         }
     )
 
@@ -130,31 +131,50 @@ class Bench:
     Attributes:
         kind: `hf`, `served`, `vllm` or `sglang`.
         engine: started.
+        servers: that were started for it, one for each life.
         number: of the version in force.
-        models: the judge's models by the number of the version.
+        newest: of the version that is being applied, or was last.
+        weights, models: of each version; what the judge has.
     """
 
-    def __init__(self, kind: str, engine: Engine, config: RunConfig, folder: Path) -> None:
-        self.kind, self.engine, self.config, self.folder = kind, engine, config, folder
-        self.number = 0
+    def __init__(self, kind: str, config: RunConfig, folder: Path, engine: Engine | None = None) -> None:
+        self.kind, self.config, self.folder = kind, config, folder
+        if engine is not None:
+            self.engine: Engine = engine
+        self.servers: list[ManagedServer] = []
+        self.number = self.newest = 0
+        self._prepared: dict[int, Version] = {}
         self.weights = {0: tiny.random_weights(0)}
         self.models = {0: tiny.build(self.weights[0])}
         self._names = itertools.count()
 
-    def known(self, number: int, weights: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Weights of a version; the judge knows them from now on."""
-        self.weights[number] = tiny.random_weights(number) if weights is None else weights
-        self.models[number] = tiny.build(self.weights[number])
-        return self.weights[number]
+    async def prepare(self, count: int) -> None:
+        """Make the versions of the next calls of `apply`, so that those take no time for it."""
+        for number in range(max(self.models) + 1, max(self.models) + 1 + count):
+            self._prepared[number] = await asyncio.to_thread(self._write, number)
 
-    async def apply(self, weights: dict[str, torch.Tensor] | None = None) -> int:
+    async def apply(self) -> int:
         """Apply new weights under the next number and return that."""
-        number = max(self.models) + 1
-        version = write_version(self.folder, number, self.known(number, weights))
+        if not self._prepared:
+            await self.prepare(1)
+        number = self.newest = min(self._prepared)
+        version = self._prepared.pop(number)
         await self.engine.apply(version)
-        shutil.rmtree(self.folder / f"v-1-{number}")  # nobody may need it after the return
+        shutil.rmtree(version.folder)  # nobody may need it after the return
         self.number = number
         return number
+
+    async def deliver(self, apply: Callable[[Version], Awaitable[None]]) -> None:
+        """Hand the newest version to a server that begins another life."""
+        version = await asyncio.to_thread(self._write, self.newest)
+        await apply(version)
+        shutil.rmtree(version.folder)
+
+    def _write(self, number: int) -> Version:
+        if number not in self.weights:
+            self.weights[number] = tiny.random_weights(number)
+            self.models[number] = tiny.build(self.weights[number])
+        return write_version(self.folder / f"handed {next(self._names)}", number, self.weights[number])
 
     def request(self, tokens: Sequence[int], limit: int, **more: Any) -> Request:
         return Request(f"request {next(self._names)}", np.asarray(tokens, np.int32), limit, **more)
@@ -167,6 +187,18 @@ class Bench:
         """Begin a request; returns its task, what is heard of it and its id."""
         heard, request = Heard(), self.request(tokens, limit)
         return asyncio.create_task(self.engine.generate(request, heard)), heard, request.id
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that came from the engine since its start; a listener of a group hears them late after an update."""
+        return self.engine.load().tokens_sampled
+
+    async def more(self, count: int) -> None:
+        """Return when so many more tokens have come from the engine."""
+        wanted = self.sampled + count
+        async with asyncio.timeout(60):
+            while self.sampled < wanted:  # noqa: ASYNC110 - an engine's load sets no event
+                await asyncio.sleep(0.002)
 
     def judge(self, tokens: Sequence[int], done: Completion, allowed: float = BF16) -> list[tuple[int, int, int]]:
         """Hold every token against the model of its version; returns the spans."""

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.producers.engines.contract import Engine
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.servers.dialects import make_dialect
 from streamrl.producers.servers.environments import KINDS, find_environment
+from streamrl.producers.servers.group import EngineGroup, ServerSpec
 from streamrl.producers.servers.managed import ManagedServer
 from streamrl.producers.servers.server import ServerEngine
 from tests.engines.conformance_kit import Bench, run_config
@@ -27,23 +27,35 @@ def environments() -> None:
         find_environment(None, kind)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm", "sglang"])
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "served", "vllm", "sglang"])
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    """One started engine for all tests of its kind."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    config = run_config(request.param, folder)
-    engine: Engine
-    if request.param == "hf":
-        engine = HfEngine(config, seed=7)
+    """One engine for all tests of its kind: in this process, or a group of one server as replicas have it.
+
+    `served` is the Hugging Face engine behind `streamrl engines serve`.
+    """
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    bench = Bench(kind, run_config("hf" if kind == "served" else kind, folder), folder)
+    if kind == "hf":
+        bench.engine = HfEngine(bench.config, seed=7)
     else:
-        dialect = make_dialect(config)
-        server = ManagedServer(dialect, config, folder, f"{request.param}.server0", seed=7)
-        engine = ServerEngine(dialect, config, server=server)
-    await engine.start()
+        bench.engine = group = _group_of_one(bench, folder)
+        group.follow(bench.deliver)
+    await bench.engine.start()
     try:
-        yield Bench(request.param, engine, config, folder)
+        yield bench
     finally:
-        await engine.close()
+        await bench.engine.close()
+
+
+def _group_of_one(bench: Bench, folder: Path) -> EngineGroup:
+    def make() -> ServerEngine:
+        dialect = make_dialect(bench.config)
+        life = len(bench.servers)
+        server = ManagedServer(dialect, bench.config, folder, "rollout.0.server0", seed=7 + life)
+        bench.servers.append(server)
+        return ServerEngine(dialect, bench.config, server=server)
+
+    return EngineGroup(bench.config, [ServerSpec("rollout.0.server0", make, ours=True)])
 
 
 @pytest_asyncio.fixture(loop_scope="session")

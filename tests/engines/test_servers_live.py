@@ -82,7 +82,7 @@ class Place:
     owner: asyncio.subprocess.Process
 
     def bench(self, engine: Engine) -> Bench:
-        return Bench(self.kind, engine, run_config(self.kind, self.folder), self.folder)
+        return Bench(self.kind, run_config(self.kind, self.folder), self.folder, engine)
 
     def processes(self) -> list[str]:
         """What there is of the server."""

@@ -1,0 +1,135 @@
+"""Weights that must not be taken change nothing, adapters change only who asked for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamrl.errors import DataError, Refused, WeightsError
+from streamrl.producers.servers import tiny
+from tests.engines.conformance_kit import BF16, INTERVAL, Bench, prompt, write_version
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+Weights = dict[str, torch.Tensor]
+SERVERS = pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True)
+WITH_ADAPTERS = pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True)
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def unknown(weights: Weights) -> None:
+    weights["model.layers.1.mlp.sideways_proj.weight"] = weights[UP].clone()
+
+
+def missing(weights: Weights) -> None:
+    del weights[UP]
+
+
+def too_large(weights: Weights) -> None:
+    weights[UP] = torch.cat([weights[UP], weights[UP]])
+
+
+def too_small(weights: Weights) -> None:
+    weights[UP] = weights[UP][:100].contiguous()
+
+
+def not_finite(weights: Weights) -> None:
+    weights["model.norm.weight"][7] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "spoil", [unknown, missing, too_large, too_small, not_finite], ids=lambda spoil: spoil.__name__
+)
+async def test_weights_that_do_not_fit_change_nothing(bench: Bench, spoil: Callable[[Weights], None], tmp_path: Path):
+    before, tokens = bench.number, prompt(1)
+    task, heard, _ = bench.begin(tokens, 200)
+    await heard.at_least(INTERVAL)
+    weights = tiny.random_weights(99)
+    spoil(weights)
+    with pytest.raises(WeightsError):
+        await bench.engine.apply(write_version(tmp_path, max(bench.models) + 1, weights))
+    done = await task
+    assert (done.finish, bench.judge(tokens, done)) == ("length", [(0, 200, before)])
+    assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, before)]
+    after = await bench.apply()
+    assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, after)]
+
+
+@SERVERS
+@pytest.mark.parametrize("damage", ["cut", "gone", "no safetensors"])
+async def test_a_corrupt_shard_changes_nothing(bench: Bench, damage: str, tmp_path: Path):
+    before, tokens = bench.number, prompt(2)
+    version = write_version(tmp_path, max(bench.models) + 1, tiny.random_weights(99))
+    assert version.folder is not None
+    shard = version.folder / version.files[1]
+    whole = shard.read_bytes()
+    shard.unlink()  # a new file: this process has the old one mapped
+    if damage != "gone":
+        shard.write_bytes(whole[:-10] if damage == "cut" else b"\xff" * len(whole))
+    with pytest.raises(WeightsError):
+        await bench.engine.apply(version)
+    assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, before)]
+    after = await bench.apply()
+    assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, after)]
+
+
+async def test_an_older_version_is_refused_and_the_same_again_does_nothing(bench: Bench, tmp_path: Path):
+    await bench.engine.apply(write_version(tmp_path / "same", bench.number, bench.weights[bench.number]))
+    with pytest.raises(WeightsError):
+        await bench.engine.apply(write_version(tmp_path / "old", bench.number - 1, bench.weights[bench.number - 1]))
+    tokens = prompt(3)
+    assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, bench.number)]
+
+
+@WITH_ADAPTERS
+async def test_adapters_are_swapped_by_name_and_survive_new_weights(bench: Bench, tmp_path: Path):
+    tokens = prompt(4)
+    for seed in (1, 2):
+        tiny.make_adapter(tmp_path / f"adapter {seed}", seed)
+
+    async def holds(seed: int) -> None:
+        merged = tiny.build(tiny.with_adapter(bench.weights[bench.number], tmp_path / f"adapter {seed}"))
+        done = await bench.generate(tokens, 32, adapter=f"policy@{seed}")
+        assert tiny.worst_error({bench.number: merged}, tokens, done) < 2 * BF16
+
+    await bench.engine.load_adapter("policy@1", tmp_path / "adapter 1")
+    await holds(1)
+    bench.judge(tokens, await bench.generate(tokens, 16))
+    await bench.engine.load_adapter("policy@2", tmp_path / "adapter 2")
+    await bench.engine.unload_adapter("policy@1")
+    await bench.engine.unload_adapter("policy@1")
+    await holds(2)
+    await bench.apply()
+    await holds(2)
+    bench.judge(tokens, await bench.generate(tokens, 16))
+    with pytest.raises(Refused):
+        await bench.engine.load_adapter("policy@2", tmp_path / "adapter 2")
+    with pytest.raises(DataError):
+        await bench.generate(tokens, 16, adapter="policy@1")
+    await bench.engine.unload_adapter("policy@2")
+
+
+@WITH_ADAPTERS
+async def test_an_adapter_that_does_not_fit_is_refused(bench: Bench, tmp_path: Path):
+    tiny.make_adapter(tmp_path, 1, rank=64)  # larger than the server was started for
+    with pytest.raises(WeightsError):
+        await bench.engine.load_adapter("wide", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightsError):
+        await bench.engine.load_adapter("empty", tmp_path / "empty")
+    bench.judge(prompt(5), await bench.generate(prompt(5), 16))
+
+
+@pytest.mark.parametrize("running", ["hf", "served"], indirect=True)
+async def test_an_engine_without_adapters_says_so(bench: Bench, tmp_path: Path):
+    tiny.make_adapter(tmp_path, 1)
+    with pytest.raises(Refused):
+        await bench.engine.load_adapter("policy@1", tmp_path)
