@@ -27,6 +27,7 @@ from streamrl.weight_sync import delta, safetensors_file
 from streamrl.weight_sync.buckets import Named, buckets
 from streamrl.weight_sync.checksums import short_hash
 from streamrl.weight_sync.manifest import Pair, Shard
+from streamrl.weight_sync.spare import take_spare
 from streamrl.weight_sync.transports import Transport, check_room, make_transport
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class RankWriter:
                 raise out_of_time(draft, self._config.deadline)
             path = draft / f"r{self._rank:03}-{len(shards):05}.safetensors"
             parts.extend(self._part(name, tensor, shapes, len(shards)) for name, tensor in bucket)
-            shards.append(self._delta(path, bucket) if as_delta else self._full(path, bucket))
+            shards.append(self._delta(path, bucket) if as_delta else self._full(path, bucket, pair))
         self._last = whole
         self._written = pair
         count = sum(math.prod(part.shape) for part in parts)
@@ -206,9 +207,11 @@ class RankWriter:
             return None
         return sum(delta.changed(old, new) for old, new in pairs)
 
-    def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
-        check_room(self._transport, sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES)
-        return safetensors_file.write(path, bucket, durable=self._transport.durable)
+    def _full(self, path: Path, bucket: Sequence[Named], pair: Pair) -> Shard:
+        here = take_spare(self._transport.root / spare_name(pair) / path.name, path)
+        need = sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES
+        check_room(self._transport, max(SLACK_BYTES, need - (here or 0)))
+        return safetensors_file.write(path, bucket, durable=self._transport.durable, over=here is not None)
 
     def _delta(self, path: Path, bucket: Sequence[Named]) -> Shard:
         encoded = {name: delta.encode(self._last[name], tensor) for name, tensor in bucket}
@@ -246,6 +249,11 @@ class RankWriter:
 def draft_name(pair: Pair) -> str:
     """Name of the folder in which a version is written; all ranks know it, and no number is used twice."""
     return f"{DRAFT}{pair[0]}-{pair[1]}"
+
+
+def spare_name(pair: Pair) -> str:
+    """Name of the folder with files that may be written over for a version; often there is none."""
+    return f"{DRAFT}spare-{pair[0]}-{pair[1]}"
 
 
 def report_name(rank: int) -> str:

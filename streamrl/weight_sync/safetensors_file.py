@@ -42,27 +42,28 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, durable: bool) -> Shard:
-    """Write tensors as one new safetensors file and return its entry for the manifest.
+def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, durable: bool, over: bool = False) -> Shard:
+    """Write tensors as one safetensors file and return its entry for the manifest.
 
     Args:
-        path: a file that must not exist.
+        path: a file that must not exist, or one to be written `over`.
         tensors: names and contiguous CPU tensors. Wider elements come first in the file, so each is aligned.
         durable: fsync before returning.
+        over: the file is there, nobody reads it, and its content goes.
 
     Raises:
         OSError: from the file system, among them `ENOSPC`; the file may be left behind in part.
     """
-    return write_pieces(path, encode(tensors), durable=durable)
+    return write_pieces(path, encode(tensors), durable=durable, over=over)
 
 
 def write_pieces(
-    path: Path, pieces: Iterable[Buffer], *, durable: bool, kind: Literal["full", "delta"] = "full"
+    path: Path, pieces: Iterable[Buffer], *, durable: bool, kind: Literal["full", "delta"] = "full", over: bool = False
 ) -> Shard:
-    """Write bytes as one new file, hash them on their way, and return the entry; arguments and errors as of `write`."""
+    """Write bytes as one file, hash them on their way, and return the entry; arguments and errors as of `write`."""
     state = xxhash.xxh3_128()
     total = 0
-    with path.open("xb", buffering=0) as file:
+    with path.open("r+b" if over else "xb", buffering=0) as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")
             total += view.nbytes
@@ -71,6 +72,8 @@ def write_pieces(
                 state.update(part)
                 while part.nbytes:
                     part = part[os.write(file.fileno(), part) :]
+        if over:
+            file.truncate(total)
         if durable:
             os.fsync(file.fileno())
     return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), kind=kind)
