@@ -279,8 +279,13 @@ class Leader:
             raise Unreachable(
                 f"a rank could not read its groups {self._unread} times in a row", "the log of that rank says why"
             )
+        await self._stops_within(_UNREAD_SECONDS * 2**self._unread)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        """Wait, but no longer than until the role is to stop; whether it is."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._role.stop.wait(), _UNREAD_SECONDS * 2**self._unread)
+            await asyncio.wait_for(self._role.stop.wait(), seconds)
+        return self._role.stop.is_set()
 
     async def _update(self) -> None:
         """Apply the step, write it down, free its places, publish, and save when due."""
@@ -343,6 +348,10 @@ class Leader:
         if await self._rollbacks.follow(request, self._version + 1, self._trainer.step):
             await self._publish()
             await self._publishing.settle()
+            # The answer names a version with exactly these weights, so they are not trained before there is one.
+            while self._publishing.version < self._version and not await self._stops_within(_REPEAT_SECONDS):
+                await self._publish()
+                await self._publishing.settle()
             await self._rollbacks.look(published=self._publishing.version, saved=saved)
 
     async def _abandon(self) -> None:

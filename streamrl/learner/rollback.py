@@ -31,7 +31,7 @@ class _Going:
 
     Attributes:
         request: what was asked for.
-        version: number under which the weights are published.
+        version: number under which the weights are published, or tried to be.
         step: of the learner; a checkpoint after it holds the weights.
         answer: given so far.
     """
@@ -71,6 +71,8 @@ class Rollbacks:
         going = self._going
         if going is not None:
             answer = going.answer
+            if going.answer is Answer.WAITING:
+                going.version = max(going.version, published)  # a number whose files could not be written is left out
             if published >= going.version:
                 answer = Answer.DONE if saved > going.step else Answer.SHOWN
             same = request is not None and request.id == going.request.id

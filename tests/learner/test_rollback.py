@@ -173,6 +173,31 @@ async def test_two_ranks_go_back_together_while_they_train(run, tmp_path):
     await run.audit()
 
 
+async def test_the_answer_names_a_version_that_engines_can_get(run, tmp_path):
+    """The first version with the old weights is lost: they are published again before anything is trained on them."""
+
+    def start(meeting, fault=None):
+        environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{tmp_path}/{meeting}"}
+        faults = (None, fault)
+        return [
+            run.start(faults[rank], name=f"learner.{rank}", environ={**environ, "RANK": str(rank)}) for rank in range(2)
+        ]
+
+    async with run.play(), desk_of(run) as desk:
+        run.configure(ranks=2, steps=2)
+        assert [await run.wait(pid) for pid in start("first")] == [0, 0], run.log()
+        (run.run_dir / "finished.json").unlink()
+        old = pin_newest(run)
+        await desk.ask("one", *old)
+        run.configure(ranks=2, steps=4, weights={"deadline": 1.0})
+        pids = start("second", "streamrl.weight_sync.rank_writer:RankWriter.deliver:none:2")
+        assert [await run.wait(pid) for pid in pids] == [0, 0], run.log() + run.log("learner.1")
+        assert run.log().count("version not published") == 1
+        assert (await desk.look()).text == "6"  # 4 is what the checkpoint holds, 5 was lost
+    notes = {note.version: note.step for note in read_versions(run.run_dir / "checkpoints")}
+    assert [notes[version] for version in (4, 5, 6, 7)] == [2, 2, 2, 3]
+
+
 def test_nonsense_in_redis_is_no_request():
     assert parse("", "") is None
     assert parse("id 1", "") is None
