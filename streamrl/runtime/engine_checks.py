@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -31,11 +30,10 @@ def look_at_engine(config: RunConfig) -> str:
     """
     engine = config.engine
     if engine.url:
-        return ", ".join(_answers(engine, url) for url in _distinct(engine.url))
+        return ", ".join(_answers(engine, url) for url in engine.url)
     if engine.kind == "hf":
         return "transformers in the replica's process"
-    if engine.kind == "openai":
-        raise ConfigError("engine.kind openai needs engine.url: streamrl starts no such servers", "set engine.url")
+    assert engine.kind != "openai", "the configuration refuses it without a URL"
     return _environment(engine, engine.kind)
 
 
@@ -65,18 +63,10 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
     return f"{kind} {marker['version']} in {folder}, {engine.servers} for each replica"
 
 
-def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
-    twice = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
-    if twice:
-        raise ConfigError(f"engine.url names {', '.join(twice)} twice", "name each server once")
-    return urls
-
-
 def _answers(engine: EngineConfig, url: str) -> str:
     """Return the URL when something that speaks HTTP is there and takes the key."""
     parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"engine.url {url} is no URL of a server", "write http://HOST:PORT")
+    assert parts.hostname, "the configuration refuses other URLs"
     headers = {}
     if engine.api_key_file is not None:
         try:

@@ -38,8 +38,6 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_engines_that_need_nothing_of_the_machine():
     assert "transformers" in look_at_engine(config())
-    with pytest.raises(ConfigError, match=r"needs engine\.url"):
-        look_at_engine(config(engine={"kind": "openai"}))
 
 
 def test_an_environment_is_named_with_its_version(environment: Path):
@@ -117,16 +115,11 @@ def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Pat
             look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
     with pytest.raises(ConfigError, match="api_key_file"):
         look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))
-    with pytest.raises(ConfigError, match="twice"):
-        look_at_engine(config(engine={"kind": "vllm", "url": [url, f"{url}/"]}))
 
 
-def test_a_server_that_is_not_there_and_a_url_that_is_none(unused_port: int):
+def test_a_server_that_is_not_there(unused_port: int):
     with pytest.raises(Unreachable, match=f"no server answers at http://127.0.0.1:{unused_port}"):
         look_at_engine(config(engine={"kind": "vllm", "url": [f"http://127.0.0.1:{unused_port}"]}))
-    for url in ("localhost:8000", "ftp://host", "http://"):
-        with pytest.raises(ConfigError, match="no URL of a server"):
-            look_at_engine(config(engine={"kind": "vllm", "url": [url]}))
 
 
 @pytest.fixture
