@@ -25,6 +25,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.2
 _LAST_OUTPUT_SECONDS = 0.5
 _KILL_SECONDS = 10.0
+_TRACKER_SECONDS = 2.0
 _LONGEST_LINE = 1 << 16
 
 
@@ -133,17 +134,20 @@ class Keeper:
         return bool(data)
 
     def _kill(self) -> None:
-        """Kill the group, and what has left it: orphans come to this process, because it is their reaper."""
-        end = time.monotonic() + _KILL_SECONDS
-        while time.monotonic() < end:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            for pid in _children():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """Kill all that is left of the server.
+
+        Python's resource trackers last: they remove the shared memory of processes that were killed, and then end.
+        """
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < _KILL_SECONDS:
+            left = _left(self.pid)
+            for pid in left:
+                if passed > _TRACKER_SECONDS or not _tracks(pid):
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
             self._server.poll()
             _reap(self.pid)
-            if self._server.returncode is not None and not _children():
+            if self._server.returncode is not None and not left:
                 return
             time.sleep(0.02)
 
@@ -158,23 +162,32 @@ def _prctl(option: int, value: int) -> None:
         prctl(option, value, 0, 0, 0)
 
 
-def _children() -> list[int]:
-    """Processes whose parent this one is."""
+def _left(group: int) -> list[int]:
+    """Processes of the server: of its group, and those that have left it and lost their parents.
+
+    Orphans come to this process, because it is their reaper.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
             # the name in parentheses may hold anything
-            if (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+            state, parent, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if state != "Z" and (parent == str(os.getpid()) or its_group == str(group)):
                 found.append(int(folder.name))
     return found
 
 
+def _tracks(pid: int) -> bool:
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def _reap(server: int) -> None:
     """Collect orphans that have ended; the server itself is collected by its `Popen`."""
-    for pid in _children():
-        if pid != server:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != server:
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def main() -> int:

@@ -289,6 +289,27 @@ async def test_a_log_is_rotated_and_never_blocks_the_server(tmp_path):
         assert all(line.startswith("line ") and line.endswith("x" * 50) for line in lines)
 
 
+async def test_shared_memory_of_a_killed_server_does_not_stay(tmp_path):
+    dialect = make_dialect()
+    code = f"""
+import runpy, sys
+from multiprocessing.shared_memory import SharedMemory
+kept = SharedMemory(create=True, size=4096)
+print("segment", kept.name, flush=True)
+sys.argv = ["toy", "PORT"]
+runpy.run_path({str(HERE / "toy.py")!r}, run_name="__main__")
+"""
+    dialect.argv = [sys.executable, "-c", code]
+    async with managed_toy(tmp_path, dialect, TOY_MARK=str(tmp_path), **ORPHANS) as server:
+        await server.start()
+        segment = Path("/dev/shm", server.log.read_text().split("segment ")[1].split()[0])
+        assert segment.exists()
+        os.kill(server.pid, signal.SIGKILL)
+        assert "killed by SIGKILL" in await server.wait_death()
+        assert not segment.exists()
+        assert not orphans_of(tmp_path)
+
+
 async def test_a_log_that_cannot_be_written_ends_nothing_and_leaves_nothing(tmp_path):
     dialect = make_dialect()
     async with managed_toy(tmp_path, dialect, TOY_MARK=str(tmp_path), **ORPHANS) as server:
