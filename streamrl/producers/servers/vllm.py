@@ -145,7 +145,7 @@ class VllmDialect:
         missing = _missing(routes, settings)
         if settings is not None:
             self._check_logprobs(settings["model_config"]["logprobs_mode"])
-        return About(release, name, context, _vocabulary(settings), not missing, missing, tokens)
+        return About(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
         wanted = self._config.sampling.temperature
@@ -292,13 +292,6 @@ class VllmDialect:
     @staticmethod
     def _rpc(method: str, kwargs: Mapping[str, Any]) -> Call:
         return Call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, repeatable=True)
-
-
-def _vocabulary(settings: Any) -> int | None:
-    """The server writes its configuration with that of the model as a text in it."""
-    described = str((settings or {}).get("model_config", {}).get("hf_text_config", ""))
-    found = re.findall(r"""["']vocab_size["']: (\d+)""", described)
-    return int(found[0]) if len(found) == 1 else None
 
 
 def _missing(routes: Any, settings: Any) -> str:
