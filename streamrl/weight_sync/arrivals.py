@@ -12,6 +12,7 @@ from pathlib import Path
 from streamrl.config import WeightsConfig
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.bearer import read_token
+from streamrl.weight_sync.descriptors import allow_many_files
 from streamrl.weight_sync.hosts import RELAY_FIELD, Board
 from streamrl.weight_sync.manifest import Manifest
 from streamrl.weight_sync.mapping import map_version
@@ -121,6 +122,7 @@ async def open_arrivals(
         CannotCreate: the spool cannot be made, or a relay cannot listen.
         ConfigError: no token for the http transport.
     """
+    allow_many_files()
     async with contextlib.AsyncExitStack() as stack:
         source, spool = await stack.enter_async_context(open_source(config, run_dir, name=name, board=board))
         relays = config.relay and source.proves

@@ -6,12 +6,13 @@ Holding is an open descriptor for each file, so nothing is left behind by a proc
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+logger = logging.getLogger(__name__)
 HELD: Final = 2
 """Versions held at most: so many times the weights that memory may hold in addition."""
 IDLE_SECONDS: Final = 30.0
@@ -44,10 +45,14 @@ class HeldVersions:
         hold = self._holds.get(folder)
         if hold is None and len(self._holds) < HELD:
             hold = self._holds[folder] = Hold(now)
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 for entry in os.scandir(self._root / folder):
                     if entry.is_file(follow_symlinks=False):
                         hold.files[entry.name] = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as error:  # it is going already, or this process may not open so many files
+                logger.debug("version not held", extra={"folder": folder, "error": str(error)})
+                self._drop(folder)
+                return None
         if hold is not None:
             hold.used, hold.transfers = now, hold.transfers + 1
         return hold

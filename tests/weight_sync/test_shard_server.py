@@ -1,6 +1,7 @@
 """Only files of versions leave the host, only to bearers of the token, and not more at a time than is good."""
 
 import asyncio
+import resource
 import socket
 import stat
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.weight_sync.bearer import make_token, read_token
+from streamrl.weight_sync.descriptors import allow_many_files
 from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
 from streamrl.weight_sync.shard_server import BUSY_HEADER, ShardServer, listen, reachable
 
@@ -164,6 +166,28 @@ def test_holding_is_bounded_and_ends_when_nobody_asks(root):
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 2
     held.begin("v-1-9", 50.0)  # one that is gone already
     assert held.find("v-1-9", "a", 50.0) is None
+
+
+def test_a_process_without_descriptors_serves_without_holding(root, file_limit):
+    folder = root / "v-1-3"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"f{number}").write_bytes(b"x")
+    held = HeldVersions(root)
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    file_limit(open_files + 20)
+    assert held.begin("v-1-3", 0.0) is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+    allow_many_files()
+    assert held.begin("v-1-3", 1.0) is not None
+    held.close()
+
+
+@pytest.fixture
+def file_limit():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda count: resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_a_port_that_is_taken_is_an_error_with_a_hint(root):

@@ -1,0 +1,19 @@
+"""Room for many open files: each mapped or held file of a version takes a descriptor, a large model has hundreds."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from typing import Final
+
+_WANTED: Final = 1 << 16
+
+
+def allow_many_files() -> None:
+    """Raise this process's soft limit of open files, as far as its hard limit lets it. A repeat does nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a container may forbid it; then the limit is met where it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
