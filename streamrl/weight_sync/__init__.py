@@ -4,11 +4,14 @@
 learner, each rank: its rows -> RankWriter -> files in the draft of v-EPOCH-VERSION
 learner, rank 0:    all parts -> Publisher -> manifest.json, one rename
                     -> the encoded manifest, which `consume` puts into the weights stream
-rollout replica: weights stream -> Follower -> map, check sizes and checksums -> apply (the engine copies)
+                    -> Outlet: serves or broadcasts the files, for `http` and `collective`
+rollout replica: weights stream -> Follower -> Arrivals: Source brings the files near, Mirror applies deltas
+                    -> sizes, checksums, names and shapes are checked -> apply (the engine copies)
 ```
 
 A version is the pair (epoch, number); it is applied whole or not at all, and never an older one after a newer one.
-How the shards get near the engine is a transport: `shm` (same host) or `directory` (shared file system).
+How the shards get near the engine is a transport: `shm` (same host), `directory` (shared file system), `http` (pulled
+from the learner's host or a neighbour) or `collective` (broadcast, and pulled by whoever missed it): docs/weights.md.
 
 The names below are loaded when they are first used: `transports` needs no torch.
 """
