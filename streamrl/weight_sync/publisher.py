@@ -40,7 +40,7 @@ from streamrl.weight_sync.rank_writer import (
     draft_name,
     out_of_time,
     report_name,
-    spare_name,
+    spare_of,
     take_report,
     wait_for,
 )
@@ -171,7 +171,7 @@ class Publisher:
         draft = self.root / draft_name(pair)
         until = time.monotonic() + self._config.deadline
         create_root(self._transport)  # somebody may have cleaned up the shared memory
-        spare = self.root / spare_name(pair)
+        spare = spare_of(draft)
         self._remove_older(spare if self._spares else None)
         try:
             draft.mkdir(mode=0o700)

@@ -154,7 +154,7 @@ class RankWriter:
                 raise out_of_time(draft, self._config.deadline)
             path = draft / f"r{self._rank:03}-{len(shards):05}.safetensors"
             parts.extend(self._part(name, tensor, shapes, len(shards)) for name, tensor in bucket)
-            shards.append(self._delta(path, bucket) if as_delta else self._full(path, bucket, pair))
+            shards.append(self._delta(path, bucket) if as_delta else self._full(path, bucket))
         self._last = whole
         self._written = pair
         count = sum(math.prod(part.shape) for part in parts)
@@ -207,8 +207,8 @@ class RankWriter:
             return None
         return sum(delta.changed(old, new) for old, new in pairs)
 
-    def _full(self, path: Path, bucket: Sequence[Named], pair: Pair) -> Shard:
-        here = take_spare(self._transport.root / spare_name(pair) / path.name, path)
+    def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
+        here = take_spare(spare_of(path.parent) / path.name, path)
         need = sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES
         check_room(self._transport, max(SLACK_BYTES, need - (here or 0)))
         return safetensors_file.write(path, bucket, durable=self._transport.durable, over=here is not None)
@@ -251,9 +251,9 @@ def draft_name(pair: Pair) -> str:
     return f"{DRAFT}{pair[0]}-{pair[1]}"
 
 
-def spare_name(pair: Pair) -> str:
-    """Name of the folder with files that may be written over for a version; often there is none."""
-    return f"{DRAFT}spare-{pair[0]}-{pair[1]}"
+def spare_of(draft: Path) -> Path:
+    """Folder with files that may be written over for a version; often there is none."""
+    return draft.with_name(f"{draft.name}.spare")
 
 
 def report_name(rank: int) -> str:
