@@ -54,7 +54,7 @@ async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, ex
         client: of the server.
         dialect: of the server.
         config: the run.
-        external: it runs already; then it may have been left paused by a process that died, and is resumed.
+        external: it runs already; then it may have been left paused or asleep by a process that died, and goes on.
 
     Raises:
         Unreachable: nobody answers.
@@ -176,11 +176,12 @@ def _context(url: str, about: About, config: RunConfig, expected: _Expected) -> 
 
 
 async def _let_go(client: HttpClient, dialect: Dialect) -> None:
-    try:
-        for call in dialect.resume():
+    """Wake and resume a server: who put it to sleep or paused it may have died."""
+    for call in (*dialect.wake(("weights", "kv_cache")), *dialect.resume()):
+        try:
             await client.call(call, _ABOUT_SECONDS)
-    except (BadAnswer, DataError) as error:
-        logger.warning("a server that may be paused does not resume", extra={"why": error.message})
+        except (BadAnswer, DataError) as error:
+            logger.warning("a server that may be paused does not resume", extra={"why": error.message})
 
 
 async def _try_out(client: HttpClient, dialect: Dialect, config: RunConfig, probe: Sequence[int] | None) -> None:

@@ -125,3 +125,14 @@ async def test_nobody_is_there(tiny_dir, monkeypatch):
 async def test_a_model_that_is_not_here_is_compared_with_nothing(caplog):
     async with engine_on(Toy()):
         assert any("no configuration of the model" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("fault", [[], [404], [500]])
+async def test_a_server_that_was_left_asleep_is_woken_and_resumed(toy, tiny_dir, fault):
+    toy.faults["/wake"] = fault
+    toy.paused = True
+    async with engine_on(toy, settings=run_of(tiny_dir)):
+        said = [(path, body) for path, body in toy.bodies if path in {"/wake", "/resume", "/generate"}]
+    assert [path for path, _ in said] == ["/wake", "/resume", "/generate"]
+    assert said[0][1] == {"tags": ["weights", "kv_cache"]}
+    assert not toy.paused
