@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import re
@@ -168,6 +169,17 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
         yield f"http://{_literal(reachable(host))}:{address[1]}"
     finally:
         await runner.cleanup()
+
+
+def own_address(host: str) -> str:
+    """Return `host`, or, when that is the address of another host, the one by which others reach this host."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return _outgoing() or host
+    return host
 
 
 def reachable(host: str) -> str:

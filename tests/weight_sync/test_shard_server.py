@@ -13,7 +13,7 @@ from streamrl.errors import CannotCreate, ConfigError
 from streamrl.weight_sync.bearer import make_token, read_token
 from streamrl.weight_sync.descriptors import allow_many_files
 from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
-from streamrl.weight_sync.shard_server import BUSY_HEADER, ShardServer, listen, reachable
+from streamrl.weight_sync.shard_server import BUSY_HEADER, ShardServer, listen, own_address, reachable
 
 TOKEN = "0123456789abcdef-token"
 DATA = bytes(range(256)) * 64
@@ -196,6 +196,15 @@ async def test_a_port_that_is_taken_is_an_error_with_a_hint(root):
         with pytest.raises(CannotCreate, match=rf"port {port}[^0-9](.|\n)*weights.port"):
             async with listen(ShardServer(root, TOKEN).app(), "127.0.0.1", port):
                 pass
+
+
+async def test_a_relay_on_another_host_than_the_learner_listens_on_its_own_address(root):
+    for here in ("127.0.0.1", "0.0.0.0", ""):
+        assert own_address(here) == here
+    found = own_address("192.0.2.7")  # RFC 5737: of no host
+    if found != "192.0.2.7":  # there is a network
+        async with listen(ShardServer(root, TOKEN).app(), found, 0) as url:
+            assert url.startswith(f"http://{found}:")
 
 
 def test_a_wildcard_is_no_address_for_others(monkeypatch):
