@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -107,10 +108,11 @@ class RoleView:
 def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
     """One row per role and the verdict below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION", "PROGRESS"):
-        table.add_column(heading, justify="left" if heading in ("ROLE", "STATE", "PROGRESS") else "right", no_wrap=True)
+    for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION"):
+        table.add_column(heading, justify="left" if heading in ("ROLE", "STATE") else "right", no_wrap=True)
+    table.add_column("PROGRESS", overflow="fold")  # the only one that may wrap, so that no other is cut for it
     for role in roles:
-        progress = " ".join(f"{key}={value}" for key, value in (role.progress or {}).items())
+        progress = " ".join(f"{key}={_short(value)}" for key, value in (role.progress or {}).items())
         table.add_row(
             role.name,
             Text(role.state, style=_GOOD.get(role.state, "red")),
@@ -121,3 +123,8 @@ def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
             Text(role.last_error or progress, style="red" if role.last_error else ""),
         )
     return Group(table, Text(verdict))
+
+
+def _short(value: str) -> str:
+    """A figure with a point as `number` writes it; other text, and what is no finite decimal, as it is."""
+    return number(float(value)) if re.fullmatch(r"-?\d+\.\d+", value) else value
