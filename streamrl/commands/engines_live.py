@@ -26,14 +26,25 @@ def ls(chosen: Path | None, *, json: bool) -> int:
     if json:
         output.write_json(LIST_SCHEMA, {"servers": rows})
         return code
-    for row in rows:
-        version = f"v{row['version']}" if row["version"] else "-"
-        load = f"{row['in_flight']}/{row['limit']}  cache {row['cache_use']:.0%}" if row["limit"] else ""
-        text = f"{row['name']:40}  {row['state']:9}  {row['replica'] or '-':10}  {version:7}  {load}  {row['why']}"
-        output.write(printable(text.rstrip()))
-    if not rows:
+    if rows:
+        _print(rows)
+    else:
         output.note("no engine servers: this run generates in the processes of its replicas")
     return code
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    lines = [("SERVER", "STATE", "REPLICA", "WEIGHTS", "RUNNING", "CACHE", "WHY")]
+    for row in rows:
+        known = bool(row["limit"])
+        running = f"{row['in_flight']}/{row['limit']}" if known else "-"
+        version = f"v{row['version']}" if row["version"] else "-"
+        cache = f"{row['cache_use']:.0%}" if known else "-"
+        lines.append((row["name"], row["state"], row["replica"] or "-", version, running, cache, row["why"]))
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    for line in lines:
+        text = "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True))
+        output.write(printable(text.rstrip()))
 
 
 def add(chosen: Path | None, url: str, *, json: bool) -> int:
@@ -86,10 +97,15 @@ def _expect_servers(run: RunDirectory) -> None:
 
 def _is_managed(run: RunDirectory, name: str) -> bool:
     """Whether it is the name of a server that a replica of this run starts."""
+    return name in _managed(run)
+
+
+def _managed(run: RunDirectory) -> list[str]:
+    """The names of the servers that the replicas of this run start."""
     engine, replicas = run.config["engine"], run.config["rollout"]["replicas"]
-    return not engine["url"] and name in {
-        f"rollout.{replica}.server{number}" for replica in range(replicas) for number in range(engine["servers"])
-    }
+    if engine["kind"] == "hf" or engine["url"]:
+        return []
+    return [f"rollout.{replica}.server{number}" for replica in range(replicas) for number in range(engine["servers"])]
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
@@ -98,7 +114,8 @@ async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}
     rows: dict[str, dict[str, Any]] = {}
-    for name in [url.rstrip("/") for url in run.config["engine"]["url"]] + sorted(enlisted):
+    urls = [url.rstrip("/") for url in run.config["engine"]["url"]]
+    for name in [*_managed(run), *urls, *sorted(enlisted)]:
         rows[name] = {"name": name, "replica": "", **nothing}
     for replica, servers in reports.items():
         for name, row in servers.items():

@@ -85,7 +85,8 @@ def describe(event: Event) -> tuple[str, bool]:
     if isinstance(event, LogLine) and not event.tail:
         record = _record(event.line)
         if record.get("level") in _LOUD:
-            return printable(f"{event.role}: {record.get('event', '')}"), record["level"] != "warning"
+            words = [str(record.get("event", "")), *(str(record[key]) for key in ("server", "why") if record.get(key))]
+            return printable(f"{event.role}: {', '.join(words)}"), record["level"] != "warning"
     return "", False
 
 

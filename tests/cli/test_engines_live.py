@@ -49,7 +49,10 @@ async def test_ls_shows_what_replicas_say_and_whether_all_can_serve(started: Pat
     assert found["rollout.0.server0"] == {"name": "rollout.0.server0", "replica": "rollout.0", **ROW}
     assert found["rollout.0.server1"]["state"] == "waiting"
     text = (await run("ls", "--run", str(started))).stdout
-    assert "3/16  cache 25%" in text
+    heading, first, second = text.splitlines()
+    assert heading.split() == ["SERVER", "STATE", "REPLICA", "WEIGHTS", "RUNNING", "CACHE", "WHY"]
+    assert first.split() == ["rollout.0.server0", "ready", "rollout.0", "v7", "3/16", "25%"]
+    assert second.index("waiting") == heading.index("STATE")
     assert "killed" in text
     assert "\x1b" not in text
 
@@ -86,6 +89,15 @@ async def test_servers_of_the_configuration_are_shown_before_any_replica_speaks(
         assert set(await rows(tmp_path / "r", 1)) == {"http://a:1", "http://b:1"}
         assert await change("remove", "http://b:1", tmp_path / "r")
         assert set(await rows(tmp_path / "r", 1)) == {"http://a:1"}
+
+
+async def test_servers_that_a_stopped_run_would_start_are_down(tmp_path: Path):
+    make_run(tmp_path / "r", "engine.kind=vllm", "engine.servers=2")
+    found = await rows(tmp_path / "r", 1)
+    assert {name: row["state"] for name, row in found.items()} == {
+        "rollout.0.server0": "down",
+        "rollout.0.server1": "down",
+    }
 
 
 async def test_a_run_without_servers_has_none_to_add_to(live_run: Path):
