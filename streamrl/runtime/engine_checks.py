@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import http.client
 import os
 import socket
@@ -85,6 +86,11 @@ def _answers(engine: EngineConfig, url: str) -> str:
         connection.close()
     if status in {401, 403}:
         raise ConfigError(f"the server at {url} refuses our key (HTTP {status})", "set engine.api_key_file")
+    if status == http.HTTPStatus.NOT_FOUND and engine.kind != "openai":
+        raise ConfigError(
+            f"the server at {url} is no {engine.kind} server: it has no {_GUARDED[engine.kind]}",
+            "let engine.kind say what runs there",
+        )
     return url
 
 

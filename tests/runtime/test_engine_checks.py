@@ -88,7 +88,8 @@ def server() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
         def do_GET(self) -> None:
             key = self.headers.get("Authorization")
             asked.append((self.path, key))
-            self.send_response(200 if key == "Bearer sesame" else 401)
+            there = self.path in {"/model_info", "/v1/models"}
+            self.send_response((200 if there else 404) if key == "Bearer sesame" else 401)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
@@ -113,6 +114,8 @@ def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Pat
         (tmp_path / "other").write_text("friend")
         with pytest.raises(ConfigError, match="refuses our key"):
             look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
+    with pytest.raises(ConfigError, match=f"server at {url} is no hf server: it has no /about"):
+        look_at_engine(config(engine={"kind": "hf", "url": [url], "api_key_file": key}))
     with pytest.raises(ConfigError, match="api_key_file"):
         look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))
 
