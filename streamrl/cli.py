@@ -345,7 +345,10 @@ def _unexpected(error: BaseException) -> int:
         return int(ExitCode.USAGE)  # the help has been shown
     if render is not None:
         context = getattr(error, "ctx", None)
-        _complain(str(render()).strip(), f"{context.command_path} --help" if context is not None else "")
+        _complain(
+            str(render()).strip().replace("Value error, ", ""),
+            f"{context.command_path} --help" if context is not None else "",
+        )
         return int(getattr(error, "exit_code", ExitCode.USAGE))
     if isinstance(error, typer.Abort):
         _complain("given up", "")

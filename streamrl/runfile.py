@@ -146,7 +146,7 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
         where = f" ({origin})" if origin else ""
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
-        raise ConfigError(f"{key or 'configuration'}: {first['msg']}{where}", _SCHEMA_HINT) from error
+        raise ConfigError(f"{key or 'configuration'}: {_said(first['msg'])}{where}", _SCHEMA_HINT) from error
 
 
 def _floats(node: Any) -> Any:
@@ -169,7 +169,13 @@ def _suggest(location: Sequence[str | int]) -> str:
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return f"{'.'.join(str(part) for part in first['loc'])}: {_said(first['msg'])}"
+
+
+def _said(message: str) -> str:
+    """A message of pydantic in the words of a run file."""
+    said = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    return said.replace("a valid dictionary", "a mapping: {key: value}").replace("a valid tuple", "a list: [a, b]")
 
 
 def _anchor(config: RunConfig, folder: Path) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,9 +41,11 @@ def load_model(config: RunConfig) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"model {config.model.path!r} cannot be loaded: {error}", "model.path names a Hugging Face directory"
-        ) from error
+        hint = "name a directory of a Hugging Face causal language model, or one on the hub (ORGANISATION/NAME)"
+        path = Path(config.model.path)
+        if not path.exists() and (path.is_absolute() or config.model.path.startswith((".", "~"))):
+            raise ConfigError(f"model {config.model.path}: there is no such directory", hint) from error
+        raise ConfigError(f"model {config.model.path!r} cannot be loaded: {error}", hint) from error
     # transformers fills the gaps with random numbers and a warning
     if broken := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
         raise ConfigError(f"model {config.model.path!r} lacks weights: {', '.join(broken[:3])}")
