@@ -91,7 +91,10 @@ class _Installation:
         """Make the folder ready for pip and return how many steps are done."""
         empty = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
         if not empty and not any((self._folder / name).exists() for name in ("pyvenv.cfg", UNFINISHED)):
-            raise CannotCreate(f"{self._folder} is no virtual environment", "remove it, or name another with --into")
+            raise CannotCreate(
+                f"{self._folder} holds something else than a virtual environment",
+                "name an empty or new folder with --into",
+            )
         done = None if empty else self._done()
         if done is not None:
             self._tell(f"completing {self._folder} after step {done} of {len(self._recipe.steps)}")
@@ -155,7 +158,8 @@ class _Installation:
         if code != 0:
             raise ConfigError(
                 f"{what} ended with code {code}:\n" + "\n".join(_tail(self._log, _TAIL)),
-                f"the whole log is {self._log}; `{install_command(self._recipe.kind)}` goes on where this one ended",
+                f"the whole log is {self._log}; "
+                f"`{install_command(self._recipe.kind)} --into {self._folder}` goes on where this one ended",
             )
 
     def _wait(self, process: subprocess.Popen[bytes], what: str) -> int:
@@ -166,7 +170,7 @@ class _Installation:
             except subprocess.TimeoutExpired:
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"{what} took over {_STEP_DEADLINE:.0f} s", f"see {self._log}") from None
-                self._tell(f"... {' '.join(_tail(self._log, 1))[:100]}")
+                self._tell(f"... {_at_work(self._log)}")
 
     def _record(self, done: int) -> None:
         """Say in the folder itself how far it is, and that it is not whole."""
@@ -218,6 +222,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _tail(path: Path, count: int) -> list[str]:
     return [line for line in path.read_text(errors="replace").splitlines() if line.strip()][-count:]
+
+
+def _at_work(log: Path) -> str:
+    """What pip does, in at most 100 characters: the last line of its log that is no warning, lists of names counted."""
+    for line in reversed(_tail(log, 200)):
+        text = line.strip()
+        if text.startswith(("WARNING:", "DEPRECATION:", "[notice]")):
+            continue
+        if text.startswith("Installing collected packages: "):
+            return f"installing {text.count(',') + 1} packages"
+        return text if len(text) <= 100 else f"{text[:97]}..."
+    return "pip has not said anything yet"
 
 
 def _write(path: Path, value: Any) -> None:

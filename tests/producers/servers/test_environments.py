@@ -133,7 +133,7 @@ def test_what_a_failed_installation_left_is_finished_by_the_next(
     made, heard, folder = plan(monkeypatch, NAMES[:-1], ("engine==1.0",)), [], tmp_path / "deep" / "env"
     with pytest.raises(ConfigError, match=r"pip install engine==1.0 ended with code 1:\n(.*\n)*.*No matching") as error:
         install("vllm", folder, cpu=True, say=heard.append)
-    assert "goes on where this one ended" in error.value.hint
+    assert f"`streamrl engines install vllm --into {folder}` goes on where this one ended" in error.value.hint
     assert "No matching distribution" in (tmp_path / "deep" / "env.log").read_text()
     with pytest.raises(ConfigError, match="half made"):
         find_environment(folder, "vllm")
@@ -154,6 +154,20 @@ def test_what_a_failed_installation_left_is_finished_by_the_next(
     heard.clear()
     assert install("vllm", folder, cpu=True, say=heard.append) == marker
     assert [line.split("  ")[-1] for line in heard] == [f"vllm 1.0 is there already, in {folder}"]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", "pip has not said anything yet"),
+        ("  Downloading torch.whl (280 MB)\nWARNING: Location 'x' is ignored\n\n", "Downloading torch.whl (280 MB)"),
+        ("Installing collected packages: mpmath, sympy, torch\n", "installing 3 packages"),
+        ("x" * 300, "x" * 97 + "..."),
+    ],
+)
+def test_progress_says_what_pip_does(tmp_path: Path, log: str, said: str):
+    (tmp_path / "env.log").write_text(log)
+    assert installation._at_work(tmp_path / "env.log") == said
 
 
 def test_another_recipe_makes_the_environment_anew_through_a_link(
@@ -181,7 +195,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path, wheels: P
     plan(monkeypatch, ("engine",))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CannotCreate, match="no virtual environment"):
+    with pytest.raises(CannotCreate, match="something else than a virtual environment"):
         install("vllm", tmp_path / "home", cpu=True, say=lambda _: None)
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years of work"
     with pytest.raises(CannotCreate):
