@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.errors import DeadlineExceeded, Refused, Unreachable
+from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
 from streamrl.producers.engines.contract import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request
 from streamrl.producers.engines.control import Control
@@ -123,6 +123,8 @@ class HfEngine:
         """See `Engine.generate`."""
         decoder = self._serving()
         limit = self.limits.check(request)
+        if request.adapter is not None:
+            raise DataError(f"request {request.id!r}: no adapter {request.adapter!r} is loaded")
         if request.id in self._named:
             raise ValueError(f"a request {request.id!r} is in flight")
         ticket = next(self._tickets)

@@ -40,6 +40,4 @@ class Limits:
             raise DataError(f"{name}: max_new_tokens is {request.max_new_tokens}")
         if not (0 < request.temperature < math.inf):
             raise DataError(f"{name}: temperature is {request.temperature}")
-        if request.adapter is not None:
-            raise DataError(f"{name}: no adapter {request.adapter!r} is loaded")
         return min(request.max_new_tokens, room)

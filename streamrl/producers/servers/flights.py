@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.errors import DataError, Unreachable, WireError
+from streamrl.errors import Unreachable, WireError
 from streamrl.producers.engines.contract import Completion, Finish, Listener, Request, Runs
 from streamrl.producers.servers.dialect import Chunk
 
@@ -168,24 +168,3 @@ def _are_runs(runs: Runs, count: int) -> bool:
     starts, versions = [first for first, _ in runs], [version for _, version in runs]
     grow = all(a < b for a, b in itertools.pairwise(starts)) and versions == sorted(versions)
     return bool(runs) and starts[0] == 0 and starts[-1] < count and grow
-
-
-def check(request: Request, context: int, vocabulary: int | None) -> int:
-    """Refuse what can never be served; return how many tokens the response may have.
-
-    Raises:
-        DataError: an empty prompt, a token outside the vocabulary, no room in the context, or limits without sense.
-    """
-    tokens = request.tokens
-    room = context - len(tokens)
-    if tokens.ndim != 1 or not len(tokens):
-        raise DataError(f"request {request.id!r} has an empty prompt")
-    if room < 1:
-        raise DataError(f"request {request.id!r}: {len(tokens)} prompt tokens fill a context of {context}")
-    if tokens.min() < 0 or tokens.max() >= (vocabulary or 1 << 31):
-        raise DataError(f"request {request.id!r} has a token outside the vocabulary of {vocabulary}")
-    if request.max_new_tokens < 1:
-        raise DataError(f"request {request.id!r}: max_new_tokens is {request.max_new_tokens}")
-    if not (0 < request.temperature < math.inf):
-        raise DataError(f"request {request.id!r}: temperature is {request.temperature}")
-    return min(request.max_new_tokens, room)

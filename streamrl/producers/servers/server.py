@@ -26,10 +26,11 @@ from streamrl.producers.engines.contract import (
     PauseMode,
     Request,
 )
+from streamrl.producers.engines.limits import Limits
 from streamrl.producers.servers.connect import Facts, connect
 from streamrl.producers.servers.controls import Controls
 from streamrl.producers.servers.dialect import Dialect, Figures
-from streamrl.producers.servers.flights import Flight, ServerDied, check
+from streamrl.producers.servers.flights import Flight, ServerDied
 from streamrl.producers.servers.http import BadAnswer, HttpClient, Lost
 from streamrl.producers.servers.life import Life
 from streamrl.producers.servers.managed import ManagedServer
@@ -47,6 +48,7 @@ _POLL_SECONDS: Final = 1.0
 _POLL_DEADLINE: Final = 5.0
 _PROBE_SECONDS: Final = 20.0
 _LAST_SECONDS: Final = 10.0
+_ANY_TOKEN: Final = 1 << 31
 
 
 class ServerEngine:
@@ -147,7 +149,7 @@ class ServerEngine:
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """See `Engine.generate`. Raises `ServerDied` when the server dies meanwhile."""
         controls = self._serving()
-        limit = check(request, self._facts.context, self._facts.vocabulary)
+        limit = Limits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
         if request.id in self._flights:
             raise ValueError(f"a request {request.id!r} is in flight")
         if request.adapter is not None and request.adapter not in controls.adapters:
