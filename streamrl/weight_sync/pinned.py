@@ -47,6 +47,7 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
     if (target / MANIFEST_FILE).exists():
         return read_manifest(target)
     draft = target.with_name(f"{_DRAFT}{target.name}-{os.getpid()}")
+    _remove_abandoned(target.parent)
     try:
         chain = _chain(root, pair)
         draft.mkdir(parents=True)
@@ -83,6 +84,18 @@ def unpin(run_dir: Path, pair: Pair) -> bool:
         return False
     shutil.rmtree(gone)
     return True
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this host that are gone were writing or removing."""
+    for entry in folder.glob(f"{_DRAFT}*"):
+        pid = entry.name.rpartition("-")[2]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(entry, ignore_errors=True)
+        except (OSError, ValueError, OverflowError):
+            continue
 
 
 def _chain(root: Path, pair: Pair) -> list[Manifest]:

@@ -1,7 +1,9 @@
 """Anchors and deltas: every version is bit for bit the weights, late joiners too, and what is kept is bounded."""
 
 import asyncio
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -225,6 +227,23 @@ def test_a_version_that_is_torn_or_going_is_not_pinned(tmp_path):
     with pytest.raises(WeightsError, match="went away"):
         pin(publisher.root, tmp_path, (1, 2))
     assert list((tmp_path / "pinned").iterdir()) == []
+
+
+def test_what_a_killed_pin_left_is_removed_by_the_next_one(tmp_path):
+    publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
+    publisher.publish(epoch=1, version=1, step=1, tensors=[("a", torch.ones(4))])
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    for name in (
+        f".draft-v-1-7-{ended.pid}",
+        f".draft-gone-v-1-6-{ended.pid}",
+        f".draft-v-1-8-{os.getpid()}",
+        ".draft-x",
+    ):
+        (tmp_path / "pinned" / name).mkdir(parents=True)
+    pin(publisher.root, tmp_path, (1, 1))
+    left = sorted(entry.name for entry in (tmp_path / "pinned").iterdir())
+    assert left == [f".draft-v-1-8-{os.getpid()}", ".draft-x", "v-1-1"]
 
 
 def test_a_full_disk_leaves_nothing_pinned(tmp_path, monkeypatch):
