@@ -1,0 +1,83 @@
+"""A server that dies or hangs costs only time: what it had written is gone on with, under the newest weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+
+from streamrl.errors import StreamrlError
+from tests.engines.conformance_kit import BF16, INTERVAL, Bench, prompt, spans
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True),
+]
+
+LATE = 40
+RESTART = 300.0
+
+
+def strike(bench: Bench, blow: signal.Signals) -> None:
+    """Hit the server and all that it has started."""
+    pid = bench.servers[-1].pid
+    assert pid is not None
+    os.killpg(pid, blow)
+
+
+def judge_each(bench: Bench, tokens: list[int], done) -> list[tuple[int, int, int]]:
+    """Each span by a plain forward pass of its version: another server has computed all keys and values anew."""
+    found = spans(done)
+    ids = torch.tensor([[*tokens, *done.tokens.tolist()]])
+    for first, end, number in found:
+        with torch.no_grad():
+            logits = bench.models[number](input_ids=ids).logits[0, len(tokens) - 1 : -1].float()
+        wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(tokens) :, None])[first:end, 0]
+        assert float((wanted - torch.from_numpy(done.logprobs[first:end].copy())).abs().max()) < BF16
+    return found
+
+
+async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40(bench: Bench):
+    while bench.number < LATE:
+        await bench.apply()
+    lives = len(bench.servers)
+    begun = [bench.begin(prompt(index)) for index in range(6)]
+    for _, heard, _ in begun:
+        await heard.at_least(2 * INTERVAL)
+    early = [list(heard.tokens) for _, heard, _ in begun]
+    strike(bench, signal.SIGKILL)
+    late, _, _ = bench.begin(prompt(7), 32)
+    async with asyncio.timeout(RESTART):
+        done = await asyncio.gather(*(task for task, _, _ in begun))
+        assert bench.judge(prompt(7), await late) == [(0, 32, bench.number)]
+    assert len(bench.servers) == lives + 1
+    for index, one in enumerate(done):
+        assert (one.finish, judge_each(bench, prompt(index), one)) == ("length", [(0, 400, bench.number)])
+        assert one.tokens.tolist() == begun[index][1].tokens, "each token is heard once"
+        assert one.tokens.tolist()[: len(early[index])] == early[index], "what it had written stays"
+
+
+async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_weights(bench: Bench):
+    await bench.prepare(1)
+    before, tokens, lives = bench.number, prompt(8), len(bench.servers)
+    task, heard, _ = bench.begin(tokens)
+    await heard.at_least(2 * INTERVAL)
+    strike(bench, signal.SIGSTOP)
+    async with asyncio.timeout(RESTART):
+        try:
+            after = await bench.apply()
+        except StreamrlError:  # its only server died of it
+            after = bench.newest
+        done = await task
+        bench.number = after
+        assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, after)]
+    assert len(bench.servers) == lives + 1
+    (_, change, old), (_, end, new) = judge_each(bench, tokens, done)
+    assert (done.finish, end, old, new) == ("length", 400, before, after)
+    assert change >= 2 * INTERVAL
