@@ -85,9 +85,18 @@ def describe(event: Event) -> tuple[str, bool]:
     if isinstance(event, LogLine) and not event.tail:
         record = _record(event.line)
         if record.get("level") in _LOUD:
-            words = [str(record.get("event", "")), *(str(record[key]) for key in ("server", "why") if record.get(key))]
+            words = [
+                str(record.get("event", "")),
+                *(_ends(record[key]) for key in ("server", "why") if record.get(key)),
+            ]
             return printable(f"{event.role}: {', '.join(words)}"), record["level"] != "warning"
     return "", False
+
+
+def _ends(value: object) -> str:
+    """The first line of a text and, where there are more, the last: between them is the log that the files have."""
+    lines = str(value).strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1].strip()}"
 
 
 class LogViewer(Viewer):

@@ -74,9 +74,11 @@ def test_what_is_worth_a_line():
     assert describe(EVENTS[2]) == ("", False)
     assert describe(EVENTS[4]) == ("", False)
     assert describe(EVENTS[3]) == ("rollout.0: no \\x1b[2J memory", True)
-    died = line("warning", "server died", server="rollout.0.server1", why="killed by signal 9", pause=0.5)
+    died = line(
+        "warning", "server died", server="rollout.0.server1", why="exit 9; its log ends with:\n a\n b", pause=0.5
+    )
     assert describe(LogLine("rollout.0", died)) == (
-        "rollout.0: server died, rollout.0.server1, killed by signal 9",
+        "rollout.0: server died, rollout.0.server1, exit 9; its log ends with: ... b",
         False,
     )
     assert describe(Notice("stopping", hint="again to kill")) == ("stopping (again to kill)", False)

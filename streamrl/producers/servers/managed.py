@@ -29,6 +29,7 @@ _READY_SECONDS: Final = 5.0
 _KEEPER_SECONDS: Final = 15.0
 _TAIL_BYTES: Final = 1 << 14
 _TAIL_LINES: Final = 15
+_USAGE: Final = 2  # the exit code of a command line that is not understood
 _TAKEN: Final = re.compile(r"address already in use|errno 98|port \d+ is (already|not)", re.IGNORECASE)
 
 
@@ -204,6 +205,9 @@ class ManagedServer:
                 cause = self._cause()
                 if _TAKEN.search(cause):
                     raise _PortTakenError(cause)
+                if self._process is not None and self._process.returncode == _USAGE and (said := self._refusal()):
+                    hint = f"mend engine.flags and engine.variables; the whole log: {self.log}"
+                    raise ConfigError(f"{self.name} does not take its command line: {said}", hint)
                 raise Unreachable(f"{self.name} did not start: {cause}", f"the whole log: {self.log}")
             if not asking.done():
                 raise Unreachable(
@@ -239,6 +243,11 @@ class ManagedServer:
             ended = f"exit {code}"
         tail = self._tail()
         return f"{ended}; its log ends with:\n{tail}" if tail else f"{ended}, and it has logged nothing"
+
+    def _refusal(self) -> str:
+        """What a parser of command lines has said last; empty when that is not how the log ends."""
+        last = self._tail().rpartition("\n")[2].strip()
+        return last.partition("error: ")[2]
 
     def _tail(self) -> str:
         """The last lines of this life's log."""

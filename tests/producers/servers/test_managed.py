@@ -185,6 +185,16 @@ async def test_a_server_that_does_not_start_is_quoted(tmp_path):
         assert not server.alive
 
 
+async def test_flags_that_a_server_does_not_know_are_no_reason_to_try_again(tmp_path):
+    dialect = make_dialect()
+    refuse = "import argparse; argparse.ArgumentParser('toy').parse_args()"
+    dialect.argv = [sys.executable, "-c", refuse, "--nonsense", "3"]
+    async with managed_toy(tmp_path, dialect) as server:
+        with pytest.raises(ConfigError, match=r"command line: unrecognized arguments: --nonsense 3\b") as caught:
+            await server.start()
+        assert "engine.flags" in caught.value.hint
+
+
 async def test_a_server_that_never_gets_ready(tmp_path):
     dialect = make_dialect()
     dialect.argv = [sys.executable, "-c", "import time; print('still loading', flush=True); time.sleep(1000)"]
