@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, Final, TypeVar
@@ -233,7 +234,7 @@ class HttpClient:
 
     def _lost(self, call: Call, error: Exception) -> Lost:
         sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-        return Lost(f"{self._name(call)}: {error or type(error).__name__}", self._hint, sent)
+        return Lost(f"{self._name(call)}: {_reason(error)}", self._hint, sent)
 
     def _name(self, call: Call) -> str:
         return f"{call.method} {self.url}{call.path}"
@@ -293,3 +294,10 @@ def explanation(body: bytes) -> str:
         if isinstance(said, dict) and key in said:
             said = said[key]
     return " ".join(str(said).split())[:300] or "nothing"
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without what aiohttp repeats of the address."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
