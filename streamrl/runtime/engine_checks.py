@@ -17,7 +17,7 @@ from streamrl.producers.servers import environments
 
 _DEADLINE: Final = 10.0
 _PLUGIN: Final = "streamrl.producers.servers"
-_OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name"})
+_OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
 _GUARDED: Final = {"vllm": "/v1/models", "openai": "/v1/models", "sglang": "/model_info", "hf": "/about"}
 """A path of each kind of server that answers 401 or 403 without the right key, and changes nothing."""
 
@@ -130,9 +130,10 @@ def _bindable(host: str, port: int) -> None:
 def shared_memory_copies(config: RunConfig) -> int:
     """Copies of the weights that lie in /dev/shm at the same time, at most, when all replicas run on this host.
 
-    Three where the learner puts its versions (two are kept, one is written), and as many in the spool of each replica
-    that fetches them or completes them from deltas.
+    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more
+    where somebody may still be pulling, and two in the spool of each replica that fetches versions or completes deltas.
     """
     weights = config.weights
-    fetched = weights.transport in {"http", "collective"} or weights.delta.enabled
-    return (0 if weights.transport == "directory" else 3) + (3 * config.rollout.replicas if fetched else 0)
+    pulled = weights.transport in {"http", "collective"}
+    spools = config.rollout.replicas if pulled or weights.delta.enabled else 0
+    return (0 if weights.transport == "directory" else 3) + (2 if pulled else 0) + 2 * spools

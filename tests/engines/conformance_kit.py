@@ -27,13 +27,7 @@ SOON = 20.0
 """Deadline of what should take milliseconds, on two busy cores."""
 LORA_FLAGS: dict[str, dict[str, Any]] = {
     "vllm": {"enable-lora": True, "max-lora-rank": 8, "max-loras": 2},
-    "sglang": {
-        "enable-lora": True,
-        "max-lora-rank": 8,
-        "lora-target-modules": "all",
-        "max-loras-per-batch": 4,
-        "lora-backend": "torch_native",
-    },
+    "sglang": {"enable-lora": True, "max-lora-rank": 8, "lora-target-modules": "all", "max-loras-per-batch": 4},
 }
 
 

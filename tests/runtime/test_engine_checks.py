@@ -153,8 +153,8 @@ def test_the_way_of_the_weights(unused_port: int):
         ("shm", False, 4, 3),
         ("directory", False, 4, 0),
         ("http", False, 2, 9),
-        ("shm", True, 1, 6),
-        ("directory", True, 2, 6),
+        ("shm", True, 1, 5),
+        ("directory", True, 2, 4),
     ],
 )
 def test_copies_in_shared_memory(transport: str, deltas: bool, replicas: int, copies: int):

@@ -68,7 +68,7 @@ def launch_server(config: RunConfig, *, model: str, port: int, seed: int) -> Lau
     if tokens is not None:
         flags["max-total-tokens"] = tokens
     if on_cpu(config):
-        flags["device"] = "cpu"
+        flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
     elif wants_memory_saver(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
     argv = [str(python), "-m", "sglang.launch_server", *words(merged(flags, engine.flags))]
