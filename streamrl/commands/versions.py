@@ -33,7 +33,7 @@ def ls(chosen: Path | None, *, everything: bool, json: bool) -> int:
         output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": _rollback(run)})
         return 0
     if not rows:
-        output.note("no version is here")
+        output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
         return 0
     _print(rows)
     return 0
@@ -56,11 +56,12 @@ def show(chosen: Path | None, number: int, *, json: bool) -> int:
     if json:
         output.write_json(SHOW_SCHEMA, data)
         return 0
-    for key, value in data.items():
-        if key not in {"shards", "tensors"} and value not in (None, []):
-            output.write(f"{key:10}  {', '.join(value) if isinstance(value, list) else value}")
+    for key, value in {**data, "at": _at(row), "bytes": _bytes(row), "density": _density(row)}.items():
+        if key not in {"shards", "tensors"} and value not in (None, [], ""):
+            text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            output.write(f"{key:10}  {', '.join(text) if isinstance(text, list) else text}")
     for shard in data["shards"]:
-        output.write(f"file        {shard['file']}  {shard['kind']}  {shard['bytes']} bytes")
+        output.write(f"file        {shard['file']}  {shard['kind']}  {size(shard['bytes'])}")
     for tensor in data["tensors"]:
         output.write(f"tensor      {tensor['name']}  {tensor['dtype']}  {tensor['shape']}")
     if manifest is None:
@@ -193,12 +194,23 @@ def _print(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name in {"TIME", "KIND", "WHERE", "REPLICAS"} else "right")
     for row in rows:
         where = ", ".join(name for name in ("present", "pinned") if row[name])
-        at = "" if row["at"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"]))
-        density = "" if row["density"] is None else f"{100 * row['density']:.2f} %"
-        bytes_ = "" if row["bytes"] is None else size(row["bytes"])
         numbers = (str(row[name]) for name in ("version", "epoch", "step"))
-        table.add_row(*numbers, at, bytes_, row["kind"] or "", density, where, ", ".join(row["replicas"]))
+        table.add_row(
+            *numbers, _at(row), _bytes(row), row["kind"] or "", _density(row), where, ", ".join(row["replicas"])
+        )
     output.console().print(table)
+
+
+def _at(row: dict[str, Any]) -> str:
+    return "" if row["at"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"]))
+
+
+def _bytes(row: dict[str, Any]) -> str:
+    return "" if row["bytes"] is None else size(row["bytes"])
+
+
+def _density(row: dict[str, Any]) -> str:
+    return "" if row["density"] is None else f"{100 * row['density']:.2f} %"
 
 
 def size(count: int) -> str:
