@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from streamrl.commands.options import JsonOption, RunOption, SetOption
+from streamrl.commands.options import JsonOption, RunOption
 
 engines_app = typer.Typer(no_args_is_help=True, help="Engine servers: environments, checks, members of a run.")
 
@@ -102,7 +102,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="Key that every request must bear.")
     ] = None,
-    overrides: SetOption = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. engine.slots=64.")
+    ] = None,
 ) -> int:
     """Serve a model with the Hugging Face engine, for runs with engine.kind hf and engine.url."""
     from streamrl.commands.serve import serve as command
