@@ -9,9 +9,7 @@ import typer
 from streamrl.commands.options import JsonOption, RunOption
 
 weights_app = typer.Typer(no_args_is_help=True, help="Versions of the weights: list, show, keep, go back to one.")
-VersionArgument = Annotated[
-    int, typer.Argument(min=0, metavar="N", help="Number of the version (`weights ls`).")
-]
+VersionArgument = Annotated[int, typer.Argument(min=0, metavar="N", help="Number of the version (`weights ls`).")]
 
 
 @weights_app.command("ls")
