@@ -23,6 +23,8 @@ BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""
 INTERVAL = 4
 """Tokens between two messages of a server."""
+LONG = 1800
+"""Tokens of a response that does not end before a test has done what it wants, however busy the machine is."""
 SOON = 20.0
 """Deadline of what should take milliseconds, on two busy cores."""
 LORA_FLAGS: dict[str, dict[str, Any]] = {
@@ -39,7 +41,7 @@ def run_config(kind: str, folder: Path, *, deadline: float = 30.0, **engine: Any
         {
             "name": "conformance",
             "model": {"path": str(folder / "model"), "context": tiny.CONTEXT},
-            "sampling": {"max_new_tokens": 400},
+            "sampling": {"max_new_tokens": LONG},
             "data": {"max_prompt_tokens": 256},
             "engine": {
                 "kind": kind,
@@ -177,10 +179,20 @@ class Bench:
         async with asyncio.timeout(120):
             return await self.engine.generate(self.request(tokens, limit, **more))
 
-    def begin(self, tokens: Sequence[int], limit: int = 400) -> tuple[asyncio.Task[Completion], Heard, str]:
+    def begin(self, tokens: Sequence[int], limit: int = LONG) -> tuple[asyncio.Task[Completion], Heard, str]:
         """Begin a request; returns its task, what is heard of it and its id."""
         heard, request = Heard(), self.request(tokens, limit)
         return asyncio.create_task(self.engine.generate(request, heard)), heard, request.id
+
+    async def end(self, begun: tuple[asyncio.Task[Completion], Heard, str], more: int = 0) -> Completion:
+        """End a request that was begun, after so many more tokens have come; it has not ended by itself."""
+        await self.more(more)
+        task, _, name = begun
+        async with asyncio.timeout(SOON):
+            assert await self.engine.abort(name) == 1
+            done = await task
+        assert done.finish == "abort"
+        return done
 
     @property
     def sampled(self) -> int:
@@ -199,4 +211,15 @@ class Bench:
         found = spans(done)
         assert done.prompt_tokens == len(tokens)
         assert tiny.worst_error(self.models, tokens, done) < allowed
+        return found
+
+    def judge_apart(self, tokens: Sequence[int], done: Completion) -> list[tuple[int, int, int]]:
+        """Hold each span against a plain forward pass of its version: all keys and values were computed anew by it."""
+        found = spans(done)
+        ids = torch.tensor([[*tokens, *done.tokens.tolist()]])
+        for first, end, number in found:
+            with torch.no_grad():
+                logits = self.models[number](input_ids=ids).logits[0, len(tokens) - 1 : -1].float()
+            wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(tokens) :, None])[first:end, 0]
+            assert float((wanted - torch.from_numpy(done.logprobs[first:end].copy())).abs().max()) < BF16
         return found

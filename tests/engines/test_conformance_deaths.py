@@ -7,10 +7,9 @@ import os
 import signal
 
 import pytest
-import torch
 
 from streamrl.errors import StreamrlError
-from tests.engines.conformance_kit import BF16, INTERVAL, Bench, prompt, spans
+from tests.engines.conformance_kit import INTERVAL, Bench, prompt
 
 pytestmark = [
     pytest.mark.engines,
@@ -31,23 +30,11 @@ def strike(bench: Bench, blow: signal.Signals) -> None:
     os.killpg(pid, blow)
 
 
-def judge_each(bench: Bench, tokens: list[int], done) -> list[tuple[int, int, int]]:
-    """Each span by a plain forward pass of its version: another server has computed all keys and values anew."""
-    found = spans(done)
-    ids = torch.tensor([[*tokens, *done.tokens.tolist()]])
-    for first, end, number in found:
-        with torch.no_grad():
-            logits = bench.models[number](input_ids=ids).logits[0, len(tokens) - 1 : -1].float()
-        wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(tokens) :, None])[first:end, 0]
-        assert float((wanted - torch.from_numpy(done.logprobs[first:end].copy())).abs().max()) < BF16
-    return found
-
-
 async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40(bench: Bench):
     while bench.number < LATE:
         await bench.apply()
     lives = len(bench.servers)
-    begun = [bench.begin(prompt(index)) for index in range(6)]
+    begun = [bench.begin(prompt(index), 1200) for index in range(6)]
     for _, heard, _ in begun:
         await heard.at_least(2 * INTERVAL)
     early = [list(heard.tokens) for _, heard, _ in begun]
@@ -58,7 +45,7 @@ async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40
         assert bench.judge(prompt(7), await late) == [(0, 32, bench.number)]
     assert len(bench.servers) == lives + 1
     for index, one in enumerate(done):
-        assert (one.finish, judge_each(bench, prompt(index), one)) == ("length", [(0, 400, bench.number)])
+        assert (one.finish, bench.judge_apart(prompt(index), one)) == ("length", [(0, 1200, bench.number)])
         assert one.tokens.tolist() == begun[index][1].tokens, "each token is heard once"
         assert one.tokens.tolist()[: len(early[index])] == early[index], "what it had written stays"
 
@@ -66,7 +53,7 @@ async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40
 async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_weights(bench: Bench):
     await bench.prepare(1)
     before, tokens, lives = bench.number, prompt(8), len(bench.servers)
-    task, heard, _ = bench.begin(tokens)
+    task, heard, _ = bench.begin(tokens, 1200)
     await heard.at_least(2 * INTERVAL)
     strike(bench, signal.SIGSTOP)
     async with asyncio.timeout(RESTART):
@@ -78,6 +65,6 @@ async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_
         bench.number = after
         assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, after)]
     assert len(bench.servers) == lives + 1
-    (_, change, old), (_, end, new) = judge_each(bench, tokens, done)
-    assert (done.finish, end, old, new) == ("length", 400, before, after)
+    (_, change, old), (_, end, new) = bench.judge_apart(tokens, done)
+    assert (done.finish, end, old, new) == ("length", 1200, before, after)
     assert change >= 2 * INTERVAL

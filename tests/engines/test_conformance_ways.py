@@ -103,8 +103,8 @@ async def test_versions_come_by_every_road(bench: Bench, transport: str, delta: 
         assert first.base is None
         assert len(first.shards) > 1
         assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, first.version)]
-        task, heard, _ = bench.begin(tokens)
-        await heard.at_least(INTERVAL)
+        begun = bench.begin(tokens)
+        await begun[1].at_least(INTERVAL)
         for seed in range(3):
             weights = step(weights, seed)
             manifest = await way.publish(weights)
@@ -113,6 +113,6 @@ async def test_versions_come_by_every_road(bench: Bench, transport: str, delta: 
             if delta:
                 assert manifest.total_bytes < first.total_bytes / 5
             assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, manifest.version)]
-        bench.judge(tokens, await task)
+        bench.judge(tokens, await bench.end(begun))
         assert way.follower.refused == 0
     bench.newest = bench.number

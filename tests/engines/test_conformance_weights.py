@@ -123,7 +123,7 @@ async def test_an_adapter_that_does_not_fit_is_refused(bench: Bench, tmp_path: P
     with pytest.raises(WeightsError):
         await bench.engine.load_adapter("wide", tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WeightsError):
+    with pytest.raises((WeightsError, Refused)):
         await bench.engine.load_adapter("empty", tmp_path / "empty")
     bench.judge(prompt(5), await bench.generate(prompt(5), 16))
 
