@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, unwrap
+from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
 from streamrl.weight_sync.arrivals import Arrivals, open_arrivals
 from streamrl.weight_sync.hosts import Board
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
 _AGAIN: Final = 2
 _FIRST_PAUSE: Final = 0.5
+_UNFIT: Final = 3
+"""Refusals by an engine that has never taken a version, after which it counts as one for another model."""
 _LONGEST_PAUSE: Final = 30.0
 _REFUSED_PAUSE: Final = 5.0
 """First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""
@@ -107,6 +109,7 @@ class Follower:
         self._made: Manifest | None = None
         self._before = Traffic()
         self.refused = 0
+        self._unfit = 0
         self.first = asyncio.Event()
         self.newest_step = 0
         self.applied_step = 0
@@ -135,7 +138,8 @@ class Follower:
 
         Raises:
             CannotCreate: the spool cannot be made, or a relay cannot listen.
-            ConfigError: no token for the http transport.
+            ConfigError: no token for the http transport, or an engine that refuses whatever comes, from the first
+                version on: it has another model.
         """
         opened = open_arrivals(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
         try:
@@ -242,6 +246,14 @@ class Follower:
         try:
             with version.readers:
                 await self._apply(version)
+        except WeightsError as error:
+            self._unfit += self._applied is None
+            if self._unfit >= _UNFIT:
+                raise ConfigError(
+                    f"the engine has refused weights {self._unfit} times and never taken any: {error.message}",
+                    error.hint or "engine and learner have to load the same model (model.path)",
+                ) from error
+            raise
         finally:
             self.apply_seconds += time.monotonic() - began
         self._applied = manifest

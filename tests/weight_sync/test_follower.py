@@ -10,7 +10,7 @@ import torch
 from sync_kit import Replica, Stream, folders, publish, same, tensors, until
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import Unreachable, WeightsError
+from streamrl.errors import ConfigError, Unreachable, WeightsError
 from streamrl.weight_sync import Follower, Manifest, Publisher
 from streamrl.weight_sync.bearer import make_token
 from streamrl.weight_sync.manifest import decode, encode
@@ -109,6 +109,7 @@ async def test_a_refused_version_is_tried_again_because_there_may_never_be_a_new
     publisher, stream, replica, monkeypatch
 ):
     monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+    monkeypatch.setattr("streamrl.weight_sync.follower._UNFIT", 1 << 30)
     replica.fail = WeightsError("the server is busy with something else")
     await stream.put(publish(publisher, 1))
     await until(lambda: replica.follower.refused == 1)
@@ -116,6 +117,30 @@ async def test_a_refused_version_is_tried_again_because_there_may_never_be_a_new
     await replica.until(1)
     assert [pair for pair, _ in replica.applied] == [(1, 1)]
     assert replica.follower.refused == 1
+
+
+async def test_an_engine_that_never_takes_any_weights_has_another_model(
+    publisher, stream, config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+    replica = Replica(stream, config, tmp_path)
+    replica.fail = WeightsError("24 tensors that this model does not have")
+    await stream.put(publish(publisher, 1))
+    with pytest.raises(ConfigError, match="never taken any: 24 tensors") as caught:
+        await asyncio.wait_for(replica.follower.run(asyncio.Event()), 30)
+    assert "model.path" in caught.value.hint
+
+
+async def test_an_engine_that_has_taken_weights_is_never_given_up(publisher, stream, replica, monkeypatch):
+    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+    await stream.put(publish(publisher, 1))
+    await replica.until(1)
+    replica.fail = WeightsError("not now")
+    for version in range(2, 7):
+        await stream.put(publish(publisher, version))
+        await until(lambda expected=version - 1: replica.follower.refused == expected)
+    replica.fail = None
+    await replica.until(2)
 
 
 async def test_files_that_cannot_be_read_in_time_are_refused(tmp_path, stream, monkeypatch):
