@@ -18,13 +18,8 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros_like(values), requires_grad=False)
 
 
-def refused(values):
-    try:
-        match_weights(Model(values), {"weight": values})
-    except WeightsError as error:
-        assert "not finite" in error.message
-        return True
-    return False
+def check(values):
+    match_weights(Model(values), {"weight": values})
 
 
 @pytest.mark.parametrize("dtype", WIDE)
@@ -34,20 +29,22 @@ def test_one_value_that_is_not_finite_is_found_at_any_place(dtype, value):
         for place in {0, size // 3, size // 2, size - 1}:
             values = torch.ones(size).to(dtype)
             values[place] = value
-            assert refused(values), (size, place)
+            with pytest.raises(WeightsError, match="not finite"):
+                check(values)
 
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_the_largest_numbers_of_a_type_are_finite(dtype):
     info = torch.finfo(dtype)
     for size, value in itertools.product(SIZES, (info.max, info.min, info.tiny, -0.0)):
-        assert not refused(torch.full((size,), value, dtype=dtype))
-    assert not refused(torch.empty(0, dtype=dtype))
+        check(torch.full((size,), value, dtype=dtype))
+    check(torch.empty(0, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_float8(dtype):
     values = torch.ones(64).to(dtype)
-    assert not refused(values)
+    check(values)
     values[40] = float("nan")
-    assert refused(values)
+    with pytest.raises(WeightsError, match="not finite"):
+        check(values)
