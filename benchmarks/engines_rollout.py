@@ -1,0 +1,241 @@
+"""A real replica and a bare load generator in turn on one running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from spread import ratios, spread
+
+from streamrl.config import RunConfig
+from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.engines import Request
+from streamrl.producers.servers import tiny
+from streamrl.producers.servers.dialect import Dialect, Figures
+from streamrl.producers.servers.dialects import make_dialect
+from streamrl.producers.servers.http import HttpClient
+from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues import Ledgers, embedded, open_ledgers
+from streamrl.runfile import LoadedConfig, save
+from streamrl.weight_sync import Publisher
+from streamrl.wire import Prompt, decode
+
+GROUP = 8
+PROMPTS = 256
+PROMPT_TOKENS = 32
+VERSION = 1
+START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in flight, tokens of each response, seconds that are counted of each run, and those before them.
+
+    The replica raises its concurrency step by step, and requests that began together end together for a while.
+    """
+
+    width: int
+    tokens: int
+    seconds: float
+    settle: float
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second, and microseconds of processor time that the driving process spent on each."""
+
+    tokens: float
+    cost: float
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_config(kind: str, model: Path, width: int, tokens: int, context: int, url: str = "") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "bench",
+            "max_dead": 1_000_000,
+            "redis": {"maxmemory": 4 << 30, "fsync_period": 1e-6},
+            "model": {"path": str(model), "context": context},
+            "sampling": {"group_size": GROUP, "min_group": 1, "max_new_tokens": tokens},
+            "engine": {"kind": kind, "slots": width, "dtype": "bfloat16", "device": "cpu", "url": [url] if url else []},
+            "weights": {"dtype": "bfloat16"},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def server(config: RunConfig, folder: Path) -> AsyncIterator[str]:
+    """A server as streamrl starts it."""
+    started = ManagedServer(make_dialect(config), config, folder, "server", seed=1)
+    try:
+        yield await started.start()
+    finally:
+        await started.stop()
+
+
+async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str, Any]:
+    """Both in turn; the first round only warms up."""
+    model = folder / "model"
+    tiny.make_model(model)
+    config = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT)
+    prompts = make_prompts(config, folder)
+    ours, bare = [], []
+    async with server(config, folder) as url:
+        external = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT, url)
+        dialect, client = make_dialect(external), HttpClient(url)
+        counter = Counter(dialect, client)
+        try:
+            async with replica(external, folder, prompts, counter) as driven:
+                for number in range(rounds + 1):
+                    found = await driven.run(load), await drive_bare(url, dialect, counter, prompts, load)
+                    if number:
+                        ours.append(found[0])
+                        bare.append(found[1])
+        finally:
+            await client.close()
+    return {
+        "tokens_per_second": spread([one.tokens for one in ours]),
+        "bare_tokens_per_second": spread([one.tokens for one in bare]),
+        "ratio_to_bare": ratios([one.tokens for one in ours], [one.tokens for one in bare]),
+        "replica_microseconds_per_token": spread([one.cost for one in ours]),
+        "bare_microseconds_per_token": spread([one.cost for one in bare]),
+    }
+
+
+def make_prompts(config: RunConfig, folder: Path) -> list[bytes]:
+    """Prompts as the feeder makes them of a file."""
+    source = random.Random(0)
+    lines = [
+        {"prompt": "".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT_TOKENS)), "answer": ""}
+        for _ in range(PROMPTS)
+    ]
+    path = folder / "train.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return load_prompts(path, Tokenizer.load(config.model), Limits(PROMPT_TOKENS, config.model.context)).prompts
+
+
+class Counter:
+    """What the server says of itself."""
+
+    def __init__(self, dialect: Dialect, client: HttpClient) -> None:
+        self._dialect, self._client = dialect, client
+
+    async def figures(self) -> Figures:
+        """Requests running and waiting, and tokens sampled since its start."""
+        return self._dialect.read_figures(await self._client.call(self._dialect.figures(), 10.0))
+
+    async def rate(self, load: Load, pid: int) -> Rate:
+        """Count tokens from the moment on that all places are taken, and the processor time of whoever drives."""
+        begin = time.perf_counter()
+        while (await self.figures()).running < load.width:
+            assert time.perf_counter() - begin < START_SECONDS
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(load.settle)
+        before, at, used = (await self.figures()).tokens_sampled, time.perf_counter(), cpu_seconds(pid)
+        await asyncio.sleep(load.seconds)
+        after, then, used = (await self.figures()).tokens_sampled, time.perf_counter(), cpu_seconds(pid) - used
+        return Rate((after - before) / (then - at), 1e6 * used / (after - before))
+
+    async def idle(self) -> None:
+        """Return when nothing is at the server."""
+        while (figures := await self.figures()).running or figures.waiting:  # noqa: ASYNC110  (it is another process)
+            await asyncio.sleep(0.1)
+
+
+class Driven:
+    """A replica in a process of its own, and prompts in its queue as long as a run lasts."""
+
+    def __init__(self, ledgers: Ledgers, prompts: list[bytes], counter: Counter, pid: int) -> None:
+        self._pid = pid
+        self._ledger, self._prompts, self._counter = ledgers.train, prompts, counter
+        self._cursors = itertools.count()
+
+    async def _waiting(self) -> int:
+        return await self._ledger.connection.read("XLEN", self._ledger.keys.prompts)
+
+    async def _feed(self, groups: int) -> None:
+        bounds = {"samples": GROUP, "min_group": 1, "budget": 1 << 30, "hard_cap": 1 << 30, "max_dead": 1 << 20}
+        while True:
+            for _ in range(groups - await self._waiting()):
+                cursor = next(self._cursors)
+                prompt = self._prompts[cursor % len(self._prompts)]
+                await self._ledger.admit(cursor=cursor, fingerprint="bench", prompt=prompt, version=VERSION, **bounds)
+            await asyncio.sleep(0.1)
+
+    async def run(self, load: Load) -> Rate:
+        """One run of the replica."""
+        feeding = asyncio.create_task(self._feed(3 * max(1, load.width // GROUP)))
+        try:
+            return await self._counter.rate(load, self._pid)
+        finally:
+            feeding.cancel()
+            while await self._waiting():  # noqa: ASYNC110  (it is another process)
+                await asyncio.sleep(0.1)
+            await self._counter.idle()
+
+
+@contextlib.asynccontextmanager
+async def replica(config: RunConfig, folder: Path, prompts: list[bytes], counter: Counter) -> AsyncIterator[Driven]:
+    """Redis, a published version, and a rollout replica as the supervisor starts it."""
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
+    async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
+        publisher = Publisher(config.weights, config.name, run_dir)
+        weights = {name: 1.001 * tensor for name, tensor in tiny.random_weights(0).items()}
+        await ledgers.train.fence("bench", 0)
+        manifest = publisher.publish(epoch=1, version=VERSION, step=1, tensors=weights.items())
+        await ledgers.train.consume("bench", 0, VERSION, manifest)
+        with (run_dir / "replica.log").open("wb") as log:
+            command = [sys.executable, "-m", "streamrl.runtime", "rollout", "0", str(run_dir)]
+            process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+            try:
+                yield Driven(ledgers, prompts, counter, process.pid)
+            finally:
+                process.terminate()
+                await asyncio.wait_for(process.wait(), 60)
+                publisher.close(unlink=True)
+
+
+async def drive_bare(url: str, dialect: Dialect, counter: Counter, prompts: list[bytes], load: Load) -> Rate:
+    """One run of a load generator that sends what the replica sends, and throws away what comes."""
+    tokens = [decode(prompt, Prompt).token_ids for prompt in prompts]
+    numbers = itertools.count()
+
+    async def keep(session: aiohttp.ClientSession) -> None:
+        while True:
+            number = next(numbers)
+            request = Request(f"{number:032x}", tokens[number // GROUP % len(tokens)], load.tokens)
+            call = dialect.generation(request, version=VERSION)
+            async with session.request(call.method, url + call.path, json=call.body) as answer:
+                assert answer.status == 200
+                await answer.read()
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()
+    ) as session:
+        tasks = [asyncio.create_task(keep(session)) for _ in range(load.width)]
+        try:
+            return await counter.rate(load, os.getpid())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await counter.idle()

@@ -1,0 +1,48 @@
+"""The benchmarks run, with sizes that say nothing, and write what their tables show."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(script, *arguments, path):
+    command = [sys.executable, BENCHMARKS / script, *arguments, "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return orjson.loads(path.read_bytes())
+
+
+@pytest.mark.slow
+def test_weights(tmp_path):
+    found = run("weights.py", "--sizes", "0.002", "--rounds", "2", "--only", "shm,http,delta", path=tmp_path / "w.json")
+    assert found["facts"]["commit"]
+    for dtype in ("bfloat16", "float32"):
+        figures = found["shm"][f"0.002 GB {dtype}"]
+        assert len(figures["ratio_to_plain_copy"]["runs"]) == len(figures["ratio_pause_to_copy"]["runs"]) == 2
+    assert found["http"]["0.002 GB"]["ratio_to_bare"]["median"] > 0
+    delta = found["delta"]["0.002 GB"]
+    assert delta["bit_for_bit"]
+    assert delta["per_cent_changed"]["median"] == pytest.approx(1.2, abs=0.1)
+    assert delta["per_cent_of_full_bytes"]["greatest"] < 3
+
+
+@pytest.mark.slow
+def test_weights_of_the_learner(tmp_path):
+    found = run("weights.py", "--sizes", "0.002", "--rounds", "1", "--only", "learner", path=tmp_path / "l.json")
+    assert len(found["learner"]) == 2
+    assert all(figures["copy_per_cent_of_step"]["median"] > 0 for figures in found["learner"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.timeout(300)
+def test_engines(tmp_path):
+    sizes = ["--rounds", "1", "--seconds", "1", "--settle", "0", "--width", "8", "--tokens", "16", "--size", "0.002"]
+    found = run("engines.py", "--kinds", "vllm", *sizes, path=tmp_path / "e.json")
+    assert found["vllm"]["rollout"]["ratio_to_bare"]["median"] > 0
+    assert found["vllm"]["pause"]["ratio_pause_to_update"]["median"] >= 1
