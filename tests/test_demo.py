@@ -45,18 +45,21 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
     return right / (DRAWS * len(rows))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, ranks: int):
-    run_dir = tmp_path / "demo"
+def run_demo(run_dir: Path, *overrides: str) -> dict[str, float]:
+    """Run it to its end and return its summary."""
     command = [sys.executable, "-m", "streamrl", "up", str(ROOT / "examples" / "sort" / "run.yaml")]
-    options = ["--run", str(run_dir), "--screen", "plain", "--set", f"learner.ranks={ranks}"]
-    done = subprocess.run([*command, *options], env={**os.environ, "NO_COLOR": "1"}, timeout=600, check=False)
+    options = ["--run", str(run_dir), "--screen", "plain"]
+    sets = [word for override in overrides for word in ("--set", override)]
+    done = subprocess.run([*command, *options, *sets], env={**os.environ, "NO_COLOR": "1"}, timeout=800, check=False)
     assert done.returncode == 0
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert set(summary) == KEYS
     print(summary)
+    return summary
+
+
+def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
+    """It learned, training and sampling overlapped, the figures are true, nothing was lost."""
+    assert set(summary) == KEYS
     assert 0.35 <= summary["accuracy_before"] <= 0.5
     assert summary["accuracy_after"] >= 0.87, "it ends at 0.9 on 128 prompts, whose standard deviation is 2.7 points"
     assert summary["samples_spanning_versions"] > 0
@@ -72,3 +75,26 @@ def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Pa
     assert (data["lost"], data["twice"], data["faults"]) == (0, 0, [])
     assert summary["groups_trained"] == data["trained"] == summary["steps"] * 32
     assert (run_dir / "curve.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, ranks: int):
+    check(run_demo(tmp_path / "demo", f"learner.ranks={ranks}"), tmp_path / "demo", sort_cache)
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_demo_learns_with_servers(tmp_path: Path, sort_cache: Path, kind: str):
+    """With the words of `make demo ENGINE=...`, which installs the engine first."""
+    asked = subprocess.run(
+        ["make", "-n", "demo", f"ENGINE={kind}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    words = asked.stdout.replace("\\\n", " ").split()
+    overrides = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+    assert f"engine.kind={kind}" in overrides
+    assert f"name=demo-{kind}" in overrides
+    check(run_demo(tmp_path / "demo", *overrides), tmp_path / "demo", sort_cache)

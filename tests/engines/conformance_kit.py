@@ -23,7 +23,7 @@ BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""
 INTERVAL = 4
 """Tokens between two messages of a server."""
-LONG = 1800
+LONG = 3900
 """Tokens of a response that does not end before a test has done what it wants, however busy the machine is."""
 SOON = 20.0
 """Deadline of what should take milliseconds, on two busy cores."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from vllm_kit import Failed, Live, forward, named, random_model, replay, request, save_model, served, write_version
@@ -26,7 +24,6 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600), p
 
 CLOSE = 0.02  # of log-probabilities in bfloat16
 PROMPT = [5, 6, 7, 8, 9] * 8
-LONG = [11, 12, 13, 14, 15, 16] * 60  # more than two blocks of the prefix cache
 FAULT = """
 import os
 import torch
@@ -113,50 +110,6 @@ async def test_it_says_what_it_is(world: World) -> None:
     assert about.probe is not None
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-async def test_logprobs_are_those_of_a_plain_forward_pass(world: World, temperature: float) -> None:
-    done = await world.live.generate(request("t", PROMPT, 64, temperature=temperature), 0)
-    expected = forward(world.models[world.number], PROMPT, done.tokens.tolist(), temperature)
-    assert len(done.tokens) == 64
-    assert done.finish == "length"
-    assert done.prompt_tokens == len(PROMPT)
-    assert np.abs(expected - done.logprobs).max() < CLOSE / temperature
-
-
-async def test_a_request_goes_on_across_an_update_with_its_keys_and_values(world: World) -> None:
-    before, version = world.number, world.write()
-    task = await during(world, 900, 40)
-    after = await world.publish(version=version)
-    done = await task
-    assert [version for _, version in done.runs] == [before, after]
-    assert done.runs[1][0] >= 40
-    assert len(done.tokens) == 900
-    expected = replay(world.models, PROMPT, done)
-    assert np.abs(expected - done.logprobs).max() < CLOSE
-
-
-async def test_recompute_continues_from_keys_and_values_of_the_new_weights(world: World) -> None:
-    version = world.write()
-    task = await during(world, 900, 40)
-    after = await world.publish("recompute", version)
-    done = await task
-    cut = done.runs[1][0]
-    expected = forward(world.models[after], PROMPT, done.tokens.tolist())
-    assert np.abs(expected - done.logprobs)[cut:].max() < CLOSE
-    figures = world.live.dialect.read_figures(await world.live.call(world.live.dialect.figures()))
-    assert figures.preemptions >= 1
-
-
-async def test_a_cached_prefix_of_old_weights_is_not_used(world: World) -> None:
-    await world.matches(LONG)
-    old = world.number
-    await world.publish()
-    stale = await world.live.generate(request("s", LONG, 8), old)
-    expected = forward(world.models[world.number], LONG, stale.tokens.tolist())
-    assert np.abs(expected - stale.logprobs).max() > CLOSE  # without a salt of its own the cache would lie
-    await world.matches(LONG)
-
-
 LAYER = "model.layers.1.self_attn.k_proj"
 BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "unknown": lambda held: held.update(foo=torch.ones(3)),
@@ -170,16 +123,6 @@ BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "not a number": lambda held: held["model.norm.weight"].__setitem__(7, float("nan")),
     "infinite": lambda held: held["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 4), float("inf")),
 }
-
-
-@pytest.mark.parametrize("fault", BAD)
-async def test_a_version_that_does_not_fit_is_refused_while_requests_go_on(world: World, fault: str) -> None:
-    version = world.write(BAD[fault])
-    task = await during(world, 200, 8)
-    with pytest.raises(Failed, match="collective_rpc: 500"):
-        await world.live.calls(world.live.dialect.prefetch(version))
-    assert (await task).runs == [(0, world.number)]
-    await world.matches()
 
 
 async def test_a_cut_file_is_refused_before_anything_is_changed(world: World) -> None:
@@ -220,16 +163,6 @@ async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(wor
     await world.matches()
 
 
-async def test_abort_returns_what_there_is(world: World) -> None:
-    task = await during(world, 900, 40)
-    async with asyncio.timeout(1):
-        await world.live.calls(world.live.dialect.abort("flight"))
-        done = await task
-    assert done.finish == "abort"
-    assert 40 <= len(done.tokens) < 900
-    assert np.abs(forward(world.models[world.number], PROMPT, done.tokens.tolist()) - done.logprobs).max() < CLOSE
-
-
 async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world: World) -> None:
     task = await during(world, 900, 40)
     await world.live.calls(world.live.dialect.pause("abort"))
@@ -245,68 +178,6 @@ async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world
     assert not held.done()
     await world.live.calls(world.live.dialect.resume())
     assert len((await held).tokens) == 5
-
-
-@pytest.mark.parametrize("level", [0, 1])
-async def test_sleep_holds_requests_until_it_wakes(world: World, level: Any) -> None:
-    await world.live.calls(world.live.dialect.sleep(level))
-    await world.live.call(world.live.dialect.ready())
-    held = asyncio.create_task(world.live.generate(request("held", PROMPT, 5), world.number))
-    await world.live.calls(world.live.dialect.wake(("weights", "kv_cache")))
-    assert len((await held).tokens) == 5
-
-
-def write_adapter(folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """A PEFT folder over two matrices; returns what it adds to them."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    held, added = {}, {}
-    for name, (rows, columns) in {
-        "model.layers.0.self_attn.q_proj": (128, 128),
-        "model.layers.1.mlp.down_proj": (128, 192),
-    }.items():
-        down, up = (torch.randn(size, generator=generator) * 0.1 for size in ((4, columns), (rows, 4)))
-        held[f"base_model.model.{name}.lora_A.weight"] = down.bfloat16()
-        held[f"base_model.model.{name}.lora_B.weight"] = up.bfloat16()
-        added[f"{name}.weight"] = 2 * up.bfloat16().float() @ down.bfloat16().float()
-    save_file(held, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "task_type": "CAUSAL_LM"}))
-    return added
-
-
-def with_adapter(world: World, added: dict[str, torch.Tensor]) -> Any:
-    model = copy.deepcopy(world.models[world.number])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in added:
-                parameter.add_(added[name])
-    return model
-
-
-async def test_adapters_are_loaded_swapped_and_survive_an_update(world: World, tmp_path: Path) -> None:
-    dialect = world.live.dialect
-    adapters = {name: write_adapter(tmp_path / name, seed) for name, seed in (("policy-1", 1), ("policy-2", 2))}
-
-    async def close(name: str) -> None:
-        done = await world.live.generate(request("l", PROMPT, 40, adapter=name), world.number)
-        expected = forward(with_adapter(world, adapters[name]), PROMPT, done.tokens.tolist())
-        assert np.abs(expected - done.logprobs).max() < 2 * CLOSE
-        plain = forward(world.models[world.number], PROMPT, done.tokens.tolist())
-        assert np.abs(plain - done.logprobs).max() > 5 * CLOSE
-
-    for name in adapters:
-        await world.live.call(dialect.load_adapter(name, tmp_path / name))
-        await close(name)
-    with pytest.raises(Failed, match="400"):
-        await world.live.call(dialect.load_adapter("policy-1", tmp_path / "policy-1"))
-    await world.live.call(dialect.unload_adapter("policy-1"))
-    await world.live.call(dialect.unload_adapter("policy-1"))
-    with pytest.raises(Failed, match="404"):
-        await world.live.generate(request("l", PROMPT, 4, adapter="policy-1"), world.number)
-    await world.publish()
-    await close("policy-2")
-    await world.matches()
 
 
 async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(world: World) -> None:

@@ -17,7 +17,7 @@ from streamrl.producers.engines.contract import Completion
 from streamrl.weight_sync.version import Version
 
 VOCABULARY: Final = 320
-CONTEXT: Final = 2048
+CONTEXT: Final = 4096
 PAD, BOS, EOS, STOP = 0, 1, 2, 5
 FIRST_PLAIN: Final = 8
 """Tokens from here on mean nothing in particular: prompts are drawn of them."""
