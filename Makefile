@@ -59,10 +59,12 @@ test: setup
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu"
 
 # Servers and chaos want the machine for themselves: alone, and not in parallel.
-test-all: environments
-	$(BIN)/pytest -n $(WORKERS) -m "not chaos and not engines and not gpu"
+test-slow: environments
+	$(BIN)/pytest -n $(WORKERS) -m "slow and not chaos and not engines and not gpu"
 	$(BIN)/pytest -m "engines and not gpu"
 	$(BIN)/pytest -m "chaos and not engines and not gpu"
+
+test-all: test test-slow
 
 lint: setup
 	$(BIN)/ruff check .
@@ -74,4 +76,4 @@ lint: setup
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo environments engines test test-all lint clean
+.PHONY: help setup demo environments engines test test-slow test-all lint clean

@@ -1,0 +1,29 @@
+"""`streamrl engines check`: what it finds, what it says, and what it says without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .run_kit import cli, data_of, process
+
+
+@pytest.mark.slow
+def test_the_engine_in_this_process_can_what_it_should():
+    done = process("engines", "check", "hf", "--json", env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    data = data_of(done.stdout, "streamrl.engines.check/1")
+    found = {finding["name"]: finding["verdict"] for finding in data["findings"]}
+    assert (data["kind"], data["environment"], data["ok"]) == ("hf", None, True)
+    assert found.pop("LoRA adapters") == "no"
+    assert set(found.values()) == {"yes"}
+    assert len(found) >= 9
+
+
+def test_without_an_environment_it_names_the_command_that_makes_one(tmp_path: Path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "streamrl-engine.unfinished.json").write_text("{}")
+    done = cli("engines", "check", "vllm", env={"STREAMRL_ENGINES": str(tmp_path)})
+    assert done.returncode == 78
+    assert "streamrl engines install vllm" in done.stderr
