@@ -312,7 +312,10 @@ class SupervisorConfig(Section):
     window: Duration = Field(600.0, description="time over which restarts are counted")
     backoff: Duration = Field(0.5, description="first pause before a restart, doubled each time, full jitter")
     max_backoff: Duration = Field(30.0, description="longest pause before a restart")
-    start_deadline: Duration = Field(300.0, description="longest time from start to ready of one role")
+    start_deadline: Duration = Field(
+        300.0,
+        description="longest time from start to ready of one role; a replica on servers also has engine.start_deadline",
+    )
     drain_deadline: Duration = Field(60.0, description="longest time of the whole drain after the first Ctrl-C")
     liveness_deadline: Duration = Field(60.0, description="a ready role whose event loop is silent this long is killed")
     term_grace: Duration = Field(10.0, description="time between SIGTERM and SIGKILL when a role has to go")

@@ -39,6 +39,7 @@ class UnitSpec:
             start of the unit (the ranks of one start find each other by it).
         finishes: whether exit code 0 without being asked is the end of its work.
         probe: for a process that cannot say itself that it is ready: returns when it is, and is called at each start.
+        start_seconds: that it may take to be ready, where that is longer than `supervisor.start_deadline`.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class UnitSpec:
     command: Callable[[int, str], Command]
     finishes: bool = False
     probe: Callable[[], Awaitable[None]] | None = None
+    start_seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -80,7 +82,13 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: range | list[int
         return _command(run_dir, kind, indices[position], env)
 
     names = tuple(f"{kind}.{index}" for index in indices)
-    return UnitSpec(kind, names, command, finishes=kind in _FINISHES)
+    return UnitSpec(kind, names, command, finishes=kind in _FINISHES, start_seconds=_start_seconds(config, kind))
+
+
+def _start_seconds(config: RunConfig, kind: str) -> float:
+    """A replica is ready when its first server is, and when that has the weights."""
+    serverless = kind != "rollout" or (config.engine.kind == "hf" and not config.engine.url)
+    return 0.0 if serverless else config.engine.start_deadline + config.weights.deadline
 
 
 def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> Command:

@@ -250,6 +250,7 @@ class Unit:
             for name in self.spec.processes:
                 self._ready(name)
         looked = self._now()
+        deadline = max(self._config.start_deadline, self.spec.start_seconds)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             now = self._now()
@@ -259,8 +260,8 @@ class Unit:
                 for process in self._processes.values():
                     process.beat_at = None if process.beat_at is None else now
             looked = now
-            if self.instance.state is State.STARTING and now - started > self._config.start_deadline:
-                self._give_up(f"not ready within {self._config.start_deadline:g} s")
+            if self.instance.state is State.STARTING and now - started > deadline:
+                self._give_up(f"not ready within {deadline:g} s")
                 return
             for name, process in self._processes.items():
                 silent = now - process.beat_at if process.beat_at is not None else 0.0

@@ -166,3 +166,17 @@ def test_a_foreign_redis_is_not_started_and_a_dry_run_starts_nothing(home):
     lines = describe(loaded(home).config, home / "runs" / "t")
     assert [line.split(":")[0] for line in lines] == ["redis", "learner.0", "rollout.0", "reward.0", "feeder.0"]
     assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ([], 0),
+        (["engine.kind=vllm", "engine.start_deadline=10m", "weights.deadline=100"], 700),
+        (["engine.url=[http://host:1]", "engine.start_deadline=50", "weights.deadline=100"], 150),
+    ],
+)
+def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, seconds):
+    units = {unit.kind: unit for unit in plan(loaded(home, *overrides).config, home)}
+    assert units["rollout"].start_seconds == seconds
+    assert units["learner"].start_seconds == 0
