@@ -28,17 +28,22 @@ def take_spare(spare: Path, path: Path) -> int | None:
     except OSError:
         return None
     try:
-        return _size_if_unread(path)
+        size = _size_if_unread(path)
     except OSError:
+        size = None
+    if size is None:
         path.unlink(missing_ok=True)
-        return None
+    return size
 
 
-def _size_if_unread(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def _size_if_unread(path: Path) -> int | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        found = os.fstat(descriptor)
+        if found.st_nlink > 1:  # it has another name after all
+            return None
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return os.fstat(descriptor).st_size
+        return found.st_size
     finally:
         os.close(descriptor)

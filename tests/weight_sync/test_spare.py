@@ -190,3 +190,13 @@ def test_where_the_kernel_grants_no_leases_nothing_is_taken(tmp_path, monkeypatc
     (tmp_path / "old").write_bytes(b"old")
     assert take_spare(tmp_path / "old", tmp_path / "new") is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_with_another_name_is_left_alone(tmp_path):
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "kept").hardlink_to(tmp_path / "old")
+    assert take_spare(tmp_path / "old", tmp_path / "new") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    (tmp_path / "symbolic").symlink_to(tmp_path / "kept")
+    assert take_spare(tmp_path / "symbolic", tmp_path / "new") is None
+    assert (tmp_path / "kept").read_bytes() == b"old"
