@@ -20,6 +20,7 @@ from streamrl.learner.parts import Parts
 from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync import Follower
+from streamrl.weight_sync.bearer import make_token
 from streamrl.weight_sync.catalog import versions
 from streamrl.weight_sync.mapping import map_version
 from streamrl.weight_sync.pinned import pin
@@ -155,6 +156,7 @@ def test_an_error_that_nobody_thought_of_is_told_to_rank_0_at_once(tmp_path, mon
 async def test_a_learner_serves_its_versions_over_http(run):
     """From the learner's process to a follower that sees nothing of its files."""
     config = run.configure(steps=None, weights={"transport": "http"})
+    make_token(run.run_dir)  # as `streamrl up` does before any role starts
     applied: dict[int, set[str]] = {}
 
     async def apply(version) -> None:
