@@ -229,9 +229,10 @@ class Examination:
             began = time.monotonic()
             count = await self._running.abort("long")
             done = await task
+            took = time.monotonic() - began
         if (count, done.finish) != (1, "abort") or not 0 < len(done.tokens) < _LONG:
             raise Unexpected(f"{count} ended, finish {done.finish}, {len(done.tokens)} tokens")
-        return f"{self._judge(done, prompt, 3)}, returned after {1000 * (time.monotonic() - began):.0f} ms"
+        return f"{self._judge(done, prompt, 3)}, returned after {1000 * took:.0f} ms"
 
     async def _pause(self) -> str:
         prompt = _prompt(7)
