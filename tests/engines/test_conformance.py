@@ -75,6 +75,7 @@ async def test_the_listener_hears_what_the_result_will_hold(bench: Bench):
 
 async def test_one_request_shows_two_versions_without_an_abort(bench: Bench):
     before, tokens = bench.number, prompt(7)
+    await bench.prepare(1)
     begun = bench.begin(tokens)
     first = await begun[1].at_least(2 * INTERVAL)
     after = await bench.apply()

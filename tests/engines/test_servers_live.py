@@ -127,6 +127,7 @@ async def test_an_engine_on_a_server_that_runs_already(place: Place):
     await engine.start()
     try:
         bench = place.bench(engine)
+        await bench.prepare(1)
         task, heard, _ = bench.begin(prompt(1))
         await heard.at_least(2 * INTERVAL)
         await bench.apply()
