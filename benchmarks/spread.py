@@ -32,4 +32,4 @@ def table(title: str, figures: dict[str, Any], indent: str = "  ") -> None:
         elif isinstance(value, dict):
             table(name, value, indent + "  ")
         else:
-            print(f"{indent}{name:44} {value!s:>10}")
+            print(f"{indent}{name:44} {' '.join(map(str, value)) if isinstance(value, list) else value:>10}")

@@ -3,7 +3,8 @@
 The plain copy takes the same bytes over the same road: into new files in /dev/shm of the same sizes, from there into
 tensors of the same shapes, the files of the copy before last removed as the publisher removes its own. It has no names,
 no checksums, no manifest, and looks at no value. It is made in both ways that there are, through a mapping and by reads
-into the tensors; the ratio is that to the faster one.
+into the tensors; the ratio is that to the faster one. Its files are always new; those of the publisher are, from the
+third version on, the files of versions that were removed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from streamrl.weight_sync.safetensors_file import raw
 from streamrl.weight_sync.version import Version
 
 SHM = Path("/dev/shm")
+NEW = 2
+"""Versions of a run that are written into new files; the later ones are written over those of removed versions."""
 
 
 class Stream:
@@ -194,13 +197,15 @@ async def measure(folder: Path, size: int, dtype: str, rounds: int, threads: int
 
 
 async def alternate(road: Road, plain: PlainCopy, rounds: int, total: int) -> dict[str, Any]:
-    ours, mapped, read = [], [], []
+    first, ours, mapped, read = [], [], [], []
     memory = memcpy_speed(total)
-    for number in range(rounds + 1):
+    for number in range(rounds + NEW):
         for tensor in road.weights.values():
             tensor.neg_()  # so that a version that did not arrive is noticed
         times = [await road.send(), plain.send("mapped"), plain.send("read")]
-        if number:  # the first one only warms up
+        if number < NEW:
+            first.append(times[0]["all"])
+        else:
             ours.append(times[0])
             mapped.append(times[1])
             read.append(times[2])
@@ -208,6 +213,7 @@ async def alternate(road: Road, plain: PlainCopy, rounds: int, total: int) -> di
     seconds = [one["all"] for one in ours]
     return {
         "seconds": spread(seconds),
+        "seconds_of_the_first_two_versions": [float(f"{one:.4g}") for one in first],
         "publish_seconds": spread([one["publish"] for one in ours]),
         "plain_mapped_seconds": spread(mapped),
         "plain_read_seconds": spread(read),
