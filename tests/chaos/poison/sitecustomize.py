@@ -13,12 +13,12 @@ if "rollout" in getattr(sys, "orig_argv", []):
 
     generate = Replica._generate
 
-    async def poisoned(self, prompt):
+    async def poisoned(self, lease, prompt):
         fault = prompt.metadata.get("poison")
         if fault == "kill rollout":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "break rollout":
             raise RuntimeError("played: the engine fails on this prompt")
-        return await generate(self, prompt)
+        return await generate(self, lease, prompt)
 
     Replica._generate = poisoned
