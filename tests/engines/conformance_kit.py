@@ -33,7 +33,7 @@ LORA_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_config(kind: str, folder: Path, *, deadline: float = 30.0, **engine: Any) -> RunConfig:
+def run_config(kind: str, folder: Path, *, deadline: float = 20.0, **engine: Any) -> RunConfig:
     """A run on the tiny model in `folder`, which is made when it is not there."""
     if not (folder / "model").exists():
         tiny.make_model(folder / "model")
