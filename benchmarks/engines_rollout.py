@@ -54,16 +54,35 @@ class Load:
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens per second, and microseconds of processor time that the driving process spent on each."""
+    """Tokens per second, and microseconds of processor time for each: of the driving process, and of all together.
+
+    The processor time of all, server and Redis included, says on a machine without spare cores what the speed says on
+    one where nothing else runs.
+    """
 
     tokens: float
-    cost: float
+    driver: float
+    together: float
 
 
 def cpu_seconds(pid: int) -> float:
     """Processor time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return _times(Path(f"/proc/{pid}/stat").read_text())[0]
+
+
+def cpu_seconds_of_group(group: int) -> float:
+    """Processor time of all processes of a process group."""
+    found = 0.0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            seconds, its_group = _times(path.read_text())
+            found += seconds if its_group == group else 0.0
+    return found
+
+
+def _times(stat: str) -> tuple[float, int]:
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[2])
 
 
 def run_config(kind: str, model: Path, width: int, tokens: int, context: int, url: str = "") -> RunConfig:
@@ -81,11 +100,12 @@ def run_config(kind: str, model: Path, width: int, tokens: int, context: int, ur
 
 
 @contextlib.asynccontextmanager
-async def server(config: RunConfig, folder: Path) -> AsyncIterator[str]:
+async def server(config: RunConfig, folder: Path) -> AsyncIterator[ManagedServer]:
     """A server as streamrl starts it."""
     started = ManagedServer(make_dialect(config), config, folder, "server", seed=1)
     try:
-        yield await started.start()
+        await started.start()
+        yield started
     finally:
         await started.stop()
 
@@ -97,10 +117,11 @@ async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str,
     config = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT)
     prompts = make_prompts(config, folder)
     ours, bare = [], []
-    async with server(config, folder) as url:
+    async with server(config, folder) as started:
+        url = started.url
         external = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT, url)
         dialect, client = make_dialect(external), HttpClient(url)
-        counter = Counter(dialect, client)
+        counter = Counter(dialect, client, started.pid or 0)
         try:
             async with replica(external, folder, prompts, counter) as driven:
                 for number in range(rounds + 1):
@@ -114,8 +135,11 @@ async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str,
         "tokens_per_second": spread([one.tokens for one in ours]),
         "bare_tokens_per_second": spread([one.tokens for one in bare]),
         "ratio_to_bare": ratios([one.tokens for one in ours], [one.tokens for one in bare]),
-        "replica_microseconds_per_token": spread([one.cost for one in ours]),
-        "bare_microseconds_per_token": spread([one.cost for one in bare]),
+        "replica_microseconds_per_token": spread([one.driver for one in ours]),
+        "bare_microseconds_per_token": spread([one.driver for one in bare]),
+        "all_microseconds_per_token": spread([one.together for one in ours]),
+        "bare_all_microseconds_per_token": spread([one.together for one in bare]),
+        "ratio_of_processor_time": ratios([one.together for one in bare], [one.together for one in ours]),
     }
 
 
@@ -134,24 +158,36 @@ def make_prompts(config: RunConfig, folder: Path) -> list[bytes]:
 class Counter:
     """What the server says of itself."""
 
-    def __init__(self, dialect: Dialect, client: HttpClient) -> None:
-        self._dialect, self._client = dialect, client
+    def __init__(self, dialect: Dialect, client: HttpClient, group: int) -> None:
+        self._dialect, self._client, self._group = dialect, client, group
 
     async def figures(self) -> Figures:
         """Requests running and waiting, and tokens sampled since its start."""
         return self._dialect.read_figures(await self._client.call(self._dialect.figures(), 10.0))
 
-    async def rate(self, load: Load, pid: int) -> Rate:
-        """Count tokens from the moment on that all places are taken, and the processor time of whoever drives."""
+    async def rate(self, load: Load, driver: int, *others: int) -> Rate:
+        """Count tokens from the moment on that all places are taken, and processor time.
+
+        Args:
+            load: how long.
+            driver: process that sends the requests.
+            others: processes that it needs, but for the server.
+        """
         begin = time.perf_counter()
         while (await self.figures()).running < load.width:
             assert time.perf_counter() - begin < START_SECONDS
             await asyncio.sleep(0.1)
         await asyncio.sleep(load.settle)
-        before, at, used = (await self.figures()).tokens_sampled, time.perf_counter(), cpu_seconds(pid)
+        before = await self._look(driver, *others)
         await asyncio.sleep(load.seconds)
-        after, then, used = (await self.figures()).tokens_sampled, time.perf_counter(), cpu_seconds(pid) - used
-        return Rate((after - before) / (then - at), 1e6 * used / (after - before))
+        after = await self._look(driver, *others)
+        tokens, seconds, driving, helping, serving = (b - a for a, b in zip(before, after, strict=True))
+        return Rate(tokens / seconds, 1e6 * driving / tokens, 1e6 * (driving + helping + serving) / tokens)
+
+    async def _look(self, driver: int, *others: int) -> list[float]:
+        tokens = (await self.figures()).tokens_sampled
+        helping = sum(map(cpu_seconds, others))
+        return [tokens, time.perf_counter(), cpu_seconds(driver), helping, cpu_seconds_of_group(self._group)]
 
     async def idle(self) -> None:
         """Return when nothing is at the server."""
@@ -170,6 +206,10 @@ class Driven:
     async def _waiting(self) -> int:
         return await self._ledger.connection.read("XLEN", self._ledger.keys.prompts)
 
+    async def _redis(self) -> int:
+        text = await self._ledger.connection.read("INFO", "server")
+        return int(next(line for line in text.splitlines() if line.startswith(b"process_id")).partition(b":")[2])
+
     async def _feed(self, groups: int) -> None:
         bounds = {"samples": GROUP, "min_group": 1, "budget": 1 << 30, "hard_cap": 1 << 30, "max_dead": 1 << 20}
         while True:
@@ -183,7 +223,7 @@ class Driven:
         """One run of the replica."""
         feeding = asyncio.create_task(self._feed(3 * max(1, load.width // GROUP)))
         try:
-            return await self._counter.rate(load, self._pid)
+            return await self._counter.rate(load, self._pid, await self._redis())
         finally:
             feeding.cancel()
             while await self._waiting():  # noqa: ASYNC110  (it is another process)

@@ -45,4 +45,4 @@ def test_engines(tmp_path):
     sizes = ["--rounds", "1", "--seconds", "1", "--settle", "0", "--width", "8", "--tokens", "16", "--size", "0.002"]
     found = run("engines.py", "--kinds", "vllm", *sizes, path=tmp_path / "e.json")
     assert found["vllm"]["rollout"]["ratio_to_bare"]["median"] > 0
-    assert found["vllm"]["pause"]["ratio_pause_to_update"]["median"] >= 1
+    assert found["vllm"]["pause"]["ratio_still_to_update"]["median"] >= 1
