@@ -85,10 +85,9 @@ def describe(event: Event) -> tuple[str, bool]:
     if isinstance(event, LogLine) and not event.tail:
         record = _record(event.line)
         if record.get("level") in _LOUD:
-            words = [
-                str(record.get("event", "")),
-                *(_ends(record[key]) for key in ("server", "why") if record.get(key)),
-            ]
+            # What ended a role stands in the supervisor's own line.
+            details = ("server", "why") if record["level"] == "warning" else ("server",)
+            words = [str(record.get("event", "")), *(_ends(record[key]) for key in details if record.get(key))]
             return printable(f"{event.role}: {', '.join(words)}"), record["level"] != "warning"
     return "", False
 

@@ -14,6 +14,7 @@ from replica_kit import Faulty, Learner, admit, check_sample, emitted, samples_o
 from streamrl.producers.engines import make_engine
 from streamrl.producers.replica import Replica, run_rollout
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues.keys import GROUP
 from streamrl.wire import Prompt, Sample, decode
 
 
@@ -148,16 +149,24 @@ async def test_servers_die_come_back_are_added_and_removed_while_a_replica_works
         learner = Learner(run, ledgers)
         await learner.hands.fence()
         await learner.publish(1)
-        await admit(run, ledgers.train, 5, samples=4)
         async with run.running(run_rollout, "rollout.0", ledgers) as (role, _):
-            await until(lambda: role.status.get("running", 0) > 4, 60)
+
+            async def working():
+                return (await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, GROUP))[0] > 0
+
+            await admit(run, ledgers.train, 2, samples=4)
+            await until(working, 60)
             await ledgers.servers.enlist(second, present=True)
             await until(lambda: role.status.get("servers") == 2, 60)
+            await admit(run, ledgers.train, 2, samples=4)
+            await until(working, 60)
             servers.kill(first)
-            await until(lambda: emitted(ledgers.train, 8), 60)
+            await until(lambda: emitted(ledgers.train, 16), 60)
             servers.start(first)
             await learner.publish(2)
             await until(lambda: role.status.get("servers") == 2, 60)
+            await admit(run, ledgers.train, 1, samples=4)
+            await until(working, 60)
             await ledgers.servers.enlist(second, present=False)
             await until(lambda: emitted(ledgers.train, 20), 60)
 
