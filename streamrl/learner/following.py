@@ -32,7 +32,7 @@ class FollowingRank:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, ledger: Ledger, trainer: Trainer, torch: TorchThread) -> None:
-        self._scale_by_std = config.learner.loss.scale_by_std
+        self._scale_by_std = config.learner.advantage.args.get("scale_by_std", True)
         self._run_dir, self._ledger = run_dir, ledger
         self._trainer, self._torch = trainer, torch
         self._checkpoints = Checkpoints(run_dir / "checkpoints")

@@ -209,7 +209,7 @@ class Intake:
             await self._bury(closed.gid, f"learner: {closed.crashes} learners died in steps with this group")
             return None
         try:
-            scale = self._config.learner.loss.scale_by_std
+            scale = self._config.learner.advantage.args.get("scale_by_std", True)
             return open_group(closed, scale_by_std=scale, misfit=self._misfit)
         except Unusable as error:
             await self._bury(closed.gid, error.message)

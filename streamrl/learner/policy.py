@@ -295,15 +295,12 @@ class Policy:
         if not len(part.samples):
             torch.autograd.backward(logprobs.sum() * 0)
             return
-        limits = self.config.learner.loss
         loss = decoupled_ppo(
             logprobs,
             logprobs.detach(),
             self._to_device(part.behaviour_logprobs),
             self._to_device(part.advantages),
-            clip_low=limits.clip_low,
-            clip_high=limits.clip_high,
-            importance_cap=limits.importance_cap,
+            **self.config.learner.loss.args,
         )
         torch.autograd.backward(loss.per_token.sum())
         self._sums += loss.sums

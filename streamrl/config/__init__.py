@@ -7,69 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlparse
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 1000,
-    "mb": 1000**2,
-    "gb": 1000**3,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-}
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def _size(value: Any) -> Any:
-    """Accept `512MiB` next to a plain number of bytes."""
-    if not isinstance(value, str):
-        return value
-    digits = value.strip().rstrip("bBkKmMgGiI ")
-    unit = value.strip()[len(digits) :].strip().lower()
-    if unit not in _UNITS:
-        raise ValueError(f"{value!r} is no size (write 512MiB, 8GiB or a number of bytes)")
-    return int(float(digits) * _UNITS[unit])
-
-
-def _duration(value: Any) -> Any:
-    """Accept `10m` next to a plain number of seconds."""
-    if not isinstance(value, str):
-        return value
-    digits = value.strip().rstrip("mshd ")
-    unit = value.strip()[len(digits) :].strip()
-    if not unit:
-        return float(digits)
-    if unit not in _SECONDS:
-        raise ValueError(f"{value!r} is no duration (write 500ms, 30s, 10m or a number of seconds)")
-    return float(digits) * _SECONDS[unit]
-
-
-def _server_url(value: str) -> str:
-    """Return the URL of a server as its name: without a slash at the end, and without a secret."""
-    parts = urlparse(value)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{value!r} is no URL of a server (write http://HOST:PORT)")
-    if parts.username or parts.password:
-        raise ValueError("a URL with a password is shown to everybody: put the key into engine.api_key_file")
-    return value.rstrip("/")
-
-
-Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-ServerUrl = Annotated[str, AfterValidator(_server_url)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
+from streamrl.config.learner import CheckpointConfig, LearnerConfig
 
 
 class RedisConfig(Section):
@@ -216,58 +158,6 @@ class RewardWorkerConfig(Section):
     deadline: Duration = Field(30.0, description="longest time for one sample and one attempt")
     attempts: Positive = Field(3, description="attempts per sample before it is a dead letter")
     backoff: Duration = Field(0.5, description="first pause between attempts, doubled each time, with full jitter")
-
-
-class LossConfig(Section):
-    """Decoupled PPO objective with truncated importance sampling (docs/algorithms.md)."""
-
-    clip_low: Fraction = Field(0.2, description="ratio clip below 1")
-    clip_high: Annotated[float, Field(ge=0, le=10)] = Field(0.28, description="ratio clip above 1")
-    importance_cap: Annotated[float, Field(ge=1, le=100)] = Field(
-        2.0, description="upper bound C of the token importance weight min(rho, C)"
-    )
-    scale_by_std: bool = Field(True, description="divide group advantages by their standard deviation (GRPO)")
-
-
-class LearnerConfig(Section):
-    """The learner: FSDP over any number of ranks."""
-
-    ranks: Positive = Field(1, description="processes; each holds an equal share of every parameter")
-    groups_per_step: Positive = Field(8, description="complete groups in one update")
-    steps: Positive | None = Field(None, description="updates of the run; empty: until the data ends")
-    stop_at_accuracy: Fraction | None = Field(None, description="end when held-out accuracy reaches this")
-    lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="AdamW learning rate")
-    warmup_steps: Natural = Field(0, description="steps of linear warm-up")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW weight decay")
-    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradient norm limit")
-    loss: LossConfig = Field(default_factory=LossConfig)
-    order: Literal["oldest", "strict"] = Field(
-        "oldest", description="oldest: oldest complete groups; strict: wait for the oldest live groups"
-    )
-    max_token_staleness: Natural | None = Field(
-        None,
-        description="a group with a token older than this many steps is dropped; empty: 4 x (max_staleness + 1)",
-    )
-    tokens_per_microbatch: Positive = Field(4096, description="tokens, padding included, of one forward pass per rank")
-    share_prompts: bool = Field(
-        True, description="compute a prompt once for the responses of its group, where model and lengths allow it"
-    )
-    logprob_chunk: Positive = Field(2048, description="tokens whose logits exist at the same time")
-    matmul_precision: Literal["highest", "high", "medium"] = Field(
-        "highest", description="torch float32 matmul precision; medium uses oneDNN on CPUs"
-    )
-    device: str = Field("auto", description="auto, cpu or cuda")
-    threads: Positive | None = Field(None, description="CPU threads per rank; empty: torch's choice")
-    collective_deadline: Duration = Field(300.0, description="longest wait of one rank for the others")
-    max_group_crashes: Positive = Field(3, description="learner crashes in steps with a group before it is dead")
-
-
-class CheckpointConfig(Section):
-    """Durable checkpoints."""
-
-    every: Positive = Field(10, description="steps between checkpoints")
-    keep: Positive = Field(2, description="newest checkpoints kept")
 
 
 class DeltaConfig(Section):

@@ -1,0 +1,68 @@
+"""Types of configuration values and the base of all sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from urllib.parse import urlparse
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _size(value: Any) -> Any:
+    """Accept `512MiB` next to a plain number of bytes."""
+    if not isinstance(value, str):
+        return value
+    digits = value.strip().rstrip("bBkKmMgGiI ")
+    unit = value.strip()[len(digits) :].strip().lower()
+    if unit not in _UNITS:
+        raise ValueError(f"{value!r} is no size (write 512MiB, 8GiB or a number of bytes)")
+    return int(float(digits) * _UNITS[unit])
+
+
+def _duration(value: Any) -> Any:
+    """Accept `10m` next to a plain number of seconds."""
+    if not isinstance(value, str):
+        return value
+    digits = value.strip().rstrip("mshd ")
+    unit = value.strip()[len(digits) :].strip()
+    if not unit:
+        return float(digits)
+    if unit not in _SECONDS:
+        raise ValueError(f"{value!r} is no duration (write 500ms, 30s, 10m or a number of seconds)")
+    return float(digits) * _SECONDS[unit]
+
+
+def _server_url(value: str) -> str:
+    """Return the URL of a server as its name: without a slash at the end, and without a secret."""
+    parts = urlparse(value)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{value!r} is no URL of a server (write http://HOST:PORT)")
+    if parts.username or parts.password:
+        raise ValueError("a URL with a password is shown to everybody: put the key into engine.api_key_file")
+    return value.rstrip("/")
+
+
+Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
