@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from streamrl.config import LearnerConfig
+from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamrl.config import LearnerConfig
+from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError, DeadlineExceeded, Unreachable
 
 RENDEZVOUS = "STREAMRL_RENDEZVOUS"
