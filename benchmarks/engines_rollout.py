@@ -19,12 +19,12 @@ import orjson
 from spread import ratios, spread
 
 from streamrl.config import RunConfig
+from streamrl.http import HttpClient
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Request
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.dialect import Dialect, Figures
 from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.http import HttpClient
 from streamrl.producers.servers.managed import ManagedServer
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers

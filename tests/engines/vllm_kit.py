@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from streamrl.config import RunConfig
+from streamrl.http import Call
 from streamrl.producers.engines.contract import Completion, Request
-from streamrl.producers.servers.dialect import Call
 from streamrl.producers.servers.vllm import VllmDialect
 from streamrl.weight_sync.version import Version
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
+from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers.dialect import PROBE, About, Dialect
-from streamrl.producers.servers.http import BadAnswer, HttpClient, Lost
 
 logger = logging.getLogger(__name__)
 PATIENCE: Final = 15.0

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from streamrl.errors import DataError, Refused, StreamrlError, Unreachable, WeightsError, WireError
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
 from streamrl.producers.engines.contract import MemoryTag, PauseMode
-from streamrl.producers.servers.dialect import Call, Dialect
+from streamrl.producers.servers.dialect import Dialect
 from streamrl.producers.servers.flights import Flight
-from streamrl.producers.servers.http import BadAnswer, BadRequest, HttpClient, Lost
 from streamrl.producers.servers.watchdog import Watchdog
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.version import Version

@@ -6,39 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Protocol
 
+from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.weight_sync.version import Version
 
 PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 """Text whose token ids tell whether a server has the tokenizer of the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One HTTP request to a server.
-
-    Attributes:
-        method: of HTTP.
-        path: below the server's URL, with its leading slash.
-        body: sent as JSON; None: no body.
-        query: of the URL.
-        repeatable: may be sent again when nobody knows whether the server got it. A call that is not is sent again only
-            after an answer that says it was not carried out (503).
-        missing_ok: 404 counts as an empty answer: older servers do not have the route.
-        optional: so does any other error that the server answers: it need not be able to say.
-    """
-
-    method: Literal["GET", "POST"]
-    path: str
-    body: Mapping[str, Any] | None = None
-    query: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = False
-    missing_ok: bool = False
-    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ import torch
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, StreamrlError, WeightsError
+from streamrl.http import HttpClient
 from streamrl.producers.engines.contract import Completion, Engine, Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.http import HttpClient
 from streamrl.producers.servers.managed import ManagedServer
 from streamrl.producers.servers.server import ServerEngine
 

@@ -17,9 +17,9 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
+from streamrl.http import HttpClient
 from streamrl.producers.servers import keeper
 from streamrl.producers.servers.dialect import Dialect, Launch
-from streamrl.producers.servers.http import HttpClient
 from streamrl.producers.servers.ports import free_port, listens
 
 logger = logging.getLogger(__name__)

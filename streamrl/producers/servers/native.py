@@ -13,8 +13,9 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import DataError, WeightsError, WireError
+from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
-from streamrl.producers.servers.dialect import About, Call, Chunk, Figures, Launch
+from streamrl.producers.servers.dialect import About, Chunk, Figures, Launch
 from streamrl.weight_sync.version import Version
 
 SOFTWARE: Final = "streamrl"

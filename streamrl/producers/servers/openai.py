@@ -23,8 +23,9 @@ from typing import Any, ClassVar, Final, Literal
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request
-from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
+from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
 from streamrl.weight_sync.version import Version
 
 _COMPLETIONS: Final = "/v1/completions"

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
+from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.producers.engines.contract import (
     Completion,
     EngineLoad,
@@ -31,7 +32,6 @@ from streamrl.producers.servers.connect import Facts, connect
 from streamrl.producers.servers.controls import Controls
 from streamrl.producers.servers.dialect import Dialect, Figures
 from streamrl.producers.servers.flights import Flight, ServerDied
-from streamrl.producers.servers.http import BadAnswer, HttpClient, Lost
 from streamrl.producers.servers.life import Life
 from streamrl.producers.servers.managed import ManagedServer
 from streamrl.producers.servers.watchdog import Watchdog

@@ -21,9 +21,10 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import DataError, Refused, StreamrlError, WireError
+from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.command_line import merged
-from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
+from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
 from streamrl.producers.servers.plugin_source import describe_version
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, on_cpu, wants_memory_saver
 from streamrl.weight_sync.version import Version

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Final, Literal
 
 from streamrl.config import RunConfig
 from streamrl.errors import DataError, Refused, WireError
+from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.command_line import merged, words
-from streamrl.producers.servers.dialect import PROBE, About, Call, Chunk, Figures, Launch
+from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
 from streamrl.producers.servers.environments import find_environment, has_gpu
 from streamrl.producers.servers.plugin_source import describe_version
 from streamrl.weight_sync.version import Version

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 if TYPE_CHECKING:
-    from streamrl.producers.servers.dialect import Call
+    from streamrl.http import Call
 
 logger = logging.getLogger(__name__)
 _START_SECONDS = 15.0

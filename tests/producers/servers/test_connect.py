@@ -8,8 +8,9 @@ import pytest
 from test_server import config, engine_on
 from toy import Toy, make_dialect
 
+from streamrl import http
 from streamrl.errors import ConfigError, Unreachable
-from streamrl.producers.servers import connect, http
+from streamrl.producers.servers import connect
 from streamrl.producers.servers.dialect import PROBE
 from streamrl.producers.servers.server import ServerEngine
 from streamrl.producers.tokenizer import Tokenizer

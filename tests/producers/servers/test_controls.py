@@ -8,8 +8,9 @@ import pytest
 from test_server import config, engine_on, engine_on_stepped, heard, request, version
 from toy import Toy, make_dialect, until
 
+from streamrl import http
 from streamrl.errors import Refused, Unreachable, WeightsError
-from streamrl.producers.servers import http, server
+from streamrl.producers.servers import server
 from streamrl.producers.servers.server import ServerDied
 
 

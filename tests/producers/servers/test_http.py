@@ -11,10 +11,9 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl import http
 from streamrl.errors import DataError, Unreachable, WireError
-from streamrl.producers.servers import http
-from streamrl.producers.servers.dialect import Call
-from streamrl.producers.servers.http import BadAnswer, BadRequest, Events, HttpClient, Lost
+from streamrl.http import BadAnswer, BadRequest, Call, Events, HttpClient, Lost
 
 GET = Call("GET", "/x", repeatable=True)
 POST = Call("POST", "/x", {"a": 1})

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from toy import VOCABULARY, Toy, make_dialect, serving, until
 
+from streamrl import http
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.producers.engines.contract import Request
-from streamrl.producers.servers import http, server
+from streamrl.producers.servers import server
 from streamrl.producers.servers.server import ServerDied, ServerEngine
 from streamrl.weight_sync.version import Version
 

@@ -236,7 +236,8 @@ if __name__ == "__main__":
 
 def make_dialect() -> Any:
     from streamrl.errors import WireError
-    from streamrl.producers.servers.dialect import About, Call, Chunk, Figures, Launch
+    from streamrl.http import Call
+    from streamrl.producers.servers.dialect import About, Chunk, Figures, Launch
 
     class ToyDialect:
         kind: ClassVar[str] = "toy"

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
 import aiohttp
 import orjson
 
 from streamrl.errors import DataError, Unreachable, WireError
-from streamrl.producers.servers.dialect import Call
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
@@ -33,6 +33,30 @@ _NOT_CARRIED_OUT: Final = frozenset({429, 503})
 _REFUSED: Final = frozenset({400, 404, 405, 409, 413, 415, 422})
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request to a server.
+
+    Attributes:
+        method: of HTTP.
+        path: below the server's URL, with its leading slash.
+        body: sent as JSON; None: no body.
+        query: of the URL.
+        repeatable: may be sent again when nobody knows whether the server got it. A call that is not is sent again only
+            after an answer that says it was not carried out (503).
+        missing_ok: 404 counts as an empty answer: older servers do not have the route.
+        optional: so does any other error that the server answers: it need not be able to say.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    body: Mapping[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = False
+    missing_ok: bool = False
+    optional: bool = False
 
 
 class Lost(Unreachable):
@@ -78,12 +102,15 @@ class HttpClient:
         url: of the server, without a trailing path of its routes.
         api_key: sent as a bearer token; it is in no message and no log.
         hint: how to mend a server that does not answer.
+        key_option: key of the configuration that names the file with `api_key`, for messages.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, hint: str = "") -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, hint: str = "", *, key_option: str = "engine.api_key_file"
+    ) -> None:
         self.url = url.rstrip("/")
         self.headers: dict[str, str] = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._hint = hint
+        self._hint, self._key_option = hint, key_option
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
@@ -220,7 +247,7 @@ class HttpClient:
         said = f"{self._name(call)} answered {status}: {explanation(body)}"
         if status in _REFUSED:
             raise BadRequest(said, status=status)
-        hint = "set engine.api_key_file to the key of the server" if status == 401 else self._hint
+        hint = f"set {self._key_option} to the key of the server" if status == 401 else self._hint
         raise BadAnswer(said, hint, status)
 
     def _parsed(self, response: aiohttp.ClientResponse, body: bytes) -> Any:
