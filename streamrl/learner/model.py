@@ -52,7 +52,58 @@ class _PassThrough(nn.Module):
         return _Hidden(inputs_embeds)
 
 
-class LogProbModel(nn.Module):
+class Backbone(nn.Module):
+    """A Hugging Face model over rows of tokens that may hold several responses to one prompt.
+
+    Args:
+        model: a causal language model, or one without its output layer; it is put into evaluation mode and stays
+            there, because dropout would make the importance ratios random.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model.eval()
+
+    def hidden(
+        self, input_ids: torch.Tensor, segments: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Last hidden states, shape (rows, width, hidden). For the arguments see `LogProbModel.forward`."""
+        extra: dict[str, torch.Tensor] = {}
+        if segments is not None and position_ids is None:
+            extra["attention_mask"] = (segments != PADDING).long()
+        elif segments is not None and position_ids is not None:
+            dtype = self.model.get_input_embeddings().weight.dtype
+            extra = {"attention_mask": shared_mask(segments, dtype), "position_ids": position_ids}
+        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
+        hidden: torch.Tensor = outputs.last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def can_share(self) -> bool:
+        """Whether responses to one prompt can share a row: a trial, since some models ignore positions and masks."""
+        ids = self._probe()
+        alone = [ids[:, :6], torch.cat([ids[:, :3], ids[:, 6:]], dim=1)]
+        expected = torch.cat([self.hidden(row, None, None)[0, 3:] for row in alone])
+        segments = torch.tensor([[PROMPT] * 3 + [0] * 3 + [1] * 2], device=ids.device)
+        places = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]], device=ids.device)
+        try:
+            together = self.hidden(ids, segments, places)[0, 3:]
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            logger.info("prompts not shared", extra={"reason": f"{type(error).__name__}: {error}"})
+            return False
+        return _close(together, expected)
+
+    def _probe(self) -> torch.Tensor:
+        """Eight token ids of the vocabulary, shape (1, 8)."""
+        return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embedding; token ids are below."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+
+class LogProbModel(Backbone):
     """Log-probabilities of sampled tokens under a causal language model.
 
     The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through: output layer,
@@ -66,8 +117,7 @@ class LogProbModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
-        super().__init__()
-        self.model = model.eval()
+        super().__init__(model)
         self.temperature = temperature
         self.chunk = chunk
         head = copy.copy(model)
@@ -103,23 +153,10 @@ class LogProbModel(nn.Module):
         Returns:
             float32 of shape (n,), and the same or None.
         """
-        hidden = self._hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
+        hidden = self.hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
         return token_logprobs(
             self.logits, hidden, targets, temperature=self.temperature, chunk=self.chunk, entropy=entropy
         )
-
-    def _hidden(
-        self, input_ids: torch.Tensor, segments: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> torch.Tensor:
-        extra: dict[str, torch.Tensor] = {}
-        if segments is not None and position_ids is None:
-            extra["attention_mask"] = (segments != PADDING).long()
-        elif segments is not None and position_ids is not None:
-            dtype = self.model.get_input_embeddings().weight.dtype
-            extra = {"attention_mask": shared_mask(segments, dtype), "position_ids": position_ids}
-        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
-        hidden: torch.Tensor = outputs.last_hidden_state
-        return hidden
 
     @torch.no_grad()
     def check(self) -> None:
@@ -131,39 +168,15 @@ class LogProbModel(nn.Module):
         """
         ids = self._probe()
         try:
-            ours = self.logits(self._hidden(ids, None, None)[0])
+            ours = self.logits(self.hidden(ids, None, None)[0])
         except (AttributeError, TypeError, RuntimeError) as error:
             raise self._unknown(f"{type(error).__name__}: {error}") from error
         if not _close(ours, self.model(input_ids=ids, use_cache=False).logits[0]):
             raise self._unknown("its logits are not those of its output layer on its last hidden states")
 
-    @torch.no_grad()
-    def can_share(self) -> bool:
-        """Whether responses to one prompt can share a row: a trial, since some models ignore positions and masks."""
-        ids = self._probe()
-        alone = [ids[:, :6], torch.cat([ids[:, :3], ids[:, 6:]], dim=1)]
-        expected = torch.cat([self._hidden(row, None, None)[0, 3:] for row in alone])
-        segments = torch.tensor([[PROMPT] * 3 + [0] * 3 + [1] * 2], device=ids.device)
-        places = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]], device=ids.device)
-        try:
-            together = self._hidden(ids, segments, places)[0, 3:]
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            logger.info("prompts not shared", extra={"reason": f"{type(error).__name__}: {error}"})
-            return False
-        return _close(together, expected)
-
-    def _probe(self) -> torch.Tensor:
-        """Eight token ids of the vocabulary, shape (1, 8)."""
-        return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
-
     def _unknown(self, why: str) -> ConfigError:
         kind = type(self.model).__name__
         return ConfigError(f"{kind} cannot be trained: {why}", "name another model in model.path, or report the model")
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the input embedding; token ids are below."""
-        return int(self.model.config.get_text_config().vocab_size)
 
 
 def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -186,7 +199,7 @@ def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
     return ours.shape == expected.shape and torch.allclose(ours, expected, rtol=1e-4, atol=1e-4 * scale)
 
 
-def row_limits(config: RunConfig, model: LogProbModel) -> Limits:
+def row_limits(config: RunConfig, model: Backbone) -> Limits:
     """Limits of rows: what the configuration allows and what the model takes (by a trial of `can_share`)."""
     text = model.model.config.get_text_config()
     learner = config.learner

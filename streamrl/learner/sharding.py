@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import Backbone
 
 SMALL = 1 << 26
 """Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
@@ -50,7 +50,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: LogProbModel, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL) -> bool:
+def shard(model: Backbone, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL) -> bool:
     """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
 
     With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
