@@ -40,9 +40,11 @@ class LossConfig(Section):
 class GateConfig(Section):
     """One gate on importance ratios: a weight that is cut, or a mask (docs/algorithms.md, corrections)."""
 
-    use: str = Field(description="tis, mask, veto, opsm, m2po, or module:name of your own")
-    level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="ratio of a token, of the whole response, or its geometric mean over the response"
+    use: str = Field(description="tis, icepop, mask, veto, opsm, m2po, or module:name of your own")
+    level: Literal["token", "sequence", "geometric"] | None = Field(
+        None,
+        description="ratio of a token, of the whole response, or its geometric mean over the response; empty: the"
+        " gate's default",
     )
     low: float | None = Field(None, ge=0, description="lower bound; empty: the gate's default")
     high: float | None = Field(None, gt=0, description="upper bound; empty: the gate's default")
@@ -50,9 +52,6 @@ class GateConfig(Section):
         0.0, description="log bounds are divided by 1 + tighten x staleness of the token, in steps"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="further keyword arguments of the gate")
-
-
-_DEFAULT_GATES = (GateConfig(use="tis", high=2.0), GateConfig(use="veto", low=1e-4))
 
 
 class CorrectionConfig(Section):
@@ -63,9 +62,13 @@ class CorrectionConfig(Section):
         description="old policy: decoupled: of the start of the step; bypass: the one that sampled; prox_approx:"
         " between them, by the token's staleness; uncorrected: as decoupled, and the one that sampled is ignored",
     )
-    gates: tuple[GateConfig, ...] = Field(_DEFAULT_GATES, description="all are applied: weights multiply, masks add up")
+    gates: tuple[GateConfig, ...] | None = Field(
+        None, description="all are applied; empty: tis and veto with decoupled and prox_approx, veto with bypass"
+    )
     lr_scale: Literal["none", "ess", "staleness"] = Field(
-        "none", description="learning rate times the normalised effective sample size, or 1 / (1 + mean staleness)"
+        "none",
+        description="learning rate times the square root of the normalised effective sample size, or times"
+        " 1 / (1 + mean staleness)",
     )
 
 
@@ -80,7 +83,7 @@ class KlConfig(Section):
     coefficient: Coefficient = Field(0.001, description="factor; the first one with controller adaptive")
     controller: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive: steer the KL to `target`")
     target: Annotated[float, Field(gt=0)] = Field(0.1, description="KL per token that adaptive aims at")
-    horizon: Positive = Field(10_000, description="samples over which adaptive corrects")
+    horizon: Positive = Field(10_000, description="responses over which adaptive corrects")
 
 
 class CriticConfig(Section):
@@ -185,12 +188,12 @@ class LearnerConfig(Section):
     def _check_algorithm(self) -> LearnerConfig:
         """Refuse what would silently drop a correction or a part of the algorithm."""
         base, gates = self.correction.base, self.correction.gates
-        if base in {"decoupled", "prox_approx"} and not gates:
+        if base in {"decoupled", "prox_approx"} and gates == ():
             raise ValueError(
                 f"learner.correction.base {base} without gates forgets the policy that sampled: add a gate (tis), or"
                 " say so with base: uncorrected"
             )
-        if base == "uncorrected" and gates and gates != _DEFAULT_GATES:
+        if base == "uncorrected" and gates:
             raise ValueError("learner.correction.base uncorrected has no gates: take decoupled")
         if self.kl.where != "none" and self.reference.kind == "none":
             raise ValueError("learner.kl.where needs a reference policy: set learner.reference.kind")
