@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards, with gradient clipping over all ranks and linear warm-up.
+"""AdamW on this rank's shards, with a learning rate that follows a schedule, and an average of the weights.
 
 The optimizer works on the local tensors of the DTensors. Shards are disjoint and AdamW is element-wise, so this is
 exact, and it spares the dispatch of DTensor, which costs more than the arithmetic when the model is small. The only
@@ -7,15 +7,19 @@ thing that ranks must agree on is the gradient norm, whose squares simply add up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
+from streamrl.learner.offload import Offload
+from streamrl.learner.schedule import learning_rate, updates_per_step
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_AVERAGE = "ema"
 _RESTARTED = "updates_before_moments"
 """Updates before the moments began; 0, and left out by older checkpoints, unless a person rolled the weights back."""
 
@@ -23,21 +27,27 @@ _RESTARTED = "updates_before_moments"
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with its state made at once, so that it can always be saved.
 
+    With `ema` there is also an exponential average of the weights, in float32, that begins at the first weights:
+    `average = d average + (1 - d) weights` after every update, where d to the power of the updates of a step is `ema`.
+
     Args:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
-        config: learning rate, betas, weight decay, warm-up.
+        config: learning rate and its schedule, betas, weight decay, decay of the average.
+        offload: moments and average lie on the host but for the time of an update.
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
     """
 
-    def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig) -> None:
+    def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig, *, offload: bool = False) -> None:
         self.updates = 0
+        self._config = config
         self._parameters = dict(parameters)
         # A rank has no rows of a parameter with fewer rows than ranks.
         locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
         self._shards = {name: shard for name, shard in locals_.items() if shard.numel()}
-        self._lr, self._warmup = config.lr, config.warmup_steps
+        self._average = {name: shard.clone() for name, shard in self._shards.items()} if config.ema else {}
+        self._decay = config.ema ** (1 / updates_per_step(config))
         self._restarted = 0
         self._adamw = torch.optim.AdamW(
             list(self._shards.values()),
@@ -49,11 +59,14 @@ class ShardedAdamW:
         for shard in self._shards.values():
             moments = {moment: torch.zeros_like(shard) for moment in _MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
+        away = [tensor for name, tensor in self.live().items() if not name.startswith("weight/")] if offload else []
+        self._offload = Offload(away, keep=True)
+        self._offload.to_host()
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update: linear warm-up over `warmup_steps` updates, then constant."""
-        return self._lr * min(1.0, (self.updates + 1) / self._warmup) if self._warmup else self._lr
+        """Learning rate of the next update, as the schedule says."""
+        return learning_rate(self._config, self.updates)
 
     @torch.no_grad()
     def squared_norm(self) -> torch.Tensor:
@@ -72,16 +85,24 @@ class ShardedAdamW:
         return torch.stack(norms).double().square().sum()
 
     @torch.no_grad()
-    def step(self, scale: float) -> float:
+    def step(self, scale: float, lr_scale: float = 1.0) -> float:
         """Multiply the gradients by `scale`, update, forget the gradients; return the learning rate that was used.
 
         `squared_norm` comes first.
+
+        Args:
+            scale: of the gradients, the same on all ranks.
+            lr_scale: factor on the learning rate of this update alone, at least 0, the same on all ranks.
         """
-        rate = self.lr
+        rate = self.lr * lr_scale
         torch._foreach_mul_(self._gradients(), scale)
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        self._adamw.step()
+        with self._at_hand():
+            self._adamw.step()
+            if self._average:
+                average, shards = list(self._average.values()), list(self._shards.values())
+                torch._foreach_lerp_(average, shards, 1 - self._decay)
         self.updates += 1
         self.zero()
         return rate
@@ -95,32 +116,37 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
-        """Take other weights; the moments begin anew, the update counter goes on. Gradients are forgotten.
+        """Take other weights; moments and average begin anew, the update counter goes on. Gradients are forgotten.
 
         Args:
             rows: gives this rank's rows of a parameter by its name, in any floating type.
         """
-        for name, shard in self._shards.items():
-            shard.copy_(rows(name))
-            for moment in _MOMENTS:
-                self._adamw.state[shard][moment].zero_()
+        with self._at_hand():
+            for name, shard in self._shards.items():
+                shard.copy_(rows(name))
+                for moment in _MOMENTS:
+                    self._adamw.state[shard][moment].zero_()
+            self._begin_average()
         self._restarted = self.updates
         self._count_moments()
         self.zero()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of weights, moments and the update counters of this rank, by flat name."""
+        """Copies on the CPU of weights, moments, average and the update counters of this rank, by flat name."""
         tensors = {
             "updates": torch.tensor(self.updates, dtype=torch.int64),
             _RESTARTED: torch.tensor(self._restarted, dtype=torch.int64),
         }
-        for name, tensor in self.live().items():
-            tensors[name] = tensor.detach().to("cpu", copy=True)
+        with self._at_hand():
+            for name, tensor in self.live().items():
+                tensors[name] = tensor.detach().to("cpu", copy=True)
         return tensors
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned, bit for bit; gradients are forgotten.
+
+        An average that the run does not keep is left out; one that was not kept begins at the loaded weights.
 
         Raises:
             Refused: names, shapes or types are not those of this model on this number of ranks. Nothing is changed.
@@ -130,20 +156,44 @@ class ShardedAdamW:
         found = {
             name: (tuple(tensor.shape), tensor.dtype)
             for name, tensor in tensors.items()
-            if name not in {"updates", _RESTARTED}
+            if name not in {"updates", _RESTARTED} and (self._average or not name.startswith(f"{_AVERAGE}/"))
         }
+        begins = self._average and not any(name.startswith(f"{_AVERAGE}/") for name in found)
+        if begins:
+            expected = {name: kind for name, kind in expected.items() if not name.startswith(f"{_AVERAGE}/")}
         if expected != found or "updates" not in tensors:
             odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
             raise Refused(
                 f"the checkpoint is of another model or number of ranks: {', '.join(odd[:3]) or 'updates'} differ",
                 "resume with the model and learner.ranks that wrote it",
             )
-        for name, tensor in live.items():
-            tensor.copy_(tensors[name])
+        with self._at_hand():
+            for name in expected:
+                live[name].copy_(tensors[name])
+            if begins:
+                self._begin_average()
         self.updates = int(tensors["updates"])
         self._restarted = int(tensors.get(_RESTARTED, 0))
         self._count_moments()
         self.zero()
+
+    def average(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of the average of the weights, as copies, by name; empty when none is kept."""
+        with self._at_hand():
+            return {name: tensor.clone() for name, tensor in self._average.items()}
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """Moments and average on the device."""
+        self._offload.to_device()
+        try:
+            yield
+        finally:
+            self._offload.to_host()
+
+    def _begin_average(self) -> None:
+        for name, tensor in self._average.items():
+            tensor.copy_(self._shards[name])
 
     def _count_moments(self) -> None:
         """Tell AdamW how many updates its moments have seen, for its bias correction."""
@@ -151,14 +201,14 @@ class ShardedAdamW:
             self._adamw.state[shard]["step"].fill_(self.updates - self._restarted)
 
     def live(self) -> dict[str, torch.Tensor]:
-        """This rank's weights and moments themselves, by flat name."""
+        """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""
         weights = {f"weight/{name}": shard for name, shard in self._shards.items()}
         moments = {
             f"{moment}/{name}": self._adamw.state[shard][moment]
             for moment in _MOMENTS
             for name, shard in self._shards.items()
         }
-        return weights | moments
+        return weights | moments | {f"{_AVERAGE}/{name}": tensor for name, tensor in self._average.items()}
 
     def _gradients(self) -> list[torch.Tensor]:
         return [shard.grad for shard in self._shards.values() if shard.grad is not None]
