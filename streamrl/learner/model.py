@@ -93,6 +93,11 @@ class Backbone(nn.Module):
             return False
         return _close(together, expected)
 
+    @torch.no_grad()
+    def hidden_width(self) -> int:
+        """Width of the last hidden states, by a trial: some models project them."""
+        return self.hidden(self._probe(), None, None).shape[-1]
+
     def _probe(self) -> torch.Tensor:
         """Eight token ids of the vocabulary, shape (1, 8)."""
         return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -50,7 +51,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: Backbone, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL) -> bool:
+def shard(
+    model: Backbone, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL, exact: Iterable[nn.Module] = ()
+) -> bool:
     """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
 
     With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
@@ -60,6 +63,7 @@ def shard(model: Backbone, mesh: DeviceMesh, dtype: torch.dtype, *, small: int =
         mesh: one dimension, all ranks.
         dtype: type of forward and backward.
         small: models with fewer parameters than this become one unit.
+        exact: modules of the model that run in float32 whatever `dtype` is; they do not overlap.
 
     Returns:
         True when the model became one unit that stays whole between forward and backward.
@@ -69,6 +73,10 @@ def shard(model: Backbone, mesh: DeviceMesh, dtype: torch.dtype, *, small: int =
     if not whole:
         for layer in reversed(decoder_layers(model.model)):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if dtype != torch.float32:
+        float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        for module in exact:
+            fully_shard(module, mesh=mesh, mp_policy=float32, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
     return whole
