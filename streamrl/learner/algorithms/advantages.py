@@ -1,0 +1,327 @@
+"""Advantages: what each token of one whole group of responses to the same prompt is worth.
+
+Groups are always whole: a group reaches the learner when each of its samples has a score or a cause of death, so no
+baseline depends on which response happened to end first. A group with one usable response never is its own baseline.
+
+```
+estimator = Estimator.of(config.learner)             fails at the start when something does not fit
+estimator(group) -> one float64 array per response
+normalise(arrays of the step, estimator.normalise, all_sum)
+```
+An estimator is a function `(group: GroupData, *, options) -> list of arrays`; `traits` says what else it needs, for
+those of a user as for ours. Notation in what follows: r_i the reward of response i without its KL penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+
+from streamrl.config.learner import LearnerConfig
+from streamrl.errors import ConfigError
+from streamrl.learner.algorithms.egpo import (
+    Part,
+    confidence_weights,
+    entropy_bonus,
+    failures_only,
+    mean_uncertainty,
+)
+from streamrl.learner.algorithms.gae import generalized_advantages
+from streamrl.learner.algorithms.groupdata import FloatArray, GroupData
+from streamrl.learner.algorithms.normalisation import NORMALISATIONS, Normalisation, normalise
+from streamrl.learner.algorithms.registry import Registry
+
+__all__ = ["ESTIMATORS", "Estimator", "GroupData", "Need", "normalise", "traits"]
+
+Need = Literal["values", "entropy", "baseline"]
+Compute: TypeAlias = Callable[..., list[FloatArray]]
+_C = TypeVar("_C", bound=Compute)
+
+ESTIMATORS: Registry[Compute] = Registry("learner.advantage.use")
+_STD_FLOOR = 1e-6
+
+
+def traits(
+    *,
+    needs: Iterable[Need] = (),
+    normalise: Normalisation = "none",
+    needs_of: Callable[[Mapping[str, Any]], Iterable[Need]] = lambda _: (),
+) -> Callable[[_C], _C]:
+    """Decorator: say what an estimator needs, and how its advantages are normalised over the step.
+
+    Args:
+        needs: `values` of a critic, `entropy` of the policy, reward of the greedy `baseline` response.
+        normalise: see `streamrl.learner.algorithms.normalisation.normalise`.
+        needs_of: what it needs beyond that with certain options, from those options.
+    """
+
+    def mark(function: _C) -> _C:
+        vars(function).update(needs=frozenset(needs), normalise=normalise, needs_of=needs_of)
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An estimator of advantages with its options, as the configuration names it.
+
+    Attributes:
+        name: as in the configuration.
+        compute: the function with its options bound.
+        needs: what it needs beyond rewards and behaviour.
+        normalise: how its advantages are normalised over the step.
+    """
+
+    name: str
+    compute: Compute
+    needs: frozenset[Need]
+    normalise: Normalisation
+
+    @classmethod
+    def of(cls, config: LearnerConfig) -> Estimator:
+        """Resolve `learner.advantage`, and try it on a small group.
+
+        Raises:
+            ConfigError: there is no such estimator, an option that it does not take, or one that it refuses.
+        """
+        use, args = config.advantage.use, config.advantage.args
+        if use == "gae":
+            args = {"gamma": config.critic.gamma, "lam": config.critic.lam} | args
+        compute = ESTIMATORS.resolve(use, args)
+        function = compute.func if isinstance(compute, partial) else compute
+        needs = frozenset(getattr(function, "needs", ())) | frozenset(getattr(function, "needs_of", lambda _: ())(args))
+        estimator = cls(use, compute, needs, getattr(function, "normalise", "none"))
+        if estimator.normalise not in NORMALISATIONS:
+            raise ConfigError(
+                f"learner.advantage.use {use} asks for the normalisation {estimator.normalise}",
+                f"one of {', '.join(NORMALISATIONS)}",
+            )
+        try:
+            estimator(_small_group(estimator.needs))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"learner.advantage.use {use}: {error}", "docs/algorithms.md lists the estimators and their arguments"
+            ) from error
+        return estimator
+
+    def __call__(self, group: GroupData) -> list[FloatArray]:
+        """Return the advantage of every token, one float64 array per response, in the order of the group.
+
+        Raises:
+            ValueError: what it needs is not there, rewards too far apart for a finite advantage, or (an estimator of a
+                user) not one number per token.
+        """
+        missing = [need for need in self.needs if getattr(group, _FIELDS[need]) is None]
+        if missing:
+            raise ValueError(f"the estimator {self.name} needs {missing[0]}, which this group does not have")
+        with np.errstate(over="ignore", invalid="ignore"):
+            advantages = [np.asarray(array, dtype=np.float64) for array in self.compute(group)]
+        if [array.shape for array in advantages] != [(length,) for length in group.lengths]:
+            raise ValueError(
+                f"the estimator {self.name} gave {[array.shape for array in advantages]} for {group.lengths}"
+            )
+        if not all(np.all(np.isfinite(array)) for array in advantages):
+            raise ValueError(f"rewards are too far apart for a finite advantage: {group.rewards.tolist()}")
+        return advantages
+
+
+_FIELDS: dict[Need, str] = {"values": "values", "entropy": "entropy", "baseline": "baseline_reward"}
+
+
+def _small_group(needs: frozenset[Need]) -> GroupData:
+    tokens = [np.zeros(2), np.zeros(1)]
+    return GroupData(
+        rewards=np.asarray([0.0, 1.0]),
+        lengths=np.asarray([2, 1]),
+        behaviour=[np.full(2, -1.0), np.full(1, -1.0)],
+        values=tokens if "values" in needs else None,
+        entropy=tokens if "entropy" in needs else None,
+        baseline_reward=0.0 if "baseline" in needs else None,
+        tokens=tokens,
+    )
+
+
+def _centred(rewards: FloatArray) -> FloatArray:
+    """Distance from the mean; exactly 0 for equal rewards and for a single one."""
+    if rewards.size < 2 or np.all(rewards == rewards[0]):
+        return np.zeros_like(rewards)
+    peak = np.max(np.abs(rewards))  # taken out first, so that the sum does not overflow on rewards like 1e308
+    return np.asarray((rewards / peak - np.mean(rewards / peak)) * peak)
+
+
+def _grpo(rewards: FloatArray) -> FloatArray:
+    if rewards.size < 2 or np.all(rewards == rewards[0]):
+        return np.zeros_like(rewards)
+    peak = np.max(np.abs(rewards))
+    scaled = rewards / peak
+    return np.asarray((scaled - scaled.mean()) / (scaled.std(ddof=1) + _STD_FLOOR / peak))
+
+
+@ESTIMATORS.register("grpo")
+@traits()
+def grpo(group: GroupData) -> list[FloatArray]:
+    """`A_i = (r_i - mean(r)) / (std(r) + 1e-6)`, unbiased std (Shao et al., arXiv 2402.03300, section 4.1.2)."""
+    return group.constant(_grpo(group.totals))
+
+
+@ESTIMATORS.register("dr_grpo")
+@traits()
+def dr_grpo(group: GroupData) -> list[FloatArray]:
+    """`A_i = r_i - mean(r)`: no group weighs more because it is nearly solved (Liu et al., arXiv 2503.20783)."""
+    return group.constant(_centred(group.totals))
+
+
+@ESTIMATORS.register("grpo_batch_std")
+@traits(normalise="std")
+def grpo_batch_std(group: GroupData) -> list[FloatArray]:
+    """`A_i = (r_i - mean(r)) / std over the step` (ScaleRL, arXiv 2510.13786; Lite PPO, arXiv 2508.08221)."""
+    return group.constant(_centred(group.totals))
+
+
+@ESTIMATORS.register("rloo")
+@traits()
+def rloo(group: GroupData) -> list[FloatArray]:
+    """`A_i = r_i - mean of the others = (r_i - mean(r)) k / (k - 1)` (Ahmadian et al., arXiv 2402.14740)."""
+    count = group.rewards.size
+    return group.constant(_centred(group.totals) * (count / max(1, count - 1)))
+
+
+@ESTIMATORS.register("reinforce_plus_plus")
+@traits(normalise="whiten")
+def reinforce_plus_plus(group: GroupData, *, gamma: float = 1.0) -> list[FloatArray]:
+    """Discounted return of each token, whitened over the tokens of the step (Hu et al., arXiv 2501.03262).
+
+    Args:
+        group: responses; no baseline comes from them.
+        gamma: discount per token.
+    """
+    return _token_returns(group, gamma)
+
+
+@ESTIMATORS.register("reinforce_plus_plus_baseline")
+@traits(normalise="whiten")
+def reinforce_plus_plus_baseline(group: GroupData) -> list[FloatArray]:
+    """`r_i - mean(r)`, whitened over the tokens of the step (arXiv 2501.03262, REINFORCE++ with baseline)."""
+    return group.constant(_centred(group.totals))
+
+
+@ESTIMATORS.register("remax")
+@traits(needs=["baseline"])
+def remax(group: GroupData) -> list[FloatArray]:
+    """Return of each token minus the reward of the greedy response (Li et al., arXiv 2310.10505)."""
+    assert group.baseline_reward is not None
+    return [returns - group.baseline_reward for returns in _token_returns(group, 1.0)]
+
+
+@ESTIMATORS.register("opo")
+@traits()
+def opo(group: GroupData) -> list[FloatArray]:
+    """`A_i = r_i - sum(l r) / sum(l)` with lengths l: the baseline of least variance (Hao et al., arXiv 2505.23585)."""
+    totals, lengths = group.totals, group.lengths
+    if totals.size < 2 or np.all(totals == totals[0]) or not lengths.any():
+        return group.constant(np.zeros_like(totals))
+    return group.constant(totals - np.sum(totals * (lengths / lengths.sum())))
+
+
+@ESTIMATORS.register("gpg")
+@traits(normalise="nonzero")
+def gpg(group: GroupData) -> list[FloatArray]:
+    """`A_i = alpha (r_i - mean(r))`, alpha = responses of the step / those with an advantage (arXiv 2504.02546)."""
+    return group.constant(_centred(group.totals))
+
+
+@ESTIMATORS.register("pass_at_k")
+@traits()
+def pass_at_k(group: GroupData) -> list[FloatArray]:
+    """Only the best response: `(r_max - r_second) / (std(r) + 1e-6)`, 0 for all others (arXiv 2503.19595)."""
+    totals = group.totals
+    advantages = np.zeros_like(totals)
+    if totals.size > 1:
+        best, scaled = int(np.argmax(totals)), _grpo(totals)
+        advantages[best] = scaled[best] - np.max(np.delete(scaled, best))
+    return group.constant(advantages)
+
+
+@ESTIMATORS.register("gae")
+@traits(needs=["values"], normalise="whiten")
+def gae(group: GroupData, *, gamma: float = 1.0, lam: float = 1.0) -> list[FloatArray]:
+    """Generalized advantages, whitened over the tokens of the step (`generalized_advantages`; docs/algorithms.md).
+
+    Args:
+        group: responses with the critic's values.
+        gamma: discount per token; `learner.critic.gamma`.
+        lam: `learner.critic.lam`.
+    """
+    assert group.values is not None
+    return _generalized(group, [np.asarray(values, dtype=np.float64) for values in group.values], gamma, lam)
+
+
+@ESTIMATORS.register("egpo")
+@traits(needs_of=lambda args: ("entropy",) if args.get("mode") == "bonus" else ())
+def egpo(
+    group: GroupData,
+    *,
+    mode: Literal["ratio", "bonus", "asymmetric"] = "ratio",
+    part: Part = "joint",
+    boundary: int | None = None,
+    lambda_min: float = 0.5,
+    lambda_max: float = 2.0,
+    bonus: float = 0.4,
+    bonus_share: float = 2.0,
+    wrong: float = 0.0,
+    degenerate: float = 0.1,
+) -> list[FloatArray]:
+    """GRPO guided by how sure of itself each response was, next to its whole group (docs/presets/egpo.md).
+
+    Args:
+        group: responses.
+        mode: ratio: `A_i clip(mean(H) / H_i, lambda_min, lambda_max)`, H_i the mean negative log-probability of the
+            sampled tokens; bonus: `A_i + bonus clip(H_i, -|A_i| / bonus_share, |A_i| / bonus_share)`, H_i the mean
+            entropy (arXiv 2508.05118); asymmetric: only failures are weighed, see `failures_only`.
+        part: tokens that H_i is the mean of: joint (all), thinking, or answer.
+        boundary: id of the token that ends the thinking; for `part`.
+        lambda_min: smallest weight.
+        lambda_max: largest weight.
+        bonus: lambda of mode bonus.
+        bonus_share: alpha of mode bonus; above `bonus`, so that no sign flips.
+        wrong: mode asymmetric: a reward at or below this is a failure.
+        degenerate: mode asymmetric: size of the advantages in a group of failures only.
+    """
+    advantages = _grpo(group.totals)
+    if mode == "bonus":
+        assert group.entropy is not None
+        entropies = mean_uncertainty(group.entropy, part=part, boundary=boundary, tokens=group.tokens)
+        return group.constant(entropy_bonus(advantages, entropies, scale=bonus, share=bonus_share))
+    surprisals = [-np.asarray(logprobs, dtype=np.float64) for logprobs in group.behaviour]
+    uncertainty = mean_uncertainty(surprisals, part=part, boundary=boundary, tokens=group.tokens)
+    weights = confidence_weights(uncertainty, lambda_min=lambda_min, lambda_max=lambda_max)
+    if mode == "ratio":
+        return group.constant(advantages * weights)
+    if mode == "asymmetric":
+        return group.constant(failures_only(advantages, weights, group.rewards, wrong=wrong, degenerate=degenerate))
+    raise ValueError(f"there is no mode {mode}: ratio, bonus or asymmetric")
+
+
+def _token_returns(group: GroupData, gamma: float) -> list[FloatArray]:
+    """Discounted sum of the rewards from each token on."""
+    return _generalized(group, [np.zeros(length) for length in group.lengths], gamma, 1.0)
+
+
+def _generalized(group: GroupData, values: list[FloatArray], gamma: float, lam: float) -> list[FloatArray]:
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma {gamma} and lam {lam} are between 0 and 1")
+    if not group.rewards.size:
+        return []
+    flat = generalized_advantages(
+        np.concatenate(group.token_rewards()),
+        np.concatenate(values),
+        gamma=gamma,
+        lam=lam,
+        segments=np.repeat(np.arange(group.rewards.size), group.lengths),
+    )
+    return np.split(flat, np.cumsum(group.lengths)[:-1])

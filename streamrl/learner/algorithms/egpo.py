@@ -1,0 +1,132 @@
+"""Entropy-guided policy optimisation (EGPO): how sure of itself a response was, next to the others of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Part = Literal["joint", "thinking", "answer"]
+
+
+def mean_uncertainty(
+    per_token: Sequence[npt.ArrayLike],
+    *,
+    part: Part = "joint",
+    boundary: int | None = None,
+    tokens: Sequence[npt.ArrayLike] | None = None,
+) -> FloatArray:
+    """Return the mean uncertainty of each response over a part of its tokens, in nats, at least 0.
+
+    Args:
+        per_token: negative log-probability (or entropy) of each token, one array per response.
+        part: joint: all tokens; thinking: up to and including the first `boundary`; answer: those behind it.
+        boundary: id of the token that ends the thinking (`</think>`).
+        tokens: token ids of the responses.
+
+    Returns:
+        Shape (responses,); NaN for a response without a token in that part.
+
+    Raises:
+        ValueError: an unknown part, or one that needs the boundary and the tokens.
+    """
+    if part not in {"joint", "thinking", "answer"}:
+        raise ValueError(f"there is no part {part}: joint, thinking or answer")
+    if part != "joint" and (boundary is None or tokens is None):
+        raise ValueError(f"part {part} needs boundary, the id of the token that ends the thinking")
+    means = np.full(len(per_token), np.nan)
+    for index, values in enumerate(per_token):
+        chosen = np.asarray(values, dtype=np.float64)
+        if part != "joint" and tokens is not None:
+            ends = np.flatnonzero(np.asarray(tokens[index]) == boundary)
+            end = int(ends[0]) + 1 if ends.size else chosen.size
+            chosen = chosen[:end] if part == "thinking" else chosen[end:]
+        if chosen.size:
+            # Engines round: a log-probability may come back as 1e-7.
+            means[index] = max(0.0, float(chosen.mean()))
+    return means
+
+
+def confidence_weights(
+    uncertainty: FloatArray, *, lambda_min: float, lambda_max: float, epsilon: float = 1e-6
+) -> FloatArray:
+    """Return `clip(mean(H) / (H_i + epsilon), lambda_min, lambda_max)` (EGPO, ratio mode), shape (responses,).
+
+    A response that was surer of itself than its group weighs more, whether it was right or wrong. The mean goes over
+    the whole group. A response without uncertainty (NaN) has weight 1 and is not part of the mean.
+
+    Args:
+        uncertainty: shape (responses,), at least 0 or NaN.
+        lambda_min: smallest weight.
+        lambda_max: largest weight.
+        epsilon: keeps the ratio finite.
+
+    Raises:
+        ValueError: bounds that leave no room.
+    """
+    if not (0 <= lambda_min <= lambda_max and epsilon > 0):
+        raise ValueError(
+            f"lambda_min {lambda_min}, lambda_max {lambda_max}, epsilon {epsilon}: 0 <= min <= max, 0 < eps"
+        )
+    weights = np.ones_like(uncertainty)
+    known = ~np.isnan(uncertainty)
+    if known.any():
+        mean = uncertainty[known].mean()
+        # A group that is sure of every token has no contrast; the ratio 0 / epsilon would say that all are unsure.
+        if mean > 0:
+            weights[known] = np.clip(mean / (uncertainty[known] + epsilon), lambda_min, lambda_max)
+    return weights
+
+
+def entropy_bonus(advantages: FloatArray, uncertainty: FloatArray, *, scale: float, share: float) -> FloatArray:
+    """Return `A_i + scale clip(H_i, -|A_i| / share, |A_i| / share)` (Hao et al., arXiv 2508.05118).
+
+    The sign of an advantage never flips, and an advantage of 0 stays 0.
+
+    Args:
+        advantages: shape (responses,).
+        uncertainty: mean entropy of the response, in nats; NaN: none.
+        scale: lambda of the paper.
+        share: alpha of the paper.
+
+    Raises:
+        ValueError: `scale` at or above `share`, with which a sign could flip.
+    """
+    if not 0 <= scale < share:
+        raise ValueError(f"bonus {scale} must be at least 0 and below bonus_share {share}: a sign could flip")
+    bound = np.abs(advantages) / share
+    return np.asarray(advantages + scale * np.clip(np.nan_to_num(uncertainty), -bound, bound))
+
+
+def failures_only(
+    advantages: FloatArray,
+    weights: FloatArray,
+    rewards: FloatArray,
+    *,
+    wrong: float,
+    degenerate: float,
+) -> FloatArray:
+    """Weigh failures by their confidence and leave successes alone (asymmetric mode), shape (responses,).
+
+    Ours, in the spirit of arXiv 2602.22751: a negative advantage is multiplied by its weight where that is above 1, so
+    an overconfident failure is pushed down harder and no success is touched. A group in which every response failed
+    has no contrast of rewards; there the contrast of confidence stands in, `degenerate (mean(w) - w_i)`.
+
+    Args:
+        advantages: shape (responses,).
+        weights: of `confidence_weights`.
+        rewards: shape (responses,).
+        wrong: a reward at or below this is a failure.
+        degenerate: size of the advantages in an all-wrong group; 0: none.
+
+    Raises:
+        ValueError: a negative `degenerate`.
+    """
+    if degenerate < 0:
+        raise ValueError(f"degenerate {degenerate} is negative: it would reward overconfident failures")
+    if rewards.size > 1 and np.all(rewards <= wrong) and not np.any(advantages):
+        return np.asarray(degenerate * (weights.mean() - weights))
+    return np.where(advantages < 0, advantages * np.maximum(weights, 1.0), advantages)
