@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.config import ModelConfig
@@ -45,14 +44,14 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def shard(
-    model: Backbone, mesh: DeviceMesh, dtype: torch.dtype, *, small: int = SMALL, exact: Iterable[nn.Module] = ()
+    model: Backbone,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    small: int = SMALL,
+    exact: Iterable[nn.Module] = (),
+    offload: bool = False,
 ) -> bool:
     """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
 
@@ -64,19 +63,21 @@ def shard(
         dtype: type of forward and backward.
         small: models with fewer parameters than this become one unit.
         exact: modules of the model that run in float32 whatever `dtype` is; they do not overlap.
+        offload: shards and gradients lie on the host, and each unit is on the device only while it computes.
 
     Returns:
         True when the model became one unit that stays whole between forward and backward.
     """
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    whole = sum(parameter.numel() for parameter in model.parameters()) < small
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    whole = not offload and sum(parameter.numel() for parameter in model.parameters()) < small
     if not whole:
         for layer in reversed(decoder_layers(model.model)):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
     if dtype != torch.float32:
         float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         for module in exact:
-            fully_shard(module, mesh=mesh, mp_policy=float32, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh, mp_policy=float32, offload_policy=place, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
     return whole
