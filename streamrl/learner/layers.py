@@ -79,11 +79,11 @@ def compile_layers(layers: list[nn.Module], backend: str | Callable[..., Any] = 
     Whatever cannot be compiled here (no C++ or Triton compiler, an operation it does not know) runs as it is, after
     one warning. The backward pass is compiled together with the forward pass, so that it cannot fail later.
     """
-    import torch._dynamo.config
-    import torch._functorch.config
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
 
-    torch._dynamo.config.recompile_limit = max(_RECOMPILES, torch._dynamo.config.recompile_limit)
-    torch._functorch.config.force_non_lazy_backward_lowering = True
+    dynamo.recompile_limit = max(_RECOMPILES, dynamo.recompile_limit)
+    functorch.force_non_lazy_backward_lowering = True
     state = _Fallback()
     for layer in layers:
         layer.forward = _compiled(layer.forward, state, backend)
@@ -118,4 +118,4 @@ def _float32_head(model: PreTrainedModel) -> None:
         bias = None if head.bias is None else head.bias.float()
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
-    head.forward = forward
+    head.forward = forward  # type: ignore[method-assign, assignment]

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError
+from streamrl.learner.layers import decoder_layers
 from streamrl.learner.model import Backbone
 
 SMALL = 1 << 26
