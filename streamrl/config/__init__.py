@@ -5,6 +5,7 @@ This module imports nothing heavy and knows nothing of the roles; `streamrl.runf
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -195,6 +196,18 @@ class EvaluationConfig(Section):
     threshold: float = Field(0.5, description="a held-out response with a score above this counts as right")
 
 
+class RecordingConfig(Section):
+    """Rollouts without a learner, and a learner without rollouts (docs/checkpoints.md, recordings)."""
+
+    mode: Literal["off", "write", "read"] = Field(
+        "off",
+        description="write: complete groups go to RUN_DIR/recording, nothing is trained (up --rollout-only); read: the"
+        " groups of `path` are trained, nothing is generated (up --train-only)",
+    )
+    path: Path | None = Field(None, description="recording to read: a file, or a directory with all its files")
+    file_bytes: Size = Field(256 << 20, description="size at which a file of a recording is followed by the next")
+
+
 class SupervisorConfig(Section):
     """`streamrl up`."""
 
@@ -237,6 +250,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    recording: RecordingConfig = Field(default_factory=RecordingConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
 
     @property
@@ -247,12 +261,15 @@ class RunConfig(Section):
     @property
     def hard_cap(self) -> int:
         """Live groups in all, at most; also after a restart and while checkpoints fail (promise 2)."""
-        return self.budget + self.checkpoint.every * self.learner.groups_per_step
+        intervals = 2 if self.checkpoint.background else 1
+        return self.budget + intervals * self.checkpoint.every * self.learner.groups_per_step
 
     @property
     def token_staleness_limit(self) -> int:
-        """Steps a token may be old when the learner takes its group (promise 3)."""
+        """Steps a token may be old when the learner takes its group (promise 3); recorded ones only get older."""
         limit = self.learner.max_token_staleness
+        if limit is None and self.recording.mode == "read":
+            return sys.maxsize
         return 4 * (self.max_staleness + 1) if limit is None else limit
 
     @property
@@ -274,6 +291,29 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_adapter(self) -> RunConfig:
+        """Refuse versions that are an adapter where they cannot arrive; `merged` works everywhere."""
+        lora, kind = self.learner.lora, self.engine.kind
+        if not lora.alone:
+            return self
+        if self.weights.delta.enabled:
+            raise ValueError("learner.lora.publish adapter: such versions are small; weights.delta is for merged ones")
+        if kind in {"vllm", "sglang"} and lora.dora:
+            raise ValueError(f"learner.lora.publish adapter: {kind} loads no DoRA adapters; set publish: merged")
+        if kind == "vllm" and lora.rank > 512:
+            raise ValueError("learner.lora.publish adapter: vllm loads ranks up to 512; set publish: merged")
+        return self
+
+    @model_validator(mode="after")
+    def _check_recording(self) -> RunConfig:
+        recording = self.recording
+        if (recording.mode == "read") != (recording.path is not None):
+            raise ValueError("recording.path names what recording.mode read reads: set both, or none")
+        if recording.mode == "read" and self.evaluation.every:
+            raise ValueError("recording.mode read has no engines to evaluate with: set evaluation.every to 0")
+        return self
+
+    @model_validator(mode="after")
     def _check_sizes(self) -> RunConfig:
         sampling = self.sampling
         if sampling.min_group > sampling.group_size:
@@ -284,6 +324,11 @@ class RunConfig(Section):
             raise ValueError("learner.collective_deadline is not above redis.patience, which one rank may wait alone")
         if sampling.max_new_tokens >= self.model.context:
             raise ValueError("sampling.max_new_tokens leaves no room for a prompt in model.context")
+        if self.learner.reference.kind == "remote" and sampling.temperature != 1:
+            raise ValueError(
+                "learner.reference.kind remote: servers score a prompt at temperature 1, sampling.temperature is"
+                f" {sampling.temperature}"
+            )
         if self.token_staleness_limit < self.max_staleness:
             raise ValueError("learner.max_token_staleness is below max_staleness: everything would be dropped")
         if self.evaluation.every and self.data.held_out is None:

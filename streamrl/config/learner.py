@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -94,7 +95,9 @@ class CriticConfig(Section):
     )
     path: str | None = Field(None, description="model that the critic starts from; empty: model.path")
     lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of a critic of its own")
-    clip: Coefficient = Field(0.5, description="values move at most this far from those of the start of the step")
+    clip: Coefficient = Field(
+        0.5, description="values move at most this far from those of the start of the step; 0: as far as they like"
+    )
     warmup_steps: Natural = Field(0, description="first steps in which only the critic learns")
     coefficient: Coefficient = Field(0.5, description="factor of the value loss of a head")
     gamma: Fraction = Field(1.0, description="discount per token")
@@ -110,6 +113,10 @@ class ReferenceConfig(Section):
     path: str | None = Field(None, description="model of the copy; empty: model.path")
     offload: bool = Field(True, description="the copy is on the host while it is not used")
     url: tuple[ServerUrl, ...] = Field((), description="vLLM or SGLang servers that hold the reference")
+    api_key_file: Path | None = Field(None, description="file with the key of those servers; it is in no argv or log")
+    deadline: Duration = Field(
+        60.0, description="longest time for the log-probabilities of one micro-batch, of all attempts at all servers"
+    )
 
 
 class LoraConfig(Section):
@@ -122,6 +129,17 @@ class LoraConfig(Section):
     publish: Literal["merged", "adapter"] = Field(
         "merged", description="versions hold all weights with the adapter merged in, or the adapter alone"
     )
+
+    @property
+    def alone(self) -> bool:
+        """Whether versions of the weights are an adapter alone."""
+        return bool(self.rank) and self.publish == "adapter"
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> LoraConfig:
+        if not self.rank and self.model_fields_set & {"publish", "dora", "targets", "alpha"}:
+            raise ValueError("learner.lora trains no adapter without learner.lora.rank")
+        return self
 
 
 class LearnerConfig(Section):
@@ -201,6 +219,8 @@ class LearnerConfig(Section):
             raise ValueError("learner.reference.kind base is the policy without adapter: set learner.lora.rank")
         if self.reference.kind == "remote" and not self.reference.url:
             raise ValueError("learner.reference.kind remote needs learner.reference.url")
+        if self.reference.kind == "remote" and self.reference.deadline >= self.collective_deadline:
+            raise ValueError("learner.reference.deadline is not below learner.collective_deadline: ranks would give up")
         if self.advantage.use == "gae" and self.critic.kind == "none":
             raise ValueError("learner.advantage.use gae needs values: set learner.critic.kind")
         if self.critic.kind != "none" and self.advantage.use != "gae" and ":" not in self.advantage.use:
@@ -217,5 +237,8 @@ class CheckpointConfig(Section):
 
     every: Positive = Field(10, description="steps between checkpoints")
     keep: Positive = Field(2, description="newest checkpoints kept")
-    keep_every: Natural = Field(0, description="checkpoints at multiples of so many steps are kept as well; 0: none")
+    keep_every: Natural = Field(
+        0, description="the first checkpoint at or after each multiple of so many steps is kept as well; 0: none"
+    )
     background: bool = Field(True, description="write while training goes on; the hard cap counts one interval more")
+    deadline: Duration = Field(1800.0, description="longest time to write one; then the learner ends with an error")
