@@ -197,6 +197,7 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
                 update={"path": model(config.model.path), "tokenizer": model(config.model.tokenizer)}
             ),
             "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
+            "recording": config.recording.model_copy(update={"path": absolute(config.recording.path)}),
             "plugin_paths": (folder, *((folder / path).resolve() for path in config.plugin_paths)),
         }
     )

@@ -94,8 +94,10 @@ def test_units():
 
 
 def test_bounds_follow_promise_two():
-    config = load(None, ["max_staleness=2", "learner.groups_per_step=8", "checkpoint.every=3"], {}).config
+    bounds = ["max_staleness=2", "learner.groups_per_step=8", "checkpoint.every=3"]
+    config = load(None, [*bounds, "checkpoint.background=false"], {}).config
     assert (config.budget, config.hard_cap) == (24, 48)
+    assert load(None, bounds, {}).config.hard_cap == 72
 
 
 def test_servers_have_one_name_and_count_as_slots():

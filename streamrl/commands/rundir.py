@@ -53,7 +53,9 @@ class RunDirectory:
     @property
     def hard_cap(self) -> int:
         """Live groups, at most (as `RunConfig.hard_cap`)."""
-        return int(self.budget + self.config["checkpoint"]["every"] * self.config["learner"]["groups_per_step"])
+        intervals = 2 if self.config["checkpoint"]["background"] else 1
+        groups = self.config["learner"]["groups_per_step"]
+        return int(self.budget + intervals * self.config["checkpoint"]["every"] * groups)
 
 
 def find_run(chosen: Path | None) -> RunDirectory:

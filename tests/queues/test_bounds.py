@@ -22,18 +22,18 @@ def test_hand_computed_bounds():
     assert budget.room(live=48, held=0, budget=24, hard_cap=48) == 0
 
 
-@given(st.integers(0, 9), st.integers(1, 64), st.integers(1, 64))
-def test_the_configuration_has_the_same_bounds(staleness, groups, every):
+@given(st.integers(0, 9), st.integers(1, 64), st.integers(1, 64), st.booleans())
+def test_the_configuration_has_the_same_bounds(staleness, groups, every, background):
     config = RunConfig.model_validate(
         {
             "max_staleness": staleness,
             "learner": {"groups_per_step": groups},
-            "checkpoint": {"every": every},
+            "checkpoint": {"every": every, "background": background},
             "redis": {"maxmemory": 1 << 50},
         }
     )
     assert config.budget == budget.budget(staleness, groups)
-    assert config.hard_cap == budget.hard_cap(config.budget, every, groups)
+    assert config.hard_cap == budget.hard_cap(config.budget, every, groups, asynchronous=background)
 
 
 @given(counts, counts, counts, counts)
