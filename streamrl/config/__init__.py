@@ -6,7 +6,6 @@ This module imports nothing heavy and knows nothing of the roles; `streamrl.runf
 from __future__ import annotations
 
 import sys
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -209,18 +208,6 @@ class RecordingConfig(Section):
     file_bytes: Size = Field(256 << 20, description="size at which a file of a recording is followed by the next")
 
 
-class RecordingConfig(Section):
-    """Rollouts without a learner, and a learner without rollouts (docs/checkpoints.md, recordings)."""
-
-    mode: Literal["off", "write", "read"] = Field(
-        "off",
-        description="write: complete groups go to RUN_DIR/recording, nothing is trained (up --rollout-only); read: the"
-        " groups of `path` are trained, nothing is generated (up --train-only)",
-    )
-    path: Path | None = Field(None, description="recording to read: a file, or a directory with all its files")
-    file_bytes: Size = Field(256 << 20, description="size at which a file of a recording is followed by the next")
-
-
 class SupervisorConfig(Section):
     """`streamrl up`."""
 
@@ -315,15 +302,6 @@ class RunConfig(Section):
             raise ValueError(f"learner.lora.publish adapter: {kind} loads no DoRA adapters; set publish: merged")
         if kind == "vllm" and lora.rank > 512:
             raise ValueError("learner.lora.publish adapter: vllm loads ranks up to 512; set publish: merged")
-        return self
-
-    @model_validator(mode="after")
-    def _check_recording(self) -> RunConfig:
-        recording = self.recording
-        if (recording.mode == "read") != (recording.path is not None):
-            raise ValueError("recording.path names what recording.mode read reads: set both, or none")
-        if recording.mode == "read" and self.evaluation.every:
-            raise ValueError("recording.mode read has no engines to evaluate with: set evaluation.every to 0")
         return self
 
     @model_validator(mode="after")
