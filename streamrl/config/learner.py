@@ -137,7 +137,8 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _check_rank(self) -> LoraConfig:
-        if not self.rank and self.model_fields_set & {"publish", "dora", "targets", "alpha"}:
+        # By values: a saved configuration names every key.
+        if not self.rank and self != LoraConfig.model_construct():
             raise ValueError("learner.lora trains no adapter without learner.lora.rank")
         return self
 
