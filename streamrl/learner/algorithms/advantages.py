@@ -121,10 +121,9 @@ class Estimator:
             raise ValueError(f"the estimator {self.name} needs {missing[0]}, which this group does not have")
         with np.errstate(over="ignore", invalid="ignore"):
             advantages = [np.asarray(array, dtype=np.float64) for array in self.compute(group)]
-        if [array.shape for array in advantages] != [(length,) for length in group.lengths]:
-            raise ValueError(
-                f"the estimator {self.name} gave {[array.shape for array in advantages]} for {group.lengths}"
-            )
+        shapes, lengths = [array.shape for array in advantages], group.lengths.tolist()
+        if shapes != [(length,) for length in lengths]:
+            raise ValueError(f"the estimator {self.name} gave shapes {shapes} for responses of {lengths} tokens")
         if not all(np.all(np.isfinite(array)) for array in advantages):
             raise ValueError(f"rewards are too far apart for a finite advantage: {group.rewards.tolist()}")
         return advantages
