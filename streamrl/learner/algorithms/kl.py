@@ -1,0 +1,145 @@
+"""The distance to the reference policy: estimators per token, penalties in the reward, and the coefficient's control.
+
+d = log policy - log reference of the sampled token. Its estimators (Schulman, "Approximating KL divergence", 2020):
+
+* k1 `d`: unbiased, may be negative, its gradient averages to zero and so does nothing in the loss on-policy,
+* abs `|d|`,
+* k2 `d^2 / 2`: biased a little, its gradient is that of KL(policy || reference),
+* k3 `e^-d - 1 + d`: unbiased, never negative; its gradient is that of KL(reference || policy).
+
+Their expectations are over the policy. `k1+` and `k3+` have the value of k1 or k3 and the gradient of k2 (straight
+through). With `unbiased` a term is multiplied by the importance weight policy / behaviour, so that the expectation is
+right off-policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); the weight then carries a gradient of its own, which
+makes that of k1 and k3 the gradient of KL(policy || reference).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamrl.config.learner import KlConfig
+from streamrl.errors import ConfigError
+from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
+
+UNBIASED_CAP = 10.0
+"""Greatest importance weight of the unbiased form; beyond it the weight is constant."""
+_ERROR_CLIP = 0.2
+
+
+def kl_estimate(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return an estimate of KL(policy || reference) per token, shape (n,), with a gradient to the log-probabilities.
+
+    The exponent of k3 is clamped to `LOG_RATIO_BOUND`: a token so much likelier under the reference gives k3 no
+    gradient; with k3+ it gives one.
+
+    Args:
+        estimator: k1, k2, k3, abs, k1+ or k3+.
+        logprobs: the policy, shape (n,).
+        reference: the reference policy, shape (n,); no gradient flows into it.
+    """
+    difference = logprobs - reference.detach()
+    if estimator.endswith("+"):
+        surrogate = 0.5 * difference * difference
+        value = kl_estimate(estimator[:-1], logprobs.detach(), reference)
+        return value + surrogate - surrogate.detach()
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return 0.5 * difference * difference
+    assert estimator == "k3", estimator
+    bounded = (-difference).clamp(max=LOG_RATIO_BOUND)
+    return bounded.exp() - 1 - bounded
+
+
+def kl_term(tokens: Tokens, config: KlConfig) -> torch.Tensor:
+    """Return the KL term of the loss per token, before its coefficient, shape (n,), with a gradient.
+
+    Args:
+        tokens: with a reference.
+        config: `learner.kl`. With `unbiased` and an estimator with +, whose gradient is right as it is, the weight
+            carries no gradient.
+    """
+    assert tokens.reference is not None
+    estimate = kl_estimate(config.estimator, tokens.logprobs, tokens.reference)
+    if not config.unbiased:
+        return estimate
+    log_weight = tokens.logprobs - tokens.behaviour
+    if config.estimator.endswith("+"):
+        log_weight = log_weight.detach()
+    return log_weight.clamp(max=math.log(UNBIASED_CAP)).exp() * estimate
+
+
+def penalties(
+    logprobs: Sequence[npt.NDArray[np.float32]],
+    reference: Sequence[npt.NDArray[np.float32]],
+    estimator: str,
+    coefficient: float,
+) -> list[npt.NDArray[np.float64]]:
+    """Return `coefficient x estimate` of each token, to be taken off its reward; one array per response.
+
+    Args:
+        logprobs: policy at the start of the step, one array per response.
+        reference: reference policy, the same shapes.
+        estimator: k1, k2, k3 or abs.
+        coefficient: at least 0.
+
+    Raises:
+        ConfigError: an estimator with +, which differs from the plain one in its gradient alone.
+    """
+    if estimator.endswith("+"):
+        raise ConfigError(f"learner.kl.estimator {estimator} means nothing in the reward", f"write {estimator[:-1]}")
+    return [
+        coefficient * kl_estimate(estimator, _wide(mine), _wide(theirs)).numpy()
+        for mine, theirs in zip(logprobs, reference, strict=True)
+    ]
+
+
+def _wide(values: npt.NDArray[np.float32]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float64))
+
+
+class KlController:
+    """The coefficient of the KL term; its state is saved in checkpoints.
+
+    fixed: it stays what it is. adaptive (Ziegler et al., arXiv 1909.08593, section 2.2): after each step it is
+    multiplied by `1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon`.
+
+    Attributes:
+        coefficient: present value.
+    """
+
+    def __init__(self, config: KlConfig) -> None:
+        self._config = config
+        self.coefficient = config.coefficient
+
+    def update(self, kl: float, responses: int) -> None:
+        """Take note of a step; with controller fixed nothing happens.
+
+        Args:
+            kl: mean KL per token of the step. One that is not finite changes nothing.
+            responses: of the step, on all ranks. More than the horizon count as the horizon, so that the coefficient
+                stays positive.
+        """
+        if self._config.controller == "fixed" or not math.isfinite(kl):
+            return
+        error = min(max(kl / self._config.target - 1, -_ERROR_CLIP), _ERROR_CLIP)
+        self.coefficient *= 1 + error * min(1.0, responses / self._config.horizon)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint holds of it."""
+        return {"kl_coefficient": self.coefficient}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Put back what `state` returned; a state without a coefficient, or controller fixed, changes nothing.
+
+        With controller fixed the configuration is what counts, as it is for the learning rate.
+        """
+        if self._config.controller == "adaptive":
+            self.coefficient = state.get("kl_coefficient", self.coefficient)

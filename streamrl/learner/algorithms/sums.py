@@ -1,0 +1,171 @@
+"""Statistics of trained tokens as sums, so that they add over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import torch
+
+from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
+
+AGE_BUCKETS = ("0", "1", "2_3", "4_7", "8_15", "16")
+"""Staleness in steps, of the buckets; the last one has no end."""
+_AGE_EDGES = (0, 1, 2, 4, 8, 16)
+_RESPONSE_BOUND = 300.0
+"""Bound on the log ratio of a response: its square is still a finite float64 after `exp`, summed over any step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenSums:
+    """Sums over trained tokens, from which all statistics of a loss follow.
+
+    w is the importance weight before any bound: the policy at the start of the step (with base bypass: the present
+    one) over the one that sampled.
+
+    Attributes:
+        tokens: number of trained tokens.
+        responses: number of trained responses.
+        loss: sum of what is differentiated, with the weights of the aggregation.
+        weight: sum of w.
+        weight_squared: sum of w^2.
+        response_weight: sum over responses of the product of their w.
+        response_weight_squared: sum over responses of its square.
+        squared_log_ratio: sum of (log w)^2.
+        clipped: tokens on which the trust region of the loss acted.
+        capped: tokens whose weight a gate cut.
+        masked: tokens that a gate dropped.
+        age: sum of the staleness in steps.
+        kl_k1: sum of -log w, the plain estimator of KL(behaviour || policy).
+        kl_k3: sum of w - 1 - log w, the low-variance estimator of the same; never negative.
+        kl_reference: sum of the estimate of the KL to the reference policy, before its coefficient; 0 without one.
+        entropy: sum of the entropies in nats; 0 when they were not computed.
+        tokens_0: trained tokens of staleness 0; the next ones: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
+        masked_0: of those, the tokens that a gate dropped; likewise.
+    """
+
+    tokens: float = 0.0
+    responses: float = 0.0
+    loss: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    response_weight: float = 0.0
+    response_weight_squared: float = 0.0
+    squared_log_ratio: float = 0.0
+    clipped: float = 0.0
+    capped: float = 0.0
+    masked: float = 0.0
+    age: float = 0.0
+    kl_k1: float = 0.0
+    kl_k3: float = 0.0
+    kl_reference: float = 0.0
+    entropy: float = 0.0
+    tokens_0: float = 0.0
+    tokens_1: float = 0.0
+    tokens_2_3: float = 0.0
+    tokens_4_7: float = 0.0
+    tokens_8_15: float = 0.0
+    tokens_16: float = 0.0
+    masked_0: float = 0.0
+    masked_1: float = 0.0
+    masked_2_3: float = 0.0
+    masked_4_7: float = 0.0
+    masked_8_15: float = 0.0
+    masked_16: float = 0.0
+
+    @classmethod
+    def from_tensor(cls, sums: torch.Tensor) -> TokenSums:
+        """Read the sums out of a tensor of shape (number of fields,), in the order of the fields."""
+        return cls(**dict(zip(TOKEN_SUMS, sums.tolist(), strict=True)))
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        """Sums over both."""
+        return TokenSums(**{name: getattr(self, name) + getattr(other, name) for name in TOKEN_SUMS})
+
+    @property
+    def ess(self) -> float:
+        """Normalised effective sample size of tokens, (sum w)^2 / (n sum w^2), in (0, 1]; 1 without tokens."""
+        return _ess(self.tokens, self.weight, self.weight_squared)
+
+    @property
+    def response_ess(self) -> float:
+        """Normalised effective sample size of responses, whose weight is the product of those of their tokens."""
+        return _ess(self.responses, self.response_weight, self.response_weight_squared)
+
+    @property
+    def masked_by_age(self) -> dict[str, float]:
+        """Share of the trained tokens that a gate dropped, by bucket of staleness; only buckets with tokens."""
+        counts = {bucket: getattr(self, f"tokens_{bucket}") for bucket in AGE_BUCKETS}
+        return {
+            bucket.replace("_", "-"): getattr(self, f"masked_{bucket}") / count
+            for bucket, count in counts.items()
+            if count
+        }
+
+    def mean(self, name: str) -> float:
+        """Mean of a field per trained token; 0 without tokens."""
+        value: float = getattr(self, name)
+        return value / self.tokens if self.tokens else 0.0
+
+
+TOKEN_SUMS = tuple(item.name for item in fields(TokenSums))
+
+
+def _ess(count: float, total: float, squares: float) -> float:
+    return total**2 / (count * squares) if count and squares else 1.0
+
+
+def token_sums(
+    tokens: Tokens,
+    log_ratio: torch.Tensor,
+    *,
+    loss: torch.Tensor,
+    clipped: torch.Tensor,
+    cut: torch.Tensor,
+    keep: torch.Tensor,
+    kl_reference: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
+
+    Args:
+        tokens: n tokens of whole responses.
+        log_ratio: log w, shape (n,).
+        loss: of each token, as it is differentiated, shape (n,).
+        clipped: bool, shape (n,).
+        cut: bool, shape (n,).
+        keep: bool, shape (n,).
+        kl_reference: estimate of each token, shape (n,); None without a reference.
+    """
+    wide = log_ratio.detach().double()
+    bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight = bounded.exp()
+    ones, none = torch.ones_like(wide), torch.zeros_like(wide)
+    masked = (~keep).double()
+    ages = tokens.ages.to(wide.device)
+    buckets = [((ages >= low) & (ages < high)).double() for low, high in pairwise((*_AGE_EDGES, 1 << 62))]
+    response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp()
+    columns = (
+        ones,
+        none,
+        loss.detach().double(),
+        weight,
+        weight * weight,
+        none,
+        none,
+        wide * wide,
+        clipped.double(),
+        cut.double(),
+        masked,
+        ages.double(),
+        -wide,
+        weight - 1 - bounded,
+        none if kl_reference is None else kl_reference.detach().double(),
+        none if tokens.entropy is None else tokens.entropy.detach().double(),
+        *buckets,
+        *(bucket * masked for bucket in buckets),
+    )
+    sums = torch.stack(columns).sum(dim=1)
+    sums[TOKEN_SUMS.index("responses")] = tokens.counts.shape[0]
+    sums[TOKEN_SUMS.index("response_weight")] = response.sum()
+    sums[TOKEN_SUMS.index("response_weight_squared")] = (response * response).sum()
+    return sums
