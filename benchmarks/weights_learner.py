@@ -23,8 +23,8 @@ from random_model import write_model
 from spread import ratios, spread
 
 from streamrl.config import RunConfig
+from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.policy import Policy
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync import Publisher
@@ -80,7 +80,10 @@ def batch_of(groups: list[tuple[int, int]]) -> list[TrainSample]:
         prompt = ids(before)
         for number in range(GROUP):
             logprobs = np.full(after, -3, dtype=np.float32)
-            batch.append(TrainSample(gid, prompt, ids(after), logprobs, 1.0 if number % 2 else -1.0))
+            reward = 1.0 if number % 2 else -1.0
+            advantages = np.full(after, reward, dtype=np.float32)
+            steps = np.zeros(after, dtype=np.int64)
+            batch.append(TrainSample(gid, prompt, ids(after), logprobs, steps, reward, advantages))
     return batch
 
 
@@ -93,17 +96,17 @@ def steps(ranks: Ranks, folder: Path, model: str, batch: list[TrainSample], roun
             "learner": {"threads": 1, "matmul_precision": "medium", "tokens_per_microbatch": 2048},
         }
     )
-    policy = Policy(config, ranks)
-    copies = Copies(policy.parameters, torch.float32)
+    actor = Actor(config, ranks)
+    copies = Copies(actor.parameters, torch.float32)
     publisher = Publisher(config.weights, config.name, folder)
     taken, plain, publishing = [], [], []
     beside = []
     with ThreadPoolExecutor(1) as thread:
         for number in range(rounds + 1):
-            alone = timed(lambda: policy.update_policy(batch))
+            alone = timed(lambda: actor.update_policy(batch))
             snapshot = copies.take()
             publish = thread.submit(publish_one, publisher, number + 1, snapshot.tensors)
-            with_version = timed(lambda: policy.update_policy(batch))
+            with_version = timed(lambda: actor.update_policy(batch))
             published = publish.result()
             if number:
                 taken.append(snapshot.seconds)

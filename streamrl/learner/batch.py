@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.wire import Float32Array, Int32Array
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 WIDTH_STEP = 16
 PASS_TOKENS = 96
@@ -52,39 +55,61 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSample:
-    """One response with what the learner needs of it.
+    """One response with what the learner needs of it; n sampled tokens.
 
     Attributes:
         gid: id of its group.
         prompt: token ids of the prompt, shape (prompt tokens,), at least one.
-        tokens: sampled token ids, shape (completion tokens,); without any, the sample gives no gradient.
-        logprobs: log-probability that each token was sampled with, shape (completion tokens,), finite.
-        advantage: advantage of the response, the same for all of its tokens.
+        tokens: sampled token ids, shape (n,); without any, the sample gives no gradient.
+        logprobs: log-probability that each token was sampled with, shape (n,), finite.
+        steps: step of the version that sampled each token, shape (n,), at least 0.
+        reward: of the response, finite.
+        advantages: of each token, float32, shape (n,), finite.
+        proximal: log-probability under the policy of the start of the step, shape (n,); None until it is computed.
+        reference: the same under the reference policy.
+        entropy: of the distribution of each token under the policy of the start of the step, in nats; None likewise.
+        values: the critic's value of the state before each token; None likewise.
+        returns: what the critic learns, shape (n,); None likewise.
     """
 
     gid: int
     prompt: Int32Array
     tokens: Int32Array
     logprobs: Float32Array
-    advantage: float
+    steps: Int64Array
+    reward: float
+    advantages: Float32Array
+    proximal: Float32Array | None = None
+    reference: Float32Array | None = None
+    entropy: Float32Array | None = None
+    values: Float32Array | None = None
+    returns: Float32Array | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.logprobs):
-            raise ValueError(f"group {self.gid}: {len(self.tokens)} tokens with {len(self.logprobs)} log-probabilities")
+        count = len(self.tokens)
+        if count != len(self.logprobs):
+            raise ValueError(f"group {self.gid}: {count} tokens with {len(self.logprobs)} log-probabilities")
+        if count != len(self.steps) or count != len(self.advantages):
+            raise ValueError(f"group {self.gid}: {count} tokens need as many steps and advantages")
         if not len(self.prompt):
             raise ValueError(f"group {self.gid}: a prompt without tokens, nothing predicts the first sampled token")
         if not np.all(np.isfinite(self.logprobs)):
             raise ValueError(f"group {self.gid}: a log-probability of the sampling policy is not finite")
-        if not np.isfinite(np.float32(self.advantage)):
-            raise ValueError(f"group {self.gid}: advantage {self.advantage} is not finite in float32")
+        if not np.all(np.isfinite(self.advantages)):
+            raise ValueError(f"group {self.gid}: an advantage is not finite in float32")
 
     @property
     def width(self) -> int:
         """Tokens that go through the model."""
         return len(self.prompt) + len(self.tokens) - 1
 
+    @property
+    def has_advantage(self) -> bool:
+        """Whether some token has an advantage other than 0."""
+        return bool(self.advantages.any())
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
     """Rows of one forward pass, and the places in them where sampled tokens are predicted.
 
@@ -97,8 +122,13 @@ class Microbatch:
         shared: some row holds more than one response.
         positions: flat index (row * width + column) of the place that predicts each sampled token, shape (n,).
         targets: sampled token ids, shape (n,).
-        behaviour_logprobs: shape (n,).
+        behaviour: `TrainSample.logprobs`, shape (n,).
+        steps: shape (n,).
         advantages: shape (n,).
+        proximal: shape (n,); None when some sample has none. So are the following.
+        reference: see `TrainSample`.
+        values: see `TrainSample`.
+        returns: see `TrainSample`.
     """
 
     samples: npt.NDArray[np.int64]
@@ -109,8 +139,19 @@ class Microbatch:
     shared: bool
     positions: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
-    behaviour_logprobs: Float32Array
+    behaviour: Float32Array
+    steps: Int64Array
     advantages: Float32Array
+    proximal: Float32Array | None = None
+    reference: Float32Array | None = None
+    values: Float32Array | None = None
+    returns: Float32Array | None = None
+
+    def deal_out(self, tokens: npt.NDArray[np.float32], batch: list[Float32Array]) -> None:
+        """Put what was computed for each token, shape (n,), to the places of its samples in a list over the batch."""
+        if len(self.samples):
+            for index, piece in zip(self.samples, np.split(tokens, np.cumsum(self.counts)[:-1]), strict=True):
+                batch[index] = piece
 
 
 def padded_width(tokens: int) -> int:
@@ -160,7 +201,19 @@ def dummy() -> Microbatch:
     one = np.zeros(1, dtype=np.int64)
     zero = np.zeros(1, dtype=np.float32)
     row = np.zeros((1, WIDTH_STEP), dtype=np.int64)
-    return Microbatch(none, none, row, row, np.arange(WIDTH_STEP)[None], False, one, one, zero, zero)
+    return Microbatch(
+        samples=none,
+        counts=none,
+        input_ids=row,
+        segments=row,
+        position_ids=np.arange(WIDTH_STEP)[None],
+        shared=False,
+        positions=one,
+        targets=one,
+        behaviour=zero,
+        steps=one,
+        advantages=zero,
+    )
 
 
 def _rows(batch: Sequence[TrainSample], members: list[int], limits: Limits) -> list[list[int]]:
@@ -212,6 +265,17 @@ def _microbatch(batch: Sequence[TrainSample], rows: list[list[int]], longest: in
         shared=shared,
         positions=np.concatenate(positions),
         targets=np.concatenate([sample.tokens for sample in samples]).astype(np.int64),
-        behaviour_logprobs=np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
-        advantages=np.repeat(np.asarray([sample.advantage for sample in samples], dtype=np.float32), counts),
+        behaviour=np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
+        steps=np.concatenate([sample.steps for sample in samples]),
+        advantages=np.concatenate([sample.advantages for sample in samples]).astype(np.float32),
+        proximal=_joined([sample.proximal for sample in samples]),
+        reference=_joined([sample.reference for sample in samples]),
+        values=_joined([sample.values for sample in samples]),
+        returns=_joined([sample.returns for sample in samples]),
     )
+
+
+def _joined(arrays: Sequence[Float32Array | None]) -> Float32Array | None:
+    """All of them in one, None when one is missing."""
+    known = [array for array in arrays if array is not None]
+    return np.concatenate(known).astype(np.float32) if len(known) == len(arrays) else None

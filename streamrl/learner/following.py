@@ -9,10 +9,12 @@ from pathlib import Path
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.chain import Branch
 from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.crew import NO_BASE, Command, TorchThread
 from streamrl.learner.groups import Unusable, open_group
 from streamrl.learner.parts import Parts
-from streamrl.learner.steps import NO_BASE, Command, TorchThread, Trainer
+from streamrl.learner.steps import Trainer
 from streamrl.queues.ledger import Ledger
 from streamrl.weight_sync.catalog import PINNED
 from streamrl.weight_sync.manifest import folder_name
@@ -33,6 +35,7 @@ class FollowingRank:
 
     def __init__(self, config: RunConfig, run_dir: Path, ledger: Ledger, trainer: Trainer, torch: TorchThread) -> None:
         self._scale_by_std = config.learner.advantage.args.get("scale_by_std", True)
+        self._branch = Branch([], [], 0, 0)
         self._run_dir, self._ledger = run_dir, ledger
         self._trainer, self._torch = trainer, torch
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
@@ -107,7 +110,7 @@ class FollowingRank:
                 logger.warning("group is not there", extra={"group": gid})
                 return None
             try:
-                group = open_group(closed, scale_by_std=self._scale_by_std, misfit=self._trainer.misfit)
+                group = open_group(closed, self._branch, scale_by_std=self._scale_by_std, misfit=self._trainer.misfit)
             except Unusable as error:
                 logger.warning("group cannot be read", extra={"group": gid, "error": str(error)})
                 return None

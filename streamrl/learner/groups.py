@@ -1,4 +1,4 @@
-"""From a closed group in Redis to what the learner trains: decode, check, advantages, versions of its tokens."""
+"""From a closed group in Redis to what the learner trains: decode, check, advantages, ages of its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
 from streamrl.learner.advantages import group_advantages
-from streamrl.learner.batch import TrainSample
+from streamrl.learner.batch import Int64Array, TrainSample
 from streamrl.learner.chain import Branch
 from streamrl.queues.records import ClosedGroup
 
@@ -28,17 +28,18 @@ class TrainGroup:
         gid: its id.
         crashes: learners that died in a step with it.
         samples: its usable responses.
-        rewards: their rewards, in the same order.
-        versions: sampled tokens by the version that sampled them.
         spanning: responses whose tokens come from more than one version.
     """
 
     gid: int
     crashes: int
     samples: tuple[TrainSample, ...]
-    rewards: tuple[float, ...]
-    versions: dict[int, int]
     spanning: int
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Rewards of the responses."""
+        return tuple(sample.reward for sample in self.samples)
 
     @property
     def tokens(self) -> int:
@@ -52,32 +53,32 @@ class TrainGroup:
 
     @property
     def zero_advantage(self) -> bool:
-        """Whether all rewards are equal: the gradient is exactly zero and no forward pass is needed."""
-        return all(sample.advantage == 0 for sample in self.samples)
+        """Whether no token has an advantage: the gradient is exactly zero and no forward pass is needed."""
+        return not any(sample.has_advantage for sample in self.samples)
 
     @property
     def cost(self) -> int:
         """Tokens that go through the model, padding not counted."""
         return 0 if self.zero_advantage else sum(sample.width for sample in self.samples)
 
-    def staleness(self, branch: Branch, step: int) -> Counter[int]:
+    def staleness(self, step: int) -> Counter[int]:
         """Sampled tokens by their age in steps of the surviving branch, when they are trained at `step`."""
-        ages: Counter[int] = Counter()
-        for version, tokens in self.versions.items():
-            ages[max(0, step - branch.step(version))] += tokens
-        return ages
+        steps = np.concatenate([sample.steps for sample in self.samples])
+        ages, counts = np.unique(np.maximum(0, step - steps), return_counts=True)
+        return Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
 
 Misfit = Callable[[Sequence[TrainSample]], ValueError | None]
 
 
-def open_group(closed: ClosedGroup, *, scale_by_std: bool, misfit: Misfit) -> TrainGroup:
+def open_group(closed: ClosedGroup, branch: Branch, *, scale_by_std: bool, misfit: Misfit) -> TrainGroup:
     """Decode and check one closed group.
 
     Args:
         closed: as Redis holds it.
+        branch: knows the step of each version.
         scale_by_std: see `group_advantages`.
-        misfit: says why samples do not fit the model (`Policy.misfit`), None when they do.
+        misfit: says why samples do not fit the model (`Actor.misfit`), None when they do.
 
     Raises:
         Unusable: a message that is none of ours, an empty prompt, numbers that give no finite advantage, or tokens
@@ -87,20 +88,29 @@ def open_group(closed: ClosedGroup, *, scale_by_std: bool, misfit: Misfit) -> Tr
         prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
         parts = [closed.samples[number] for number in sorted(closed.samples)]
         samples = [wire.decode(payload, wire.Sample) for payload, _ in parts]
-        rewards = tuple(wire.decode(score, wire.Score).value for _, score in parts)
+        rewards = [wire.decode(score, wire.Score).value for _, score in parts]
         advantages = group_advantages(rewards, scale_by_std=scale_by_std)
         train = tuple(
-            TrainSample(closed.gid, prompt, sample.token_ids, sample.token_logprobs, float(advantage))
-            for sample, advantage in zip(samples, advantages, strict=True)
+            TrainSample(
+                gid=closed.gid,
+                prompt=prompt,
+                tokens=sample.token_ids,
+                logprobs=sample.token_logprobs,
+                steps=token_steps(sample, branch),
+                reward=reward,
+                advantages=np.full(len(sample.token_ids), advantage).astype(np.float32),
+            )
+            for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
         )
         if (reason := misfit(train)) is not None:
             raise reason
     except (WireError, ValueError) as error:
         raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
-    versions: Counter[int] = Counter()
-    spanning = 0
-    for sample in samples:
-        own, counts = np.unique(sample.token_versions, return_counts=True)
-        versions.update(dict(zip(own.tolist(), counts.tolist(), strict=True)))
-        spanning += len(own) > 1
-    return TrainGroup(closed.gid, closed.crashes, train, rewards, dict(versions), spanning)
+    spanning = sum(len({version for _, version in sample.runs}) > 1 for sample in samples)
+    return TrainGroup(closed.gid, closed.crashes, train, spanning)
+
+
+def token_steps(sample: wire.Sample, branch: Branch) -> Int64Array:
+    """Step of the version that sampled each token, shape (tokens,)."""
+    versions, places = np.unique(sample.token_versions, return_inverse=True)
+    return np.asarray([branch.step(version) for version in versions.tolist()], dtype=np.int64)[places]

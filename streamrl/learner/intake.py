@@ -121,7 +121,7 @@ class Intake:
         limit = self._config.token_staleness_limit
         async with self._lock:
             for gid, group in list(self._candidates.items()):
-                if max(group.staleness(self._branch, step), default=0) > limit:
+                if max(group.staleness(step), default=0) > limit:
                     del self._candidates[gid]
                     if await self._ledger.drop(self._nonce, gid, "stale"):
                         self.dropped += 1
@@ -210,7 +210,7 @@ class Intake:
             return None
         try:
             scale = self._config.learner.advantage.args.get("scale_by_std", True)
-            return open_group(closed, scale_by_std=scale, misfit=self._misfit)
+            return open_group(closed, self._branch, scale_by_std=scale, misfit=self._misfit)
         except Unusable as error:
             await self._bury(closed.gid, error.message)
             return None

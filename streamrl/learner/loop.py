@@ -20,19 +20,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
+from streamrl.learner.actor import Actor
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.crew import NO_BASE, Command, Crew, TorchThread, share
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.intake import Intake
-from streamrl.learner.policy import Policy
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
 from streamrl.learner.stepline import StepMeter, group_frame
-from streamrl.learner.steps import NO_BASE, Command, Crew, TorchThread, Trainer, share
+from streamrl.learner.steps import Trainer
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
 from streamrl.queues.role import Role
@@ -82,7 +83,7 @@ async def run_learner(role: Role) -> None:
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
     async with on_devices(role, ranks.rank) as switch:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
-        trainer = Trainer(role.config, ranks, await torch.run(Policy, role.config, ranks))
+        trainer = Trainer(role.config, ranks, await torch.run(Actor, role.config, ranks))
         if ranks.rank == 0:
             await _lead(role, Crew(trainer, torch, switch))
             return
@@ -299,15 +300,13 @@ class Leader:
         self._skipped = 0
         groups = self._intake.applied()
         gids = [group.gid for group in groups]
-        branch, epoch = self._start.branch, self._start.epoch
+        epoch = self._start.epoch
         number = self._version + 1
-        self._saver.trained(
-            gids, (group_frame(group, branch, epoch=epoch, step=step, version=number) for group in groups)
-        )
+        self._saver.trained(gids, (group_frame(group, epoch=epoch, step=step, version=number) for group in groups))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
             tasks.create_task(self._publish())
-        ages: Counter[int] = sum((group.staleness(branch, step - 1) for group in groups), Counter())
+        ages: Counter[int] = sum((group.staleness(step - 1) for group in groups), Counter())
         line = self._meter.line(groups, stats, ages, self._torch.take_busy())
         self._show(step, {**line, "dropped": self._intake.dropped, **self._publishing.record})
         if self._saver.due:

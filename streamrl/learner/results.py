@@ -1,8 +1,10 @@
-"""What the verbs of the policy return."""
+"""What the verbs of the actor return."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from streamrl.learner.losses import TokenSums
 from streamrl.wire import Float32Array
@@ -25,6 +27,25 @@ class MicroStats:
     tokens: int
     computed: int
     passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """One update of a sharded model; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        sums: what was added up over the ranks, float64, on the CPU.
+    """
+
+    update: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

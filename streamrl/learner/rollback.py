@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamrl.learner.steps import Command, Crew
+from streamrl.learner.crew import Command, Crew
 from streamrl.queues.rollback import Answer, Request, RollbackDesk
 from streamrl.weight_sync.catalog import PINNED
 from streamrl.weight_sync.manifest import folder_name

@@ -16,9 +16,9 @@ from streamrl.config import RunConfig
 from streamrl.errors import Fenced
 from streamrl.learner.chain import TrainedLog, greatest_logged_epoch
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, describe, shard_name
+from streamrl.learner.crew import Command, Crew
 from streamrl.learner.intake import Intake
 from streamrl.learner.record import GroupRecord
-from streamrl.learner.steps import Command, Crew
 from streamrl.learner.takeover import Start
 from streamrl.queues.budget import checkpoint_due
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.learner.chain import Branch
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.results import UpdateStats
 
@@ -83,13 +82,13 @@ class StepMeter:
         }
 
 
-def group_frame(group: TrainGroup, branch: Branch, *, epoch: int, step: int, version: int) -> dict[str, Any]:
+def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> dict[str, Any]:
     """The durable record of one trained group.
 
     `step` is the step it was trained in (from 1), `version` the version that update made; `staleness` is the greatest
     age of a token in steps, `mean_length` counts sampled tokens.
     """
-    ages = group.staleness(branch, step - 1)
+    ages = group.staleness(step - 1)
     return {
         "gid": group.gid,
         "step": step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -15,8 +16,8 @@ from tiny_policy import count_tokens, make_batch, run_config
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import StreamrlError
+from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.policy import Policy
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies, Snapshot
 from streamrl.learner.steps import Trainer
@@ -37,13 +38,13 @@ def pieces(step: int, world: int) -> list[list[list[TrainSample]]]:
     return [[first[:3], first[3:]], [second, []]]
 
 
-def train(policy: Policy, steps: range) -> list[dict[str, float]]:
+def train(actor: Actor, steps: range) -> list[dict[str, float]]:
     """Run steps; what each update reported."""
     records = []
     for step in steps:
         batch = make_batch(step, groups=4, size=4, zero=1)
-        passes = [policy.accumulate(part[policy.ranks.rank]).passes for part in pieces(step, policy.ranks.world)]
-        stats = policy.apply_update(count_tokens(batch))
+        passes = [actor.accumulate(part[actor.ranks.rank]).passes for part in pieces(step, actor.ranks.world)]
+        stats = actor.apply_update(count_tokens(batch))
         records.append(
             {
                 "loss": stats.loss,
@@ -56,9 +57,9 @@ def train(policy: Policy, steps: range) -> list[dict[str, float]]:
     return records
 
 
-def weights(policy: Policy, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def weights(actor: Actor, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """All weights, on this rank."""
-    return dict(policy.full_tensors(dtype))
+    return dict(actor.full_tensors(dtype))
 
 
 def play(model: Path, out: Path, ranks: Ranks) -> None:
@@ -66,40 +67,40 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
     found: dict[str, object] = {}
     for name, small in (("whole", 1 << 26), ("layers", 0)):
         config = run_config(model, ranks=ranks.world, **STEP_OPTIONS)
-        policy = Policy(config, ranks, small=small)
+        actor = Actor(config, ranks, small=small)
         found[f"{name}.shapes"] = {
-            key: [list(p.to_local().shape), list(p.shape), str(p.placements)] for key, p in policy.parameters.items()
+            key: [list(p.to_local().shape), list(p.shape), str(p.placements)] for key, p in actor.parameters.items()
         }
-        found[f"{name}.records"] = train(policy, range(STEPS))
-        save_file(weights(policy), out / f"{name}-{ranks.rank}.safetensors")
-        save_file(weights(policy, torch.bfloat16), out / f"{name}-{ranks.rank}-bf16.safetensors")
+        found[f"{name}.records"] = train(actor, range(STEPS))
+        save_file(weights(actor), out / f"{name}-{ranks.rank}.safetensors")
+        save_file(weights(actor, torch.bfloat16), out / f"{name}-{ranks.rank}-bf16.safetensors")
         found[f"{name}.logprobs"] = [
-            values.tolist() for values in policy.compute_log_prob(pieces(0, ranks.world)[0][ranks.rank]).logprobs
+            values.tolist() for values in actor.compute_log_prob(pieces(0, ranks.world)[0][ranks.rank]).logprobs
         ]
-        state = policy.shard_state()
-        ahead = train(policy, range(STEPS, STEPS + 1))
-        again = Policy(config, ranks, small=small)
+        state = actor.shard_state()
+        ahead = train(actor, range(STEPS, STEPS + 1))
+        again = Actor(config, ranks, small=small)
         again.load_shard_state(state)
         found[f"{name}.continued"] = train(again, range(STEPS, STEPS + 1)) == ahead and all(
-            torch.equal(tensor, policy.shard_state()[key]) for key, tensor in again.shard_state().items()
+            torch.equal(tensor, actor.shard_state()[key]) for key, tensor in again.shard_state().items()
         )
-    found |= publish_and_go_back(policy, ranks, out)
-    policy.export(out / "export")
+    found |= publish_and_go_back(actor, ranks, out)
+    actor.export(out / "export")
     if ranks.world > 1:
-        found |= disagreements(policy, ranks)
+        found |= disagreements(actor, ranks)
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
 
 
-def copy(policy: Policy) -> Snapshot:
+def copy(actor: Actor) -> Snapshot:
     """This rank's share of the weights."""
-    return Copies(policy.parameters, torch.float32).take()
+    return Copies(actor.parameters, torch.float32).take()
 
 
-def publish_and_go_back(policy: Policy, ranks: Ranks, out: Path) -> dict[str, object]:
+def publish_and_go_back(actor: Actor, ranks: Ranks, out: Path) -> dict[str, object]:
     """Each rank writes its share of a version; later all ranks take that version as their weights."""
     run_dir = out / "run"
     config = WeightsConfig(transport="directory", shard_bytes=8192)
-    snapshot = copy(policy)
+    snapshot = copy(actor)
     kept = {name: tensor.clone() for name, tensor in snapshot.tensors}
     if ranks.rank == 0:
         publisher = Publisher(config, "r", run_dir)
@@ -107,25 +108,25 @@ def publish_and_go_back(policy: Policy, ranks: Ranks, out: Path) -> dict[str, ob
             epoch=1, version=1, step=1, tensors=snapshot.tensors, shapes=snapshot.shapes, world=ranks.world
         )
         pin(publisher.root, run_dir, (1, 1))
-        save_file(weights(policy), out / "published.safetensors")
+        save_file(weights(actor), out / "published.safetensors")
     else:
         RankWriter(config, run_dir, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
-        weights(policy)
-    trainer = Trainer(policy.config, ranks, policy)
-    train(policy, range(1))
-    updates = policy.updates
-    moved = any(not torch.equal(tensor, kept[name]) for name, tensor in copy(policy).tensors)
+        weights(actor)
+    trainer = Trainer(actor.config, ranks, actor)
+    train(actor, range(1))
+    updates = actor.updates
+    moved = any(not torch.equal(tensor, kept[name]) for name, tensor in copy(actor).tensors)
     half = run_dir / "pinned" / ("v-1-1" if ranks.rank == 0 else "v-9-9")  # one rank does not find it
     refused = ranks.world > 1 and not trainer.adopt(half)
     taken = trainer.adopt(run_dir / "pinned" / "v-1-1")
-    state = policy.shard_state()
-    back = all(torch.equal(tensor, kept[name]) for name, tensor in copy(policy).tensors)
+    state = actor.shard_state()
+    back = all(torch.equal(tensor, kept[name]) for name, tensor in copy(actor).tensors)
     fresh = not any(bool(tensor.any()) for name, tensor in state.items() if name.startswith("exp_avg"))
-    ahead = train(policy, range(1, 2))
-    after = policy.shard_state()
-    policy.load_shard_state(state)
-    again = train(policy, range(1, 2)) == ahead
-    same = all(torch.equal(tensor, after[name]) for name, tensor in policy.shard_state().items())
+    ahead = train(actor, range(1, 2))
+    after = actor.shard_state()
+    actor.load_shard_state(state)
+    again = train(actor, range(1, 2)) == ahead
+    same = all(torch.equal(tensor, after[name]) for name, tensor in actor.shard_state().items())
     return {
         "moved": moved,
         "refused_together": refused or ranks.world == 1,
@@ -135,12 +136,12 @@ def publish_and_go_back(policy: Policy, ranks: Ranks, out: Path) -> dict[str, ob
     }
 
 
-def disagreements(policy: Policy, ranks: Ranks) -> dict[str, object]:
+def disagreements(actor: Actor, ranks: Ranks) -> dict[str, object]:
     """Small collectives, and a batch that one rank must refuse."""
     (good,) = make_batch(0, groups=1, size=1)
-    bad = TrainSample(7, good.prompt + 1000, good.tokens, good.logprobs, 1.0)
+    bad = replace(good, gid=7, prompt=good.prompt + 1000)
     try:
-        policy.accumulate([bad if ranks.rank else good])
+        actor.accumulate([bad if ranks.rank else good])
         refused = ""
     except (ValueError, StreamrlError) as error:
         refused = f"{type(error).__name__}: {error}"

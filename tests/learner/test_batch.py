@@ -26,9 +26,12 @@ def sample(**changes):
         "prompt": np.asarray([1, 2], dtype=np.int32),
         "tokens": np.asarray([5, 6, 7], dtype=np.int32),
         "logprobs": np.asarray([-1, -2, -3], dtype=np.float32),
-        "advantage": 0.5,
+        "reward": 1.0,
     }
-    return TrainSample(**{**values, **changes})
+    values |= changes
+    count = len(values["tokens"])
+    defaults = {"steps": np.zeros(count, dtype=np.int64), "advantages": np.full(count, 0.5, dtype=np.float32)}
+    return TrainSample(**{**defaults, **values})
 
 
 @settings(max_examples=150, deadline=None)
@@ -43,8 +46,9 @@ def test_each_sampled_token_is_predicted_once_from_its_own_past(batch, limits):
             seen[int(index)] += 1
             places = slice(end - count, end)
             assert part.targets[places].tolist() == one.tokens.tolist()
-            assert part.behaviour_logprobs[places].tolist() == one.logprobs.tolist()
-            assert set(part.advantages[places].tolist()) == {float(np.float32(one.advantage))}
+            assert part.behaviour[places].tolist() == one.logprobs.tolist()
+            assert part.advantages[places].tolist() == one.advantages.tolist()
+            assert part.steps[places].tolist() == one.steps.tolist()
             for target, flat in enumerate(part.positions[places]):
                 assert past(part, *divmod(int(flat), width)) == [*one.prompt, *one.tokens[:target]]
     assert seen == Counter(range(len(batch)))
@@ -114,8 +118,8 @@ def test_padding_does_not_go_beyond_what_the_model_takes():
         ({"logprobs": np.zeros(2, dtype=np.float32)}, "3 tokens with 2"),
         ({"logprobs": np.asarray([0, np.nan, 0], dtype=np.float32)}, "not finite"),
         ({"logprobs": np.asarray([0, -np.inf, 0], dtype=np.float32)}, "not finite"),
-        ({"advantage": float("nan")}, "not finite"),
-        ({"advantage": 1e300}, "not finite"),
+        ({"advantages": np.full(3, np.nan, dtype=np.float32)}, "not finite"),
+        ({"advantages": np.zeros(2, dtype=np.float32)}, "as many steps and advantages"),
         ({"prompt": np.zeros(0, dtype=np.int32)}, "without tokens"),
     ],
 )

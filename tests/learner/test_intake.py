@@ -10,7 +10,7 @@ from playing import Player, make_config, reward
 
 from streamrl import wire
 from streamrl.errors import Fenced, Refused
-from streamrl.learner.chain import TrainedDigest, TrainedLog
+from streamrl.learner.chain import Branch, TrainedDigest, TrainedLog
 from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.groups import Unusable, open_group
 from streamrl.learner.intake import Intake
@@ -304,18 +304,26 @@ def test_a_group_is_opened_with_its_numbers():
             2: (wire.encode(other), wire.encode(wire.Score(value=0.0))),
         },
     )  # fmt: skip
-    group = open_group(closed, scale_by_std=False, misfit=lambda _: None)
-    assert (group.tokens, group.prompt_tokens, group.spanning, group.versions) == (4, 4, 1, {3: 1, 5: 3})
-    assert [sample.advantage for sample in group.samples] == [0.5, -0.5]
+    branch = Branch([], [], 1, 0)
+    branch.note(3, 10)
+    branch.note(5, 20)
+    group = open_group(closed, branch, scale_by_std=False, misfit=lambda _: None)
+    assert (group.tokens, group.prompt_tokens, group.spanning) == (4, 4, 1)
+    assert [sample.steps.tolist() for sample in group.samples] == [[10, 20, 20], [20]]
+    assert group.staleness(22) == {12: 1, 2: 3}
+    assert group.staleness(15) == {5: 1, 0: 3}
+    assert [sample.advantages.tolist() for sample in group.samples] == [[0.5] * 3, [-0.5]]
     assert group.cost == 4 + 2  # prompt and response, without the last token, of each
     equal = msgspec.structs.replace(wire.Score(value=1.0))
     same = {number: (payload, wire.encode(equal)) for number, (payload, _) in closed.samples.items()}
-    flat = open_group(ClosedGroup(**{**vars(closed), "samples": same}), scale_by_std=True, misfit=lambda _: None)
+    flat = open_group(
+        ClosedGroup(**{**vars(closed), "samples": same}), branch, scale_by_std=True, misfit=lambda _: None
+    )
     assert flat.zero_advantage
     assert flat.cost == 0
     broken = ClosedGroup(**{**vars(closed), "prompt": wire.encode(wire.Prompt(tokens=b""))})
     with pytest.raises(Unusable, match="prompt"):
-        open_group(broken, scale_by_std=True, misfit=lambda _: None)
+        open_group(broken, branch, scale_by_std=True, misfit=lambda _: None)
 
 
 def test_played_rewards_have_both_kinds():

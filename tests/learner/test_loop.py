@@ -145,7 +145,7 @@ async def test_sigterm_leaves_everything_durable(run):
 
 KILLS = {
     "before a micro-batch": "streamrl.learner.steps:Trainer.train:before:4",
-    "after backward": "streamrl.learner.policy:Policy.accumulate:after:5",
+    "after backward": "streamrl.learner.actor:Actor.accumulate:after:5",
     "after the log": "streamrl.learner.chain:TrainedLog.append:after:3",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:7",
     "before the rename": "streamrl.learner.checkpoint:fsync_directory:before:3",
@@ -154,7 +154,7 @@ KILLS = {
 }
 MORE_KILLS = {
     "first publish": "streamrl.weight_sync.publisher:Publisher.publish:after:1",
-    "after the update": "streamrl.learner.policy:Policy.apply_update:after:3",
+    "after the update": "streamrl.learner.actor:Actor.apply_update:after:3",
     "version noted, not published": "streamrl.learner.chain:VersionsLog.note:after:3",
     "shard written": "streamrl.learner.steps:write_shard:after:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
@@ -182,7 +182,7 @@ async def test_killed_learner_loses_nothing(run, point):
 async def test_killed_five_times_in_a_row(run):
     async with run.play():
         for step in range(5):
-            point = ("policy:Policy.apply_update:after:2", "saving:Checkpoints.remove_older:before:1")[step % 2]
+            point = ("actor:Actor.apply_update:after:2", "saving:Checkpoints.remove_older:before:1")[step % 2]
             assert await run.learn(f"streamrl.learner.{point}") == -signal.SIGKILL, run.log()
             await run.audit()
         assert await run.learn() == 0, run.log()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from tiny_policy import make_batch, run_config
 
-from streamrl.learner.policy import Policy
+from streamrl.learner.actor import Actor
 from streamrl.learner.snapshot import Copies, rows_of
 
 
 def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
-    policy = Policy(run_config(model_of("Qwen2")), one_rank)
+    policy = Actor(run_config(model_of("Qwen2")), one_rank)
     for dtype in (torch.float32, torch.bfloat16):
         snapshot = Copies(policy.parameters, dtype).take()
         expected = dict(policy.full_tensors(dtype))
@@ -22,7 +22,7 @@ def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
 
 
 def test_training_goes_on_beside_a_copy_and_memory_comes_round(one_rank, model_of):
-    policy = Policy(run_config(model_of("Qwen2")), one_rank)
+    policy = Actor(run_config(model_of("Qwen2")), one_rank)
     copies = Copies(policy.parameters, torch.float32, sets=2)
     taken, values = [], []
     for step in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,19 @@ def run_config(
     )
 
 
+def train_sample(gid: int, prompt: Any, tokens: Any, logprobs: Any, advantage: float, step: int = 0) -> TrainSample:
+    """A response whose tokens all have one advantage and were sampled at one step."""
+    sample = TrainSample(
+        gid, prompt, tokens, logprobs, np.full(len(tokens), step, dtype=np.int64), advantage, np.zeros(len(tokens))
+    )
+    return with_advantage(sample, advantage)
+
+
+def with_advantage(sample: TrainSample, advantage: float) -> TrainSample:
+    """The same response with one advantage for all of its tokens."""
+    return replace(sample, advantages=np.full(len(sample.tokens), advantage, dtype=np.float32))
+
+
 def make_batch(seed: int, groups: int = 4, size: int = 4, *, zero: int = 0, longest: int = 30) -> list[TrainSample]:
     """Groups of responses of uneven lengths and made-up behaviour log-probs; advantage 0 in the first `zero`."""
     random = np.random.default_rng(seed)
@@ -100,7 +114,7 @@ def make_batch(seed: int, groups: int = 4, size: int = 4, *, zero: int = 0, long
             tokens = ids(int(random.integers(1, longest)))
             logprobs = random.normal(-3, 1, len(tokens)).astype(np.float32)
             advantage = 0.0 if gid < zero else float(random.normal())
-            batch.append(TrainSample(gid, prompt, tokens, logprobs, advantage))
+            batch.append(train_sample(gid, prompt, tokens, logprobs, advantage))
     return batch
 
 

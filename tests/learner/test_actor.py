@@ -1,4 +1,4 @@
-"""The policy on one rank: against plain transformers and plain AdamW, in any layout and in any pieces."""
+"""The actor on one rank: against plain transformers and plain AdamW, in any layout and in any pieces."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,13 +7,22 @@ import numpy as np
 import pytest
 import torch
 from test_logprobs import BiggestTensor
-from tiny_policy import KINDS, VOCABULARY, count_tokens, make_batch, run_config, without_key_biases
+from tiny_policy import (
+    KINDS,
+    VOCABULARY,
+    count_tokens,
+    make_batch,
+    run_config,
+    train_sample,
+    with_advantage,
+    without_key_biases,
+)
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from streamrl.errors import ConfigError, Refused
+from streamrl.learner.actor import Actor
 from streamrl.learner.losses import decoupled_ppo
-from streamrl.learner.policy import Policy
 
 LIMITS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 
@@ -22,7 +31,7 @@ LIMITS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 def make(one_rank, model_of):
     def policy(kind="Qwen2", *, small=1 << 26, temperature=1.0, dtype="float32", **learner):
         config = run_config(model_of(kind), temperature=temperature, dtype=dtype, **learner)
-        return Policy(config, one_rank, small=small)
+        return Actor(config, one_rank, small=small)
 
     return policy
 
@@ -44,7 +53,7 @@ def reference_gradient(model, batch):
     """Gradient of the summed loss by plain transformers; leaves it in the parameters."""
     total = torch.zeros(())
     for sample, (_, logprobs) in zip(batch, reference_logprobs(model, batch), strict=True):
-        advantages = torch.full((len(sample.tokens),), sample.advantage)
+        advantages = torch.from_numpy(sample.advantages)
         behaviour = torch.from_numpy(sample.logprobs)
         total = total + decoupled_ppo(logprobs, logprobs.detach(), behaviour, advantages, **LIMITS).per_token.sum()
     total.backward()
@@ -157,7 +166,7 @@ def test_a_step_in_pieces_is_the_step(make, cuts):
 def test_zero_advantage_is_skipped_exactly(make):
     """The same weights as if those samples had been computed with a vanishing advantage; their tokens count."""
     batch = make_batch(4, zero=2)
-    tiny = [replace(sample, advantage=sample.advantage or 1e-38) for sample in batch]
+    tiny = [with_advantage(sample, float(sample.advantages[0]) or 1e-38) for sample in batch]
     skipping, computing = make("Qwen2"), make("Qwen2")
     micro, _ = skipping.update_policy(batch)
     full, _ = computing.update_policy(tiny)
@@ -180,9 +189,9 @@ def test_a_step_without_any_gradient_moves_on_momentum_only(make):
     policy, computing = make("Qwen2"), make("Qwen2")
     for one in (policy, computing):
         one.update_policy(make_batch(5))
-    nothing = [replace(sample, advantage=0.0) for sample in make_batch(6)]
+    nothing = [with_advantage(sample, 0.0) for sample in make_batch(6)]
     micro, stats = policy.update_policy(nothing)
-    computing.update_policy([replace(sample, advantage=1e-38) for sample in nothing])
+    computing.update_policy([with_advantage(sample, 1e-38) for sample in nothing])
     assert (micro.passes, stats.grad_norm, stats.skipped, stats.update) == (0, 0.0, False, 2)
     assert_same(weights(policy), weights(computing))
 
@@ -192,7 +201,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(make):
     batch = make_batch(7)
     policy.update_policy(batch)
     before = policy.shard_state()
-    huge = [replace(sample, advantage=3e38) for sample in batch]
+    huge = [with_advantage(sample, 3e38) for sample in batch]
     _, stats = policy.update_policy(huge)
     assert stats.skipped
     assert not np.isfinite(stats.grad_norm)
@@ -384,7 +393,10 @@ def test_no_dropout_while_training(make):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (partial(replace, tokens=np.asarray([VOCABULARY], dtype=np.int32)), "vocabulary"),
+        (
+            lambda good: train_sample(0, good.prompt, np.asarray([VOCABULARY], dtype=np.int32), good.logprobs[:1], 1.0),
+            "vocabulary",
+        ),
         (partial(replace, prompt=np.asarray([-1], dtype=np.int32)), "vocabulary"),
         (partial(replace, prompt=np.zeros(200, dtype=np.int32)), "the model takes 128"),
     ],
@@ -401,8 +413,7 @@ def test_a_sample_that_does_not_fit_the_model_is_refused_before_anything_is_adde
 def test_learned_positions_up_to_the_last_one(make, model_of):
     """70 positions are no multiple of the width step: padding must not ask for position 79."""
     tokens = np.arange(70, dtype=np.int32) % VOCABULARY
-    (sample,) = make_batch(0, groups=1, size=1)
-    sample = replace(sample, prompt=tokens[:1], tokens=tokens, logprobs=np.zeros(70, dtype=np.float32), advantage=1.0)
+    sample = train_sample(0, tokens[:1], tokens, np.zeros(70, dtype=np.float32), 1.0)
     policy = make("GPT2")
     (_, expected) = next(iter(reference_logprobs(plain(model_of("GPT2")), [sample_short(sample)])))
     found = policy.compute_log_prob([sample]).logprobs[0]
@@ -410,7 +421,7 @@ def test_learned_positions_up_to_the_last_one(make, model_of):
 
 
 def sample_short(sample):
-    return replace(sample, tokens=sample.tokens[:69], logprobs=sample.logprobs[:69])
+    return train_sample(0, sample.prompt, sample.tokens[:69], sample.logprobs[:69], 1.0)
 
 
 def test_an_update_needs_a_token_count(make):
@@ -420,10 +431,10 @@ def test_an_update_needs_a_token_count(make):
 
 def test_a_missing_model_is_a_configuration_error(one_rank, tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        Policy(run_config(tmp_path / "nowhere"), one_rank)
+        Actor(run_config(tmp_path / "nowhere"), one_rank)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="exists"):
-        Policy(run_config(tmp_path / "empty"), one_rank)
+        Actor(run_config(tmp_path / "empty"), one_rank)
 
 
 def test_a_model_with_logits_of_its_own_kind_is_refused(make, monkeypatch):

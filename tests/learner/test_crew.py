@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamrl.learner.steps import Command, Crew, TorchThread
+from streamrl.learner.crew import Command, Crew, TorchThread
 
 
 class Line:

@@ -1,0 +1,228 @@
+"""A model in training, sharded over the ranks of the learner (FSDP2): what the actor and a critic have in common.
+
+A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
+is a sum over tokens; the division by the size of the step comes with the update, when that size is known. So a step
+gives the same weights in whatever pieces its samples came, up to the rounding of float sums.
+
+Every method marked collective must be called by all ranks in the same order, from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from streamrl.config.learner import LearnerConfig
+from streamrl.errors import StreamrlError
+from streamrl.learner.batch import PADDING, Limits, Microbatch, TrainSample, dummy, layout
+from streamrl.learner.export import full_tensors
+from streamrl.learner.offload import Offload
+from streamrl.learner.optimizer import ShardedAdamW
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.results import Applied
+
+logger = logging.getLogger(__name__)
+_PREFIX = "model."
+
+
+class Sharded:
+    """A module over rows of tokens, with its optimizer.
+
+    Args:
+        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,). Its
+            Hugging Face model is below `model.`.
+        config: learning rate and the other settings of the optimizer, clip norm.
+        ranks: the ranks of this learner.
+        limits: of rows and micro-batches.
+        vocabulary: token ids are below.
+        dtype: type of forward and backward.
+        whole: the module is one FSDP unit that stays whole between forward and backward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: LearnerConfig,
+        ranks: Ranks,
+        limits: Limits,
+        *,
+        vocabulary: int,
+        dtype: torch.dtype,
+        whole: bool,
+    ) -> None:
+        self.ranks = ranks
+        self._module, self._learner, self._limits = module, config, limits
+        self._vocabulary, self._dtype, self._whole = vocabulary, dtype, whole
+        with torch.no_grad():
+            # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
+            self._forward(dummy())
+        self._fsdp.reshard()
+        self._fsdp.set_reshard_after_backward(not whole)
+        self._parameters = {
+            name.removeprefix(_PREFIX): parameter
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+        self._optimizer = ShardedAdamW(self._parameters, config)
+        self._offload = Offload(self._optimizer.live().values())
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far."""
+        return self._optimizer.updates
+
+    @property
+    def parameters(self) -> dict[str, DTensor]:
+        """Sharded parameters by Hugging Face name; tied ones appear once."""
+        return dict(self._parameters)
+
+    def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
+        """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
+        if not batch:
+            return None
+        # One look at all token ids first: it is what every good batch costs.
+        ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
+        known = ids.min() >= 0 and ids.max() < self._vocabulary
+        for sample in batch:
+            if sample.width > self._limits.longest:
+                return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self._limits.longest}")
+            both = () if known else np.concatenate([sample.prompt, sample.tokens])
+            if any(token < 0 or token >= self._vocabulary for token in both):
+                return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
+        return None
+
+    def discard(self) -> None:
+        """Forget the accumulated gradient."""
+        self._optimizer.zero()
+
+    def to_host(self) -> None:
+        """Give the device's memory of weights and moments back; nothing else may be called until `to_device`.
+
+        Gradients of a step in progress stay where they are. Not collective; a repeat does nothing.
+        """
+        self._fsdp.reshard()
+        self._offload.to_host()
+
+    def to_device(self) -> None:
+        """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""
+        self._offload.to_device()
+
+    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield Hugging Face name and whole tensor of each parameter, cast to `dtype`, as copies on the CPU.
+
+        Collective: all ranks must go through all items; see `export.full_tensors`.
+        """
+        if self._whole and self._dtype in (torch.float32, dtype):
+            # One gather for all, which the next forward needs anyway.
+            self._fsdp.unshard()
+            return (
+                (name.removeprefix(_PREFIX), parameter.detach().to(device="cpu", dtype=dtype, copy=True))
+                for name, parameter in self._module.named_parameters()
+            )
+        return full_tensors(self._parameters, dtype)
+
+    def shard_state(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of this rank's weights, AdamW moments and update counter, by flat name.
+
+        Copies, so training may go on while they are being written. Not collective.
+        """
+        return self._optimizer.state()
+
+    def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put back what `shard_state` of the same rank returned, bit for bit; accumulated gradients are forgotten.
+
+        Raises:
+            Refused: it is of another model or number of ranks. Nothing is changed.
+        """
+        self._optimizer.load(tensors)
+        self._fsdp.reshard()
+        self.discard()
+
+    def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
+        """Take other weights and begin the moments of AdamW anew; accumulated gradients are forgotten. Not collective.
+
+        Args:
+            rows: gives this rank's rows of a parameter by its Hugging Face name.
+        """
+        self._optimizer.adopt(rows)
+        self._fsdp.reshard()
+        self.discard()
+
+    @property
+    def _fsdp(self) -> FSDPModule:
+        assert isinstance(self._module, FSDPModule)
+        return self._module
+
+    def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
+        """Lay out this rank's batch and fill up to the number of passes of the busiest rank. Collective.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
+        """
+        error = self.misfit(batch)
+        parts = [] if error else layout(batch, self._limits)
+        passes, refused = self.ranks.all_max(len(parts), int(error is not None))
+        if error:
+            raise error
+        if refused:
+            raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
+        return parts + [dummy()] * (passes - len(parts))
+
+    def _forward(self, part: Microbatch, **options: Any) -> Any:
+        """Call the module with the arrays of a micro-batch."""
+        plain = not part.shared and not (part.segments == PADDING).any()
+        return self._module(
+            input_ids=self._to_device(part.input_ids),
+            segments=None if plain else self._to_device(part.segments),
+            position_ids=self._to_device(part.position_ids) if part.shared else None,
+            positions=self._to_device(part.positions),
+            targets=self._to_device(part.targets),
+            **options,
+        )
+
+    def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:
+        """Add the gradient of the loss of all parts.
+
+        Args:
+            parts: as `_agree` returned them.
+            loss: sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
+        """
+        for place, part in enumerate(parts):
+            # A whole model keeps its gradients unsharded between the passes and reduces them once.
+            self._fsdp.set_requires_gradient_sync(not self._whole or place == len(parts) - 1)
+            torch.autograd.backward(loss(part))
+
+    def _update(self, normaliser: float, sums: torch.Tensor) -> Applied:
+        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+
+        The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
+        update is skipped and reported.
+
+        Args:
+            normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
+            sums: float64, shape (any,): statistics that are added up over the ranks on the way.
+        """
+        packet = self.ranks.all_sum(torch.cat([self._optimizer.squared_norm()[None], sums])).cpu()
+        # FSDP averages over ranks, but the loss is a sum over all of them.
+        scale = self.ranks.world / normaliser
+        norm = math.sqrt(float(packet[0])) * scale
+        rate, skipped = self._optimizer.lr, not math.isfinite(norm)
+        if skipped:
+            logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
+            self._optimizer.zero()
+        else:
+            limit = self._learner.clip_norm
+            self._optimizer.step(scale * min(1.0, limit / norm) if norm > 0 else scale)
+            self._fsdp.reshard()
+        return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
