@@ -46,8 +46,10 @@ def show(chosen: Path | None, number: int, *, json: bool) -> int:
     if row is None:
         raise UsageError(f"there never was a version {number}", "`streamrl weights ls --all` shows all")
     manifest = _places(run).get((row["epoch"], number))
-    data: dict[str, Any] = {**row, "base": None, "shards": [], "tensors": []}
+    data: dict[str, Any] = {**row, "base": None, "adapter": None, "shards": [], "tensors": []}
     if manifest is not None:
+        if (adapter := manifest.adapter) is not None:
+            data["adapter"] = f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, for {adapter.base}"
         data["base"] = None if manifest.base is None else manifest.base[1]
         data["shards"] = [{"file": s.file, "bytes": s.bytes, "kind": s.kind} for s in manifest.shards]
         data["tensors"] = [
@@ -104,7 +106,7 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
                 "step": steps[pair],
                 "at": _time(pair, root, run, record),
                 "bytes": record.get("publish_bytes", None if manifest is None else manifest.total_bytes),
-                "kind": record.get("publish_kind", _kind(manifest)),
+                "kind": record.get("publish_kind", None if manifest is None else manifest.kind),
                 "density": record.get("publish_density"),
                 "present": pair in present,
                 "pinned": pair in pinned,
@@ -112,10 +114,6 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _kind(manifest: Manifest | None) -> str | None:
-    return None if manifest is None else "full" if manifest.base is None else "delta"
 
 
 def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:

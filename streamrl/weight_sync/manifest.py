@@ -58,13 +58,42 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hashes: list[_Hash] = []
 
 
+class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a version that is an adapter alone belongs to (LoRA), which is all that peft needs to know of it.
+
+    Attributes:
+        base: `model.path` of the learner: the weights that the adapter is added to.
+        rank: of the adapter.
+        alpha: its scale is alpha / rank.
+        targets: names of the adapted modules, or of their last parts where all modules of that name are adapted.
+        dora: weight-decomposed, with a magnitude for each row.
+    """
+
+    base: str
+    rank: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    alpha: Annotated[float, msgspec.Meta(gt=0)]
+    targets: list[str]
+    dora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the adapter's matrices."""
+        return self.alpha / self.rank
+
+    @property
+    def kind(self) -> str:
+        """`LoRA` or `DoRA`."""
+        return "DoRA" if self.dora else "LoRA"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     """One version of the weights.
 
     `version` only grows, also across restarts of the learner; `epoch` is that of the learner that wrote it, `step` the
     optimizer step the weights come from. `base` is the (epoch, version) that the delta shards need; None: all of them
     are full. `folder` is the name of the version's folder below the root of the transport. `sources` are the servers
-    that have the files (http) or the rendezvous of the broadcast (collective).
+    that have the files (http) or the rendezvous of the broadcast (collective). `adapter`: the tensors are those of an
+    adapter alone, by the names of peft; None: they are all the weights.
     """
 
     v: int = SCHEMA
@@ -78,6 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     sources: list[_Url] = []
     shards: list[Shard]
     tensors: list[TensorEntry]
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         names = {entry.name for entry in self.tensors}
@@ -91,11 +121,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
             raise ValueError("a tensor has not as many hashes as parts")
         if self.base is None and any(shard.kind == "delta" for shard in self.shards):
             raise ValueError("a delta without a base")
+        if self.base is not None and self.adapter is not None:
+            raise ValueError("an adapter that is a delta")
 
     @property
     def pair(self) -> Pair:
         """(epoch, version): what orders versions, because two learners may use one number."""
         return self.epoch, self.version
+
+    @property
+    def kind(self) -> Literal["full", "delta", "adapter"]:
+        """All weights, what changed of them, or an adapter alone."""
+        if self.adapter is not None:
+            return "adapter"
+        return "full" if self.base is None else "delta"
 
     @property
     def total_bytes(self) -> int:

@@ -90,6 +90,7 @@ def assemble(folder: Path, manifest: Manifest, tables: Sequence[Table]) -> Versi
         files=files,
         parts={entry.name: tuple(files[part] for part in entry.parts) for entry in manifest.tensors},
         sources=tuple(manifest.sources),
+        adapter=manifest.adapter,
     )
 
 

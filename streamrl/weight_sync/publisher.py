@@ -25,6 +25,7 @@ from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
 from streamrl.weight_sync.buckets import Named
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
+    Adapter,
     Manifest,
     Pair,
     TensorEntry,
@@ -56,12 +57,12 @@ class Figures:
     Attributes:
         bytes: of all its files.
         density: share of values that changed since the version before; None when nobody compared.
-        kind: `full`, or `delta` when at least one file is one.
+        kind: `full`, `delta` when at least one file is one, or `adapter`.
     """
 
     bytes: int
     density: float | None
-    kind: Literal["full", "delta"]
+    kind: Literal["full", "delta", "adapter"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class Publisher:
         world: int = 1,
         base: Pair | Literal["next"] | None = "next",
         sources: Sequence[str] = (),
+        adapter: Adapter | None = None,
     ) -> bytes:
         """Write rank 0's files of one version, wait for those of the other ranks, and return the encoded manifest.
 
@@ -158,6 +160,7 @@ class Publisher:
             world: ranks of the learner.
             base: what the ranks were told; `next` asks `next_base`.
             sources: for the manifest.
+            adapter: the tensors are those of an adapter alone, by the names of peft; `base` is None then.
 
         Raises:
             CannotCreate: no room, or no permission.
@@ -177,7 +180,7 @@ class Publisher:
             draft.mkdir(mode=0o700)
             reports = [self._writer.write(pair, base, tensors, shapes or {}, until=until)]
             reports.extend(self._report(draft, rank, until) for rank in range(1, world))
-            manifest = self._manifest(pair, base, step, reports, sources)
+            manifest = self._manifest(pair, base, step, reports, sources=sources, adapter=adapter)
             data = encode(manifest)
             self._finish(draft, manifest.folder, data)
         except OSError as error:
@@ -221,7 +224,14 @@ class Publisher:
         return take_report(draft, rank)
 
     def _manifest(
-        self, pair: Pair, base: Pair | None, step: int, reports: Sequence[Report], sources: Sequence[str]
+        self,
+        pair: Pair,
+        base: Pair | None,
+        step: int,
+        reports: Sequence[Report],
+        *,
+        sources: Sequence[str],
+        adapter: Adapter | None,
     ) -> Manifest:
         shards = [shard for report in reports for shard in report.shards]
         return Manifest(
@@ -235,6 +245,7 @@ class Publisher:
             sources=list(sources),
             shards=shards,
             tensors=_table(reports),
+            adapter=adapter,
         )
 
     def _note(self, manifest: Manifest, reports: Sequence[Report]) -> None:
@@ -244,7 +255,7 @@ class Publisher:
         counts = [report.changed for report in reports if report.changed is not None]
         elements = sum(report.elements for report in reports)
         density = sum(counts) / elements if elements and len(counts) == len(reports) else None
-        self.figures = Figures(manifest.total_bytes, density, "full" if manifest.base is None else "delta")
+        self.figures = Figures(manifest.total_bytes, density, manifest.kind)
 
     def _finish(self, draft: Path, folder: str, data: bytes) -> None:
         """Give the draft its name; from here on readers may see it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.manifest import Adapter, Pair
 
 
 class Readers:
@@ -26,7 +26,7 @@ class Readers:
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """All weights of one version, in files of this host.
+    """All weights of one version, or its adapter, in files of this host.
 
     Attributes:
         pair: (epoch, number).
@@ -42,6 +42,7 @@ class Version:
         sources: servers that have the files of this version for other hosts (`Manifest.sources`).
         readers: who reads it after the call that got it has returned. Its bytes stay as they are as long; its files may
             lose their names.
+        adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
     """
 
     pair: Pair
@@ -52,6 +53,7 @@ class Version:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     readers: Readers = field(default_factory=Readers)
+    adapter: Adapter | None = None
 
     @property
     def number(self) -> int:

@@ -167,6 +167,9 @@ class Engine(Protocol):
         Works while paused and asleep. The present version again is a repeat and does nothing. Cancelling the call
         does not stop an update that has begun.
 
+        A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
+        load it beside them sample all of a response with the adapter that was newest when the request came.
+
         Args:
             version: newer than the present one; the number never goes down. Not used after the return.
 

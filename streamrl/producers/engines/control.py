@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, Final, Literal
 
 from streamrl.errors import Refused, WeightsError
+from streamrl.producers.engines.adapted import BaseWeights
 from streamrl.producers.engines.contract import MemoryTag, PauseMode
 from streamrl.producers.engines.decoder import Decoder, Outcome
 from streamrl.producers.engines.residence import Residence
@@ -31,6 +32,7 @@ class Control:
         self._decoder = decoder
         self._fail = fail
         self._residence = Residence(model)
+        self._base = BaseWeights(model)
         self._holds: dict[Literal["pause", "sleep"], ExitStack] = {}
         self._recompute = False
         self._asleep: set[MemoryTag] = set()
@@ -75,11 +77,21 @@ class Control:
             return
         if pair < self.pair or pair[1] < self.pair[1]:
             raise WeightsError(f"version {pair} of the weights is older than {self.pair}, which is in force")
-        pairs = match_weights(self._model, version.tensors)
+        if version.adapter is None:
+            pairs = match_weights(self._model, version.tensors)
+        elif self._residence.forgotten:
+            raise WeightsError(
+                f"version {version.number} is an adapter, and this engine has given up the weights it belongs to",
+                "sleep at level 1, or learner.lora.publish merged",
+            )
+        else:
+            pairs = self._base.match(version)
         with self._decoder.exclusive():
             try:
                 self._residence.remember()
                 copy_weights(pairs)
+                if version.adapter is None:
+                    self._base.replaced()
                 self._decoder.swapped(version.number)
             except BaseException as error:
                 self._fail(error)

@@ -66,11 +66,11 @@ def _check(name: str, values: torch.Tensor, target: torch.Tensor) -> None:
         raise WeightsError(f"{name} has shape {tuple(values.shape)}, the model's is {tuple(target.shape)}", _HINT)
     if values.is_floating_point() != target.is_floating_point():
         raise WeightsError(f"{name} is {values.dtype}, the model's is {target.dtype}", _HINT)
-    if values.is_floating_point() and not _finite(values):
+    if values.is_floating_point() and not is_finite(values):
         raise WeightsError(f"{name} has values that are not finite", "the training has diverged")
 
 
-def _finite(values: torch.Tensor) -> bool:
+def is_finite(values: torch.Tensor) -> bool:
     """Whether all values are finite, in one pass at the speed of memory (`isfinite` takes twenty times as long)."""
     if not values.numel():
         return True

@@ -13,6 +13,8 @@ _NOT_GIVEN: Final = {
     "port": "streamrl finds a free port for each server",
     "api-key": "a command line can be read by everybody on the machine, and such a server listens to this host alone",
 }
+_MOST_ADAPTERS: Final = 8
+"""Servers keep room for each of them from their start on; requests with more wait for others to end."""
 _NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
 
 
@@ -47,6 +49,11 @@ def words(flags: Mapping[str, Any]) -> Iterator[str]:
             yield json.dumps(value)
         elif value is not True:
             yield str(value)
+
+
+def adapters_in_flight(max_staleness: int) -> int:
+    """Adapters that requests of one moment may use: the newest version, and those that older requests began with."""
+    return min(max_staleness + 2, _MOST_ADAPTERS)
 
 
 def _dashed(flag: str) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from streamrl.errors import DataError, Refused, StreamrlError, Unreachable, WeightsError, WireError
+from streamrl.errors import CannotCreate, DataError, Refused, StreamrlError, Unreachable, WeightsError, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
 from streamrl.producers.engines.contract import MemoryTag, PauseMode
 from streamrl.producers.servers.dialect import Dialect
 from streamrl.producers.servers.flights import Flight
 from streamrl.producers.servers.watchdog import Watchdog
+from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.version import Version
 
@@ -24,6 +27,7 @@ _ABORT_DEADLINE: Final = 5.0
 _LAST_SECONDS: Final = 5.0
 """For the resume of a server when its engine is being closed."""
 _MANY: Final = 8
+_MERGED: Final = "learner.lora.publish: merged works with every engine and every adapter"
 
 
 class Host(Protocol):
@@ -56,14 +60,24 @@ class Controls:
         seconds: within which each control must end, or the server counts as dead.
         host: the engine.
         watchdog: resumes the server when this process dies; None for a server that dies with it.
+        folder: for versions that are an adapter, which the server reads there; it belongs to these controls. None:
+            such versions are refused.
 
     Attributes:
         adapters: loaded and not unloaded.
+        serving: the adapter that is the version in force; None: the weights are.
         pause_seconds: how long decoding stood still for the last version.
     """
 
     def __init__(
-        self, client: HttpClient, dialect: Dialect, seconds: float, host: Host, watchdog: Watchdog | None
+        self,
+        client: HttpClient,
+        dialect: Dialect,
+        seconds: float,
+        host: Host,
+        *,
+        watchdog: Watchdog | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._client = client
         self._dialect = dialect
@@ -83,7 +97,12 @@ class Controls:
         self._torn = False
         self._kept_before = False
         self.adapters: set[str] = set()
+        self.serving: str | None = None
         self.pause_seconds = 0.0
+        self._folder = folder
+        self._own: dict[str, Path] = {}
+        # A server of others may hold what an earlier engine loaded.
+        self._prefix = f"streamrl-{uuid.uuid4().hex[:8]}"
 
     @property
     def version(self) -> int:
@@ -105,6 +124,11 @@ class Controls:
 
         One whose weights are torn stays as it is: the next engine gives it whole ones.
         """
+        if self._watchdog is not None and not self._host.dead:
+            for name in self._own:
+                await self.unload_adapter(name)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         if self._watchdog is None:
             return
         farewell = True
@@ -156,16 +180,43 @@ class Controls:
             return
         if version.pair < self._pair or version.number < self.version:
             raise WeightsError(f"version {version.pair} of the weights is older than {self._pair}, which is in force")
+        if version.adapter is not None and not self._dialect.merges:
+            await self._swap(version)
+            return
         end = self._loop.time() + self._seconds
         await self._prefetch(version, end)
         calls = self._dialect.update(version)
         async with self._still(), self._weights_awake():
             await self._update(version, calls, end)
-            self._pair = version.pair
+            self._pair, self.serving = version.pair, None
             self._forgotten = False
             for flight in self._host.flights:
                 flight.turn(version.number)
         logger.info("weights applied", extra={"version": version.number, "pause": round(self.pause_seconds, 4)})
+
+    async def _swap(self, version: Version) -> None:
+        """Load a version that is an adapter; requests that come now use it, those in flight end as they began."""
+        assert version.adapter is not None
+        if self._folder is None or self._forgotten or (self.version and self.serving is None):
+            raise WeightsError(
+                f"version {version.number} is an adapter, and this server does not hold the weights it belongs to",
+                "start the replicas anew, or set learner.lora.publish: merged",
+            )
+        name = f"{self._prefix}-{version.pair[0]}-{version.pair[1]}"
+        folder = self._folder.absolute() / name
+        try:
+            await asyncio.to_thread(write_adapter, folder, version.adapter, version.tensors)
+            async with self._weights_awake():
+                await self._load(name, folder)
+        except (CannotCreate, Refused) as error:
+            raise WeightsError(error.message, error.hint) from error
+        self._own[name] = folder
+        self._pair, self.serving = version.pair, name
+        logger.info("adapter applied", extra={"version": version.number, "adapter": name})
+        used = {flight.adapter for flight in self._host.flights}
+        for old in [old for old in self._own if old not in {name, *used}]:
+            await self.unload_adapter(old)
+            await asyncio.to_thread(shutil.rmtree, self._own.pop(old), ignore_errors=True)
 
     def keep(self, version: Version) -> None:
         """Note a version that a server with weights of its own cannot take: only the first one counts."""
@@ -218,21 +269,22 @@ class Controls:
         async with self._lock:
             if name in self.adapters:
                 raise Refused(f"an adapter {name!r} is loaded already", "give each version a name of its own")
-            call = self._dialect.load_adapter(name, folder)
-            try:
-                await self._client.call(call, self._seconds)
-            except BadRequest as error:
-                if error.status in {404, 405}:
-                    raise Refused(
-                        f"the server cannot serve adapters: {error.message}", "see docs/engines.md"
-                    ) from error
-                raise WeightsError(f"adapter {name!r} is refused: {error.message}") from error
-            except _ANSWERED as error:
-                raise WeightsError(f"adapter {name!r} is refused: {error.message}") from error
-            except Unreachable as error:
-                self._host.die(error)
-                raise
-            self.adapters.add(name)
+            await self._load(name, folder)
+
+    async def _load(self, name: str, folder: Path) -> None:
+        call = self._dialect.load_adapter(name, folder)
+        try:
+            await self._client.call(call, self._seconds)
+        except BadRequest as error:
+            if error.status in {404, 405}:
+                raise Refused(f"the server cannot serve adapters: {error.message}", "see docs/engines.md") from error
+            raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
+        except _ANSWERED as error:
+            raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
+        except Unreachable as error:
+            self._host.die(error)
+            raise
+        self.adapters.add(name)
 
     async def unload_adapter(self, name: str) -> None:
         """See `Engine.unload_adapter`. Takes no turn: some servers answer when the adapter's last request has ended."""

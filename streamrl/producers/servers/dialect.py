@@ -88,6 +88,8 @@ class Dialect(Protocol):
     """
 
     kind: ClassVar[str]
+    merges: ClassVar[bool]
+    """Whether its servers merge a version that is an adapter by themselves; the others load it beside the weights."""
 
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """Return how a server of this kind is started on the loopback interface with all that streamrl needs of it.

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.engines.contract import Engine
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
 from streamrl.queues.enlisted import Enlisted
+
+_NO_NAME: Final = re.compile("[^A-Za-z0-9._-]+")
 
 
 def is_url(name: str) -> bool:
@@ -88,12 +92,13 @@ class Fleet:
             from streamrl.producers.servers.server import ServerEngine
 
             dialect = make_dialect(self._config)
+            adapters = self._run_dir / "adapters" / f"{self._replica}.{_NO_NAME.sub('_', name)}"
             if is_url(name):
-                return ServerEngine(dialect, self._config, url=name)
+                return ServerEngine(dialect, self._config, url=name, adapters=adapters)
             server = ManagedServer(
                 dialect, self._config, self._run_dir, name, self._devices(name), seed=self._seed_of(name, next(lives))
             )
-            return ServerEngine(dialect, self._config, server=server)
+            return ServerEngine(dialect, self._config, server=server, adapters=adapters)
 
         return make
 

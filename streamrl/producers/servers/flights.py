@@ -56,6 +56,7 @@ class Flight:
         outcome: the completion, or what ended it.
         sent: it is at the server.
         aborting: its end was asked for.
+        adapter: the version that it was sent with, when that is an adapter: it samples all of its tokens.
     """
 
     def __init__(self, request: Request, wire_id: str, listener: Listener | None, now: float) -> None:
@@ -64,6 +65,7 @@ class Flight:
         self.outcome: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.sent = False
         self.aborting = False
+        self.adapter: str | None = None
         self._listener = listener
         self._began = now
         self._tokens: list[int] = []
@@ -76,9 +78,9 @@ class Flight:
         """Tokens so far."""
         return len(self._tokens)
 
-    def send(self, version: int) -> None:
-        """Note that it goes to the server, which is at this version."""
-        self.sent = True
+    def send(self, version: int, adapter: str | None = None) -> None:
+        """Note that it goes to the server, which is at this version; `adapter` is its name when it is one."""
+        self.sent, self.adapter = True, adapter
         self._runs = [(0, version)]
 
     def turn(self, version: int) -> None:

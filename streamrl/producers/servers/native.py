@@ -31,6 +31,7 @@ class NativeDialect:
     """
 
     kind: ClassVar[str] = "hf"
+    merges: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -59,6 +59,7 @@ class OpenaiDialect:
     """
 
     kind: ClassVar[str] = "openai"
+    merges: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
         flags = config.engine.flags

@@ -62,10 +62,17 @@ class ServerEngine:
         config: the run.
         url: a server that runs already; exactly one of `url` and `server` is given.
         server: one to be started by `start` and stopped by `close`.
+        adapters: folder of this engine alone for versions that are an adapter; the server has to see it.
     """
 
     def __init__(
-        self, dialect: Dialect, config: RunConfig, *, url: str | None = None, server: ManagedServer | None = None
+        self,
+        dialect: Dialect,
+        config: RunConfig,
+        *,
+        url: str | None = None,
+        server: ManagedServer | None = None,
+        adapters: Path | None = None,
     ) -> None:
         if (url is None) == (server is None):
             raise ValueError("a server engine has either a URL or a server of its own")
@@ -73,6 +80,7 @@ class ServerEngine:
         self._config = config
         self._url = url
         self._server = server
+        self._adapters = adapters
         self._failure: Unreachable | None = None
         self._closed = False
         self._flights: dict[str, Flight] = {}
@@ -113,7 +121,8 @@ class ServerEngine:
             watchdog = None
             if self._server is None and not self._facts.fixed:
                 watchdog = await Watchdog.start(url, client.headers, self._dialect.resume())
-            self._controls = Controls(client, self._dialect, self._config.weights.deadline, self, watchdog)
+            seconds = self._config.weights.deadline
+            self._controls = Controls(client, self._dialect, seconds, self, watchdog=watchdog, folder=self._adapters)
         except BaseException:
             await self.close()
             raise
@@ -391,9 +400,12 @@ class ServerEngine:
 
     async def _converse(self, flight: Flight, limit: int, controls: Controls) -> None:
         assert self._client is not None
-        flight.send(controls.version)
+        # A version that is an adapter stays with the request to its end; the server names no version for its tokens.
+        own = controls.serving if flight.request.adapter is None else None
+        flight.send(controls.version, own)
         call = self._dialect.generation(
-            replace(flight.request, id=flight.wire_id, max_new_tokens=limit), version=controls.version
+            replace(flight.request, id=flight.wire_id, max_new_tokens=limit, adapter=own or flight.request.adapter),
+            version=controls.version,
         )
         async with aclosing(self._client.stream(call, self._config.weights.deadline)) as messages:
             async for message in messages:
@@ -403,7 +415,8 @@ class ServerEngine:
                 flight.hear(chunk)
                 self._tokens += len(chunk.tokens)
                 if chunk.finish is not None:
-                    flight.land(chunk.finish, self._loop.time(), chunk.runs, self._facts.vocabulary)
+                    runs = chunk.runs if own is None else None
+                    flight.land(chunk.finish, self._loop.time(), runs, self._facts.vocabulary)
                     break
             else:
                 raise Lost(f"{self._client.url} ended a response without saying why")

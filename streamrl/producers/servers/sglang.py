@@ -45,6 +45,7 @@ class SglangDialect:
     """
 
     kind: ClassVar[str] = "sglang"
+    merges: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -225,8 +226,8 @@ class SglangDialect:
 
     def load_adapter(self, name: str, folder: Path) -> Call:
         """See `Dialect.load_adapter`. SGLang refuses a name or a folder that it has loaded already."""
-        engine = self._config.engine
-        if not engine.url and "enable-lora" not in merged({}, engine.flags):
+        engine, alone = self._config.engine, self._config.learner.lora.alone
+        if not (engine.url or alone or "enable-lora" in merged({}, engine.flags)):
             raise Refused(
                 "this SGLang server was not started for LoRA adapters",
                 "engine.flags: {enable-lora: true, max-lora-rank: 64, lora-target-modules: all}",

@@ -10,7 +10,7 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.producers.servers.command_line import merged, words
+from streamrl.producers.servers.command_line import adapters_in_flight, merged, words
 from streamrl.producers.servers.dialect import Launch
 from streamrl.producers.servers.environments import find_environment, has_gpu
 
@@ -67,6 +67,13 @@ def launch_server(config: RunConfig, *, model: str, port: int, seed: int) -> Lau
     tokens = _cache_tokens(config, model)
     if tokens is not None:
         flags["max-total-tokens"] = tokens
+    if config.learner.lora.alone:
+        flags |= {
+            "enable-lora": True,
+            "max-lora-rank": config.learner.lora.rank,
+            "lora-target-modules": "all",
+            "max-loras-per-batch": adapters_in_flight(config.max_staleness),
+        }
     if on_cpu(config):
         flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
     elif wants_memory_saver(config):

@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import DataError, Refused, WireError
 from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
-from streamrl.producers.servers.command_line import merged, words
+from streamrl.producers.servers.command_line import adapters_in_flight, merged, words
 from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
 from streamrl.producers.servers.environments import find_environment, has_gpu
 from streamrl.producers.servers.plugin_source import describe_version
@@ -30,6 +30,7 @@ OLDEST: Final = (0, 32)
 _LOWEST: Final = -9000.0
 _FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PREFIX: Final = "generate-tokens-"
+_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 _GENERATE: Final = "/inference/v1/generate"
 _FIGURES: Final = {
     "vllm:num_requests_running": "running",
@@ -44,6 +45,7 @@ class VllmDialect:
     """See `Dialect`. Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
 
     kind: ClassVar[str] = "vllm"
+    merges: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -78,12 +80,19 @@ class VllmDialect:
             flags["tokenizer"] = self._config.model.tokenizer
         if engine.tensor_parallel > 1:
             flags["tensor-parallel-size"] = engine.tensor_parallel
+        if self._config.learner.lora.alone:
+            flags |= self._adapter_flags()
         if cpu:
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
         elif self._config.rollout.placement == "colocated":
             flags["enable-sleep-mode"] = True
         argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(merged(flags, engine.flags))]
         return Launch(argv, self._environ(cpu=cpu))
+
+    def _adapter_flags(self) -> dict[str, Any]:
+        """Room for the adapters of all versions that requests in flight may have begun with."""
+        rank = next(rank for rank in _RANKS if rank >= self._config.learner.lora.rank)
+        return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
 
     def _environ(self, *, cpu: bool) -> dict[str, str]:
         paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]

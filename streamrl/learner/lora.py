@@ -1,0 +1,186 @@
+"""Training an adapter instead of all weights: LoRA and DoRA through peft, sharded by FSDP2 like everything else.
+
+```
+load_model -> Lora(model, config)   adapted modules in place, base frozen, B = 0: the model computes what it computed
+           -> shard(...)            adapter and base are cut along their rows, each rank has its own
+           -> lora.bind(parameters) which of the sharded parameters are the adapter's
+```
+W, A and B of a module are cut at the same rows of W and B, and a row of W + scale B A needs only its own rows of W and
+B and the whole of A. So merging gathers the A's alone, which are small, and no rank ever holds a merged model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.weight_sync.adapter import merge, names_of
+from streamrl.weight_sync.manifest import Adapter
+
+logger = logging.getLogger(__name__)
+_NAME: Final = "default"
+_BASE: Final = ".base_layer."
+
+Rows = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes the name of a base parameter and this rank's rows of it; returns those rows with the adapter merged in."""
+
+
+class Lora:
+    """The adapter of a causal language model in training (Hu et al., arXiv 2106.09685; DoRA: arXiv 2402.09353).
+
+    A is drawn from `seed`, so that all ranks draw the same, and B is zero: before the first update the model computes
+    exactly what the base computes.
+
+    Args:
+        model: whole, on the CPU; its targets are adapted in place, all other parameters are frozen.
+        config: the run; `learner.lora.rank` is above 0.
+
+    Attributes:
+        about: what versions that are this adapter alone say of it.
+
+    Raises:
+        ConfigError: a target is not there or is no linear layer, or shares its weight with another module.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        lora = config.learner.lora
+        before = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        peft = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+            use_dora=lora.dora,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(config.seed)
+            try:
+                inject_adapter_in_model(peft, model)
+            except ValueError as error:
+                raise ConfigError(
+                    f"learner.lora.targets {lora.targets}: {error}",
+                    "name modules of the model, as q_proj, or take all-linear",
+                ) from error
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        _check(model, self._layers, before)
+        model.requires_grad_(requires_grad=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(_is_adapter(name))
+        self.about = Adapter(
+            base=config.model.path,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=_short(set(self._layers), before),
+            dora=lora.dora,
+        )
+        self._base: dict[str, DTensor] = {}
+        self._adapter: dict[str, DTensor] = {}
+        logger.info("adapter", extra={"modules": len(self._layers), "rank": lora.rank, "dora": lora.dora})
+
+    def bind(self, parameters: Mapping[str, DTensor]) -> None:
+        """Say where the parameters are, now that they are sharded.
+
+        Args:
+            parameters: all of the model by their names in it.
+        """
+        self._base = {name.replace(_BASE, "."): value for name, value in parameters.items() if not _is_adapter(name)}
+        self._adapter = {_peft_name(name): value for name, value in parameters.items() if _is_adapter(name)}
+
+    @property
+    def base(self) -> dict[str, DTensor]:
+        """Parameters of the base by the Hugging Face names they have without an adapter; frozen."""
+        return dict(self._base)
+
+    @property
+    def adapter(self) -> dict[str, DTensor]:
+        """Parameters of the adapter by the names of peft (weight_sync/adapter.py); these are trained."""
+        return dict(self._adapter)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within the block the model is the base: the reference policy of a run with LoRA. Not collective."""
+        self._disable(disabled=True)
+        try:
+            yield
+        finally:
+            self._disable(disabled=False)
+
+    def _disable(self, *, disabled: bool) -> None:
+        # Not by peft's enable_adapters: it changes requires_grad too, of the sharded parameters on the way in and of
+        # the gathered ones on the way out, and FSDP would never train the adapter again.
+        for layer in self._layers.values():
+            layer._disable_adapters = disabled  # noqa: SLF001
+
+    @torch.no_grad()
+    def merged_rows(self) -> Rows:
+        """Gather what merging needs; return what merges this rank's rows of one base parameter. Collective.
+
+        The rows are float32 where the module is adapted, and the given ones elsewhere. Valid until the next update.
+        """
+        low = {module: _whole(self._adapter[names_of(module, dora=False).low]) for module in self._layers}
+
+        @torch.no_grad()
+        def rows(name: str, weight: torch.Tensor) -> torch.Tensor:
+            module = name.removesuffix(".weight")
+            if module not in low or module == name:
+                return weight
+            names = names_of(module, dora=self.about.dora)
+            magnitude = None if names.magnitude is None else self._adapter[names.magnitude].to_local()
+            high = self._adapter[names.high].to_local()
+            return merge(weight, low[module], high, scale=self.about.scale, magnitude=magnitude)
+
+        return rows
+
+
+def _whole(parameter: DTensor) -> torch.Tensor:
+    whole: torch.Tensor = parameter.full_tensor() if parameter.device_mesh.size() > 1 else parameter.to_local()
+    return whole.detach()
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _peft_name(name: str) -> str:
+    """Name of an adapter's parameter in the files of peft: without the adapter's own name."""
+    module, _, rest = name.partition(".lora_")
+    names = names_of(module, dora=True)
+    found = {"A": names.low, "B": names.high, "magnitude_vector": names.magnitude}[rest.partition(".")[0]]
+    assert found is not None
+    return found
+
+
+def _check(model: PreTrainedModel, layers: Mapping[str, Any], linear: set[str]) -> None:
+    if odd := sorted(set(layers) - linear):
+        raise ConfigError(
+            f"learner.lora.targets: {odd[0]} is {type(layers[odd[0]].get_base_layer()).__name__}, not torch.nn.Linear",
+            "adapt linear layers only",
+        )
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.replace(_BASE, "."))
+    shared = {name: names for names in owners.values() if len(names) > 1 for name in names}
+    for module in layers:
+        if names := shared.get(f"{module}.weight"):
+            raise ConfigError(
+                f"learner.lora.targets: {' and '.join(names)} are one weight, and an adapter would part them",
+                "leave them out of the targets",
+            )
+
+
+def _short(modules: set[str], linear: set[str]) -> list[str]:
+    """Targets as engines like them: the last part of the name where all linear layers of that name are adapted."""
+    last = {name.rpartition(".")[2] for name in modules}
+    whole = all(name in modules for name in linear if name.rpartition(".")[2] in last)
+    return sorted(last if whole else modules)
