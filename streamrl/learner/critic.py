@@ -1,0 +1,114 @@
+"""The critic: a value function for the states in which tokens were sampled, trained beside the actor (sharded.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from streamrl.config import RunConfig
+from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clipped_value_loss
+from streamrl.learner.batch import Microbatch, TrainSample
+from streamrl.learner.model import row_limits
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.results import CriticStats
+from streamrl.learner.sharded import Sharded
+from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.learner.value_model import ValueModel
+from streamrl.wire import Float32Array
+
+
+class Critic(Sharded):
+    """A value function of its own, sharded over the ranks of the learner (`learner.critic.kind: model`).
+
+    It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
+    the actor: shared prompts, buckets or packed. It has the schedule of the actor with a learning rate of its own.
+
+    Args:
+        config: the run.
+        ranks: the ranks of this learner; every rank makes a critic with the same configuration.
+        small: models with fewer parameters than this are one FSDP unit.
+
+    Raises:
+        ConfigError: the model is missing, is no causal language model, or does not fit the policy.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
+        learner, critic = config.learner, config.learner.critic
+        source = config.model.model_copy(update={"path": critic.path or config.model.path})
+        model = ValueModel(load_model(source))
+        limits = row_limits(config, model)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        whole = shard(model, ranks.mesh, dtype, small=small, exact=(model.value_head,))
+        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
+        self._clip = critic.clip
+        self._sums = torch.zeros(len(VALUE_SUMS), dtype=torch.float64, device=ranks.device)
+        super().__init__(model, own, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)
+
+    def compute_values(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """Return the value of the state before each sampled token, under the present weights. Collective.
+
+        Args:
+            batch: this rank's samples, possibly none.
+
+        Returns:
+            float32, shape (completion tokens,) each, in the order of the batch. No gradient is recorded.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
+        """
+        values = [np.zeros(0, dtype=np.float32) for _ in batch]
+        for part in self._agree(batch):
+            with torch.no_grad():
+                part.deal_out(self._forward(part).cpu().numpy(), values)
+        return values
+
+    def accumulate(self, batch: Sequence[TrainSample]) -> None:
+        """Add the gradient of the value loss of these samples, summed over tokens. Collective.
+
+        Args:
+            batch: this rank's samples, possibly none; all have `values` and `returns`.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
+        """
+        self._backward(self._agree(batch), self._loss)
+
+    def apply_update(self, tokens: int) -> CriticStats:
+        """Update the weights with the accumulated gradient of the mean loss per token. Collective, one all-reduce.
+
+        A gradient norm that is not finite skips the update, which is reported.
+
+        Args:
+            tokens: sampled tokens of the batch over all ranks, at least 1 and the same on all ranks.
+        """
+        applied = self._update(tokens, self._sums)
+        self._sums.zero_()
+        return CriticStats(
+            grad_norm=applied.grad_norm,
+            lr=applied.lr,
+            skipped=applied.skipped,
+            sums=ValueSums.from_tensor(applied.sums),
+        )
+
+    def update_critic(self, batch: Sequence[TrainSample]) -> CriticStats:
+        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective."""
+        self.accumulate(batch)
+        count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
+        return self.apply_update(max(1, int(self.ranks.all_sum(count))))
+
+    def discard(self) -> None:
+        """Forget the accumulated gradient and its statistics."""
+        super().discard()
+        self._sums.zero_()
+
+    def _loss(self, part: Microbatch) -> torch.Tensor:
+        values: torch.Tensor = self._forward(part)
+        if not len(part.samples):
+            return values.sum() * 0
+        assert part.values is not None
+        assert part.returns is not None
+        loss = clipped_value_loss(values, self._to_device(part.values), self._to_device(part.returns), clip=self._clip)
+        self._sums += loss.sums
+        return loss.per_token.sum()
