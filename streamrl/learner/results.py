@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from streamrl.learner.algorithms.value_loss import ValueSums
 from streamrl.learner.losses import TokenSums
 from streamrl.wire import Float32Array
 
@@ -80,3 +81,20 @@ class LogProbs:
 
     logprobs: list[Float32Array]
     entropy: list[Float32Array] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticStats:
+    """One update of the critic; the same on all ranks.
+
+    Attributes:
+        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        sums: over the tokens of the batch, of all ranks.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: ValueSums
