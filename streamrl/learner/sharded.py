@@ -12,28 +12,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
-from streamrl.errors import StreamrlError
-from streamrl.learner.batch import PADDING, Limits, Microbatch, TrainSample, dummy, layout
+from streamrl.learner.batch import Limits, Microbatch
 from streamrl.learner.export import full_tensors
 from streamrl.learner.offload import Offload
 from streamrl.learner.optimizer import ShardedAdamW
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import Applied
+from streamrl.learner.sharded_module import ShardedModule
 
 logger = logging.getLogger(__name__)
 _PREFIX = "model."
 
 
-class Sharded:
+class Sharded(ShardedModule):
     """A module over rows of tokens, with its optimizer.
 
     Args:
@@ -58,21 +55,19 @@ class Sharded:
         dtype: torch.dtype,
         whole: bool,
     ) -> None:
-        self.ranks = ranks
-        self._module, self._learner, self._limits = module, config, limits
-        self._vocabulary, self._dtype, self._whole = vocabulary, dtype, whole
-        with torch.no_grad():
-            # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
-            self._forward(dummy())
-        self._fsdp.reshard()
+        super().__init__(module, ranks, limits, vocabulary=vocabulary)
+        self._learner, self._dtype, self._whole = config, dtype, whole
         self._fsdp.set_reshard_after_backward(not whole)
-        self._parameters = {
-            name.removeprefix(_PREFIX): parameter
+        named = {
+            self._name_of(name.removeprefix(_PREFIX)): parameter
             for name, parameter in module.named_parameters()
             if isinstance(parameter, DTensor)
         }
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self._optimizer = ShardedAdamW(self._parameters, config)
-        self._offload = Offload(self._optimizer.live().values())
+        frozen = (parameter.to_local() for parameter in self._frozen.values())
+        self._offload = Offload([*self._optimizer.live().values(), *frozen])
 
     @property
     def updates(self) -> int:
@@ -81,23 +76,8 @@ class Sharded:
 
     @property
     def parameters(self) -> dict[str, DTensor]:
-        """Sharded parameters by Hugging Face name; tied ones appear once."""
+        """Sharded parameters that are trained, by Hugging Face name; tied ones appear once."""
         return dict(self._parameters)
-
-    def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
-        """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
-        if not batch:
-            return None
-        # One look at all token ids first: it is what every good batch costs.
-        ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
-        known = ids.min() >= 0 and ids.max() < self._vocabulary
-        for sample in batch:
-            if sample.width > self._limits.longest:
-                return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self._limits.longest}")
-            both = () if known else np.concatenate([sample.prompt, sample.tokens])
-            if any(token < 0 or token >= self._vocabulary for token in both):
-                return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
-        return None
 
     def discard(self) -> None:
         """Forget the accumulated gradient."""
@@ -156,37 +136,9 @@ class Sharded:
         self._fsdp.reshard()
         self.discard()
 
-    @property
-    def _fsdp(self) -> FSDPModule:
-        assert isinstance(self._module, FSDPModule)
-        return self._module
-
-    def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
-        """Lay out this rank's batch and fill up to the number of passes of the busiest rank. Collective.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
-        """
-        error = self.misfit(batch)
-        parts = [] if error else layout(batch, self._limits)
-        passes, refused = self.ranks.all_max(len(parts), int(error is not None))
-        if error:
-            raise error
-        if refused:
-            raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
-        return parts + [dummy()] * (passes - len(parts))
-
-    def _forward(self, part: Microbatch, **options: Any) -> Any:
-        """Call the module with the arrays of a micro-batch."""
-        plain = not part.shared and not (part.segments == PADDING).any()
-        return self._module(
-            input_ids=self._to_device(part.input_ids),
-            segments=None if plain else self._to_device(part.segments),
-            position_ids=self._to_device(part.position_ids) if part.shared else None,
-            positions=self._to_device(part.positions),
-            targets=self._to_device(part.targets),
-            **options,
-        )
+    def _name_of(self, name: str) -> str:
+        """Name of a parameter in versions and checkpoints; `name` is the one it has in the model."""
+        return name
 
     def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:
         """Add the gradient of the loss of all parts.
@@ -223,6 +175,3 @@ class Sharded:
             self._optimizer.step(scale * min(1.0, limit / norm) if norm > 0 else scale)
             self._fsdp.reshard()
         return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])
-
-    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
