@@ -1,6 +1,7 @@
 """The run file: read, checked, anchored at its folder, with the origin of every value.
 
-Order of precedence: defaults < run file (YAML) < environment (`STREAMRL_LEARNER__LR=1e-6`) < `--set learner.lr=1e-6`.
+Order of precedence: defaults < preset (`learner.preset`) < run file (YAML) < environment (`STREAMRL_LEARNER__LR=1e-6`)
+< `--set learner.lr=1e-6`.
 Unknown keys are refused with a did-you-mean. Paths in a run file are relative to that file. `load` returns the
 resolved `RunConfig` and a map from dotted key to origin; `up` writes both into the run directory as `run.json`, and
 every role reads only that file, so all roles of a run see the same values.
@@ -19,11 +20,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config import RewardSpec, RunConfig
+from streamrl.config.presets import lay_beneath
 from streamrl.errors import ConfigError
 
 
 class LoadedConfig(BaseModel):
-    """A configuration with where each value came from (`default`, `file`, `env`, `set`), by dotted key."""
+    """A configuration with where each value came from (`default`, `preset`, `file`, `env`, `set`), by dotted key."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -55,6 +57,9 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
         if not equals:
             raise ConfigError(f"--set {item}: no '='", "write --set learner.lr=1e-6")
         _put(values, origins, key.strip(), raw, "--set")
+    learner = values.get("learner")
+    preset = learner.get("preset") if isinstance(learner, dict) else None
+    origins.update({".".join(key): f"preset {preset}" for key in lay_beneath(values, preset)})
     config = _validate(values, origins)
     if path is not None:
         config = _anchor(config, path.resolve().parent)

@@ -1,0 +1,102 @@
+"""Algorithms by name: what `learner.preset` stands for, under the keys of the run file.
+
+A preset lies between the defaults and the run file: every key that somebody sets wins over it. docs/presets/ has a page
+for each with its formula, its source and when to use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from types import MappingProxyType
+from typing import Any, Final
+
+_CLIP: Final = {"use": "ppo", "args": {"clip_low": 0.2, "clip_high": 0.28}, "aggregate": "token_mean"}
+_TRUNCATED: Final = {"base": "decoupled", "gates": [{"use": "tis", "high": 2.0}, {"use": "veto", "low": 0.0001}]}
+
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "grpo": {"learner": {"advantage": {"use": "grpo"}, "loss": _CLIP, "correction": _TRUNCATED}},
+        "ppo": {
+            "learner": {
+                "advantage": {"use": "gae"},
+                "critic": {"kind": "model", "clip": 0.5, "gamma": 1.0, "lam": 0.95, "warmup_steps": 5},
+                "loss": {"use": "ppo", "args": {"clip_low": 0.2, "clip_high": 0.2}, "aggregate": "token_mean"},
+                "correction": _TRUNCATED,
+                "passes": 1,
+                "mini_batches": 2,
+            }
+        },
+        "egpo": {
+            "learner": {
+                "advantage": {"use": "egpo", "args": {"mode": "ratio", "lambda_min": 0.5, "lambda_max": 2.0}},
+                "loss": _CLIP,
+                "correction": _TRUNCATED,
+            }
+        },
+        "scalerl": {
+            "max_staleness": 8,
+            "learner": {
+                "advantage": {"use": "grpo_batch_std", "zero_variance": "drop"},
+                "loss": {"use": "cispo", "args": {"cap": 5.0}, "aggregate": "token_mean"},
+                "correction": {"base": "bypass", "gates": []},
+                "head_float32": True,
+            },
+        },
+        "high_staleness": {
+            "learner": {
+                "advantage": {"use": "grpo"},
+                "loss": _CLIP,
+                "correction": {
+                    "base": "decoupled",
+                    "gates": [{"use": "m2po", "args": {"tau": 0.04}}, *_TRUNCATED["gates"]],
+                    "lr_scale": "ess",
+                },
+            }
+        },
+        "on_policy": {
+            "max_staleness": 0,
+            "learner": {
+                "advantage": {"use": "grpo"},
+                "loss": _CLIP,
+                "correction": {"base": "uncorrected", "gates": []},
+                "passes": 1,
+                "mini_batches": 1,
+                "publish_every": 1,
+            },
+        },
+    }
+)
+
+_BELONGS_TO: Final = {"args": "use", "gates": "base"}
+"""Keys that make sense only with another one beside them: who changes that one does not get the preset's of these."""
+
+
+def lay_beneath(values: dict[str, Any], name: Any) -> Iterator[tuple[str, ...]]:
+    """Fill what is not set in a run's values from a preset, and yield the path of each key that came from it.
+
+    Lists are taken whole. Where the run sets another `use` than the preset, the preset's `args` beside it are left out,
+    and so are its `gates` with another `base`: the defaults stand there.
+
+    Args:
+        values: nested values of run file, environment and `--set`; changed in place, also by a repeat, which finds
+            nothing left to fill.
+        name: `learner.preset`; anything but the name of a preset fills nothing, its error is the configuration's.
+    """
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is not None:
+        yield from _fill(values, preset, ())
+
+
+def _fill(values: dict[str, Any], preset: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    odd = {key for key, owner in _BELONGS_TO.items() if values.get(owner, preset.get(owner)) != preset.get(owner)}
+    for key, value in preset.items():
+        if key in odd:
+            continue
+        if isinstance(value, Mapping):
+            inner = values.setdefault(key, {})
+            if isinstance(inner, dict):
+                yield from _fill(inner, value, (*path, key))
+        elif key not in values:
+            values[key] = deepcopy(value)
+            yield (*path, key)

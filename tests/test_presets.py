@@ -1,0 +1,132 @@
+"""Presets: each is a valid run, its page says exactly what it is, and whatever a run sets wins over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from streamrl.config.learner import Preset
+from streamrl.config.presets import PRESETS
+from streamrl.errors import ConfigError
+from streamrl.learner.algorithms.advantages import Estimator
+from streamrl.learner.algorithms.corrections import Corrections, check_combination
+from streamrl.learner.algorithms.losses import LOSSES
+from streamrl.runfile import load
+
+PAGES = Path(__file__).parent.parent / "docs" / "presets"
+NAMES = sorted(get_args(Preset))
+
+
+def page(name: str) -> str:
+    return (PAGES / f"{name}.md").read_text()
+
+
+def test_there_is_a_preset_for_each_name_and_a_page_for_each_preset():
+    assert sorted(PRESETS) == NAMES
+    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(["README", *NAMES])
+    index = page("README")
+    assert all(f"({name}.md)" in index for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_shows_exactly_the_preset(name):
+    shown = page(name).split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(shown) == PRESETS[name]
+    assert all(f"**{part}.**" in page(name) for part in ("Source", "When", "Watch"))
+    assert "arXiv" in page(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_a_run_that_starts(name):
+    config = load(None, [f"learner.preset={name}"], {}).config
+    learner = config.learner
+    assert learner.preset == name
+    assert Estimator.of(learner).name == learner.advantage.use
+    corrections = Corrections.of(learner.correction)
+    check_combination(learner, corrections, LOSSES.resolve(learner.loss.use, learner.loss.args))
+
+
+def leaves(node, path=()):
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield ".".join(path), node
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_has_its_origin(name):
+    loaded = load(None, [f"learner.preset={name}"], {})
+    brought = {key for key, origin in loaded.origins.items() if origin == f"preset {name}"}
+    assert brought == {key for key, _ in leaves(PRESETS[name])}
+    assert loaded.origins["learner.preset"] == "--set"
+    assert loaded.origins["learner.lr"] == "default"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("way", ["file", "environment", "set"])
+def test_a_preset_may_be_named_anywhere_and_lies_beneath_all(tmp_path: Path, way):
+    text = "learner: {loss: {args: {clip_low: 0.1}}, correction: {gates: [{use: mask}]}}\n"
+    if way == "file":
+        text += "max_staleness: 3\n"
+        text = text.replace("learner: {", "learner: {preset: high_staleness, ")
+    environ = {"STREAMRL_LEARNER__PRESET": "high_staleness"} if way == "environment" else {}
+    overrides = ["learner.preset=high_staleness"] if way == "set" else []
+    loaded = load(write(tmp_path, text), [*overrides, "learner.loss.aggregate=sequence_mean"], environ)
+    learner, origins = loaded.config.learner, loaded.origins
+    assert learner.loss.args == {"clip_low": 0.1, "clip_high": 0.28}
+    assert learner.loss.aggregate == "sequence_mean"
+    assert learner.correction.gates is not None
+    assert [gate.use for gate in learner.correction.gates] == ["mask"]
+    assert learner.correction.lr_scale == "ess"
+    assert origins["learner.loss.args.clip_low"].startswith("file")
+    assert origins["learner.loss.args.clip_high"] == "preset high_staleness"
+    assert origins["learner.loss.aggregate"] == "--set"
+    assert origins["learner.correction.lr_scale"] == "preset high_staleness"
+
+
+def test_the_newest_name_wins(tmp_path: Path):
+    path = write(tmp_path, "learner: {preset: scalerl}\n")
+    loaded = load(path, ["learner.preset=on_policy"], {"STREAMRL_LEARNER__PRESET": "egpo"})
+    assert loaded.config.max_staleness == 0
+    assert not [origin for origin in loaded.origins.values() if origin in {"preset scalerl", "preset egpo"}]
+    plain = load(path, ["learner.preset=null"], {})
+    assert not [origin for origin in plain.origins.values() if origin.startswith("preset")]
+
+
+def test_what_belongs_to_another_choice_is_left_out():
+    learner = load(None, ["learner.preset=scalerl", "learner.loss.use=gspo"], {}).config.learner
+    assert (learner.loss.use, learner.loss.args, learner.loss.aggregate) == ("gspo", {}, "token_mean")
+    learner = load(None, ["learner.preset=scalerl", "learner.correction.base=decoupled"], {}).config.learner
+    assert learner.correction.gates is None  # the default ones of that base
+
+
+def test_one_run_does_not_change_the_next():
+    first = load(None, ["learner.preset=scalerl", "learner.loss.args.cap=3"], {}).config
+    again = load(None, ["learner.preset=scalerl"], {}).config
+    assert (first.learner.loss.args, again.learner.loss.args) == ({"cap": 3}, {"cap": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["learner.preset=grop"], "learner.preset: must be"),
+        (["learner.preset=7"], "learner.preset"),
+        (["learner=7"], "learner: must be a mapping"),
+        (["learner.preset=grpo", "learner.loss=7"], "learner.loss: must be a mapping"),
+        (["learner.preset=on_policy", "learner.correction.gates=[{use: tis}]"], "uncorrected has no gates"),
+        (["learner.preset=ppo", "learner.advantage.use=grpo"], "only learner.advantage.use gae reads"),
+        (["learner.preset=ppo", "learner.groups_per_step=1"], "mini_batches"),
+    ],
+)
+def test_what_does_not_fit_says_so(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(None, overrides, {})
