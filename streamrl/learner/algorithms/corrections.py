@@ -29,6 +29,8 @@ from streamrl.learner.algorithms.loss import LossResult, uses_ratio
 from streamrl.learner.algorithms.second_moment import AllSum, step_limit
 from streamrl.learner.algorithms.tokens import Tokens
 
+_ABSURD = 2.0**20
+"""Bound on the log ratio of a token: far beyond any real one, and squares and sums over responses stay finite."""
 _TIS, _VETO = GateConfig(use="tis"), GateConfig(use="veto")
 _DEFAULT_GATES = {"decoupled": (_TIS, _VETO), "prox_approx": (_TIS, _VETO), "bypass": (_VETO,), "uncorrected": ()}
 """Gates of a base where the configuration names none."""
@@ -43,7 +45,7 @@ class Correction:
             shape (n,).
         keep: False for dropped tokens, shape (n,), bool.
         cut: tokens whose weight a bound cut, shape (n,), bool.
-        log_ratio: log of the importance weight w that the statistics describe, whole and not bounded: the policy at
+        log_ratio: log of the importance weight w that the statistics describe, before any gate: the policy at
             the start of the step over behaviour, or with base bypass the present policy over behaviour; shape (n,).
     """
 
@@ -241,16 +243,15 @@ def correct(tokens: Tokens, corrections: Corrections, limits: Sequence[float | N
     """
     present = tokens.logprobs.detach()
     bypass = corrections.base == "bypass"
-    gated = (present if bypass else tokens.old) - tokens.behaviour
+    gated = ((present if bypass else tokens.old) - tokens.behaviour).clamp(-_ABSURD, _ABSURD)
     factor = torch.ones_like(gated)
     keep = torch.ones_like(gated, dtype=torch.bool)
     cut = ~keep
     for gate, limit in zip(corrections.gates, limits or [None] * len(corrections.gates), strict=True):
         weight, kept, bounded = gate(gated, tokens, limit)
         factor, keep, cut = factor * weight, keep & kept, cut | bounded
-    return Correction(
-        factor=factor * keep, keep=keep, cut=cut, log_ratio=(present if bypass else tokens.proximal) - tokens.behaviour
-    )
+    moved = gated if bypass else (tokens.proximal - tokens.behaviour).clamp(-_ABSURD, _ABSURD)
+    return Correction(factor=factor * keep, keep=keep, cut=cut, log_ratio=moved)
 
 
 def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:

@@ -211,6 +211,11 @@ def m2po(
         over: step: all tokens of the step on all ranks decide; microbatch: those of a micro-batch, which needs no
             second look at them but depends on how the step was cut up.
     """
+    if over not in {"step", "microbatch"} or only not in {"outward", "all"} or not tau >= 0:
+        raise ConfigError(
+            f"learner.correction.gates: m2po with over: {over}, only: {only}, tau: {tau}",
+            "over is step or microbatch, only is outward or all, tau is at least 0",
+        )
     movable, squares = second_moments(log_ratio, tokens.advantages, tokens.ages, gate.tighten, only)
     cut = squares.new_tensor(limit) if over == "step" and limit is not None else smallest_masked(squares, movable, tau)
     return GateResult(keep=~movable | (squares < cut))
@@ -219,13 +224,7 @@ def m2po(
 def second_moments(
     log_ratio: torch.Tensor, advantages: torch.Tensor, ages: torch.Tensor, tighten: float, only: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens m2po may drop, bool, and their (tightened) squared log ratio; both of shape (n,).
-
-    Raises:
-        ConfigError: `only` is neither `outward` nor `all`.
-    """
-    if only not in {"outward", "all"}:
-        raise ConfigError(f"learner.correction.gates: m2po has no only: {only}", "outward or all")
+    """Which tokens m2po may drop, bool, and their (tightened) squared log ratio; both of shape (n,)."""
     outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     scaled = log_ratio * (1 + tighten * ages.to(log_ratio.dtype))
     return (outward if only == "outward" else torch.ones_like(outward)), scaled * scaled

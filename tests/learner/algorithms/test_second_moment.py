@@ -1,0 +1,101 @@
+"""The smallest dropped value: by brute force, by sorting, and digit by digit over ranks, always the same."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from streamrl.learner.algorithms.second_moment import smallest_masked, step_limit
+
+# Multiples of 1/64 add up exactly, so no verdict hangs on rounding.
+SQUARES = st.lists(st.integers(0, 4000).map(lambda number: number / 64), max_size=40)
+TAU = st.integers(0, 1000).map(lambda number: number / 64)
+
+
+def brute_force(squares, tau):
+    """Drop all tokens of the greatest value, until the mean of the others fits."""
+    left = sorted(squares)
+    cut = math.inf
+    while left and sum(left) > tau * len(left):
+        cut = left[-1]
+        left = [value for value in left if value < cut]
+    return cut
+
+
+@given(SQUARES, TAU)
+@example([1.0, 1.0, 1.0], 0.5)
+@example([], 0.5)
+@example([0.0, 0.0], 0.0)
+def test_sorting_finds_what_brute_force_finds(squares, tau):
+    values = torch.tensor(squares, dtype=torch.float32)
+    found = smallest_masked(values, torch.ones(len(squares), dtype=torch.bool), tau)
+    assert float(found) == brute_force(squares, tau)
+
+
+@given(SQUARES, TAU, st.integers(1, 3))
+@example([1.0, 1.0, 1.0], 0.5, 2)
+def test_ranks_find_it_from_sums(squares, tau, world):
+    shares = [np.asarray(squares[rank::world], dtype=np.float32) for rank in range(world)]
+    assert over_ranks(shares, tau) == [brute_force(squares, tau)] * world
+
+
+@given(st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60), st.floats(1e-6, 1e6))
+def test_what_stays_fits_and_one_more_would_not(squares, tau):
+    values = np.asarray(squares, dtype=np.float32)
+    cut = step_limit(values, tau, lambda sums: sums)
+    kept = values[values < cut].astype(np.float64)
+    assert kept.sum() <= tau * len(kept) * (1 + 1e-9)
+    if cut < math.inf:
+        more = values[values <= cut].astype(np.float64)
+        assert more.sum() > tau * len(more) * (1 - 1e-9)
+
+
+def test_tokens_that_cannot_be_dropped_do_not_count():
+    squares = torch.tensor([9.0, 0.5, 0.25])
+    assert float(smallest_masked(squares, torch.tensor([False, True, True]), 0.3)) == 0.5
+    assert float(smallest_masked(squares, torch.tensor([False, False, True]), 0.3)) == math.inf
+
+
+@pytest.mark.parametrize("extreme", [float(np.finfo(np.float32).tiny), 1e-45, 3e38])
+def test_every_bit_of_a_float_counts(extreme):
+    values = np.asarray([0.0, extreme], dtype=np.float32)
+    assert step_limit(values, 0.0, lambda sums: sums) == float(values[1])
+
+
+def over_ranks(shares, tau):
+    """Run the ranks in turn, round by round: a sum is known once every rank has given its part."""
+    rounds = []
+    while True:
+        turns = [Turn(list(rounds)) for _ in shares]
+        try:
+            return [step_limit(share, tau, turn) for share, turn in zip(shares, turns, strict=True)]
+        except Unanswered:
+            parts = [turns[0].part, *(part_of(share, tau, rounds) for share in shares[1:])]
+            rounds.append(np.sum(parts, axis=0))
+
+
+def part_of(share, tau, rounds):
+    turn = Turn(list(rounds))
+    with pytest.raises(Unanswered):
+        step_limit(share, tau, turn)
+    return turn.part
+
+
+class Turn:
+    """Gives the sums of earlier rounds, and stops at the first that is not known."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def __call__(self, part):
+        if not self.answers:
+            self.part = part
+            raise Unanswered
+        return self.answers.pop(0)
+
+
+class Unanswered(Exception):
+    """The other ranks have not given their part of this round yet."""
