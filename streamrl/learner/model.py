@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,11 +85,12 @@ class Backbone(nn.Module):
         """Whether responses to one prompt can share a row: a trial, since some models ignore positions and masks."""
         ids = self._probe()
         alone = [ids[:, :6], torch.cat([ids[:, :3], ids[:, 6:]], dim=1)]
-        expected = torch.cat([self.hidden(row, None, None)[0, 3:] for row in alone])
         segments = torch.tensor([[PROMPT] * 3 + [0] * 3 + [1] * 2], device=ids.device)
         places = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]], device=ids.device)
         try:
-            together = self.hidden(ids, segments, places)[0, 3:]
+            with _exact():
+                expected = torch.cat([self.hidden(row, None, None)[0, 3:] for row in alone])
+                together = self.hidden(ids, segments, places)[0, 3:]
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             logger.info("prompts not shared", extra={"reason": f"{type(error).__name__}: {error}"})
             return False
@@ -172,11 +175,13 @@ class LogProbModel(Backbone):
                 before a step is trained on wrong ratios.
         """
         ids = self._probe()
-        try:
-            ours = self.logits(self.hidden(ids, None, None)[0])
-        except (AttributeError, TypeError, RuntimeError) as error:
-            raise self._unknown(f"{type(error).__name__}: {error}") from error
-        if not _close(ours, self.model(input_ids=ids, use_cache=False).logits[0]):
+        with _exact():
+            try:
+                ours = self.logits(self.hidden(ids, None, None)[0])
+            except (AttributeError, TypeError, RuntimeError) as error:
+                raise self._unknown(f"{type(error).__name__}: {error}") from error
+            expected = self.model(input_ids=ids, use_cache=False).logits[0]
+        if not _close(ours, expected):
             raise self._unknown("its logits are not those of its output layer on its last hidden states")
 
     def _unknown(self, why: str) -> ConfigError:
@@ -196,6 +201,17 @@ def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=segments.device).masked_fill_(
         ~visible, torch.finfo(dtype).min
     )
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """Within the block float32 matrices are multiplied in full precision, so that two ways can be compared."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -23,11 +23,16 @@ class ShardedModule:
         ranks: the ranks of this learner.
         limits: of rows and micro-batches.
         vocabulary: token ids are below.
+
+    Attributes:
+        limits: of rows and micro-batches.
+        vocabulary: token ids are below.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks, limits: Limits, *, vocabulary: int) -> None:
         self.ranks = ranks
-        self._module, self._limits, self._vocabulary = module, limits, vocabulary
+        self.limits, self.vocabulary = limits, vocabulary
+        self._module = module
         with torch.no_grad():
             # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
             self._forward(dummy())
@@ -39,12 +44,12 @@ class ShardedModule:
             return None
         # One look at all token ids first: it is what every good batch costs.
         ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
-        known = ids.min() >= 0 and ids.max() < self._vocabulary
+        known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
-            if sample.width > self._limits.longest:
-                return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self._limits.longest}")
+            if sample.width > self.limits.longest:
+                return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self.limits.longest}")
             both = () if known else np.concatenate([sample.prompt, sample.tokens])
-            if any(token < 0 or token >= self._vocabulary for token in both):
+            if any(token < 0 or token >= self.vocabulary for token in both):
                 return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
         return None
 
@@ -60,7 +65,7 @@ class ShardedModule:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         error = self.misfit(batch)
-        parts = [] if error else layout(batch, self._limits)
+        parts = [] if error else layout(batch, self.limits)
         passes, refused = self.ranks.all_max(len(parts), int(error is not None))
         if error:
             raise error

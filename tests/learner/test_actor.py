@@ -117,12 +117,12 @@ def test_sharing_is_off_for_a_model_that_ignores_the_mask(make, monkeypatch):
     import streamrl.learner.model as module
 
     monkeypatch.setattr(module, "shared_mask", lambda segments, dtype: torch.zeros(1, 1, 8, 8, dtype=dtype))
-    assert make("Llama")._limits.shared == 0
+    assert make("Llama").limits.shared == 0
 
 
 def test_a_window_of_the_model_limits_shared_rows(make):
-    assert make("Gemma2")._limits.shared == 64
-    assert make("Llama")._limits.shared == 4 * 32
+    assert make("Gemma2").limits.shared == 64
+    assert make("Llama").limits.shared == 4 * 32
 
 
 def test_one_step_equals_plain_adamw(make, model_of):
