@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
-from streamrl.learner.batch import Microbatch, TrainSample
-from streamrl.learner.export import write_model
-from streamrl.learner.losses import TOKEN_SUMS, TokenSums, decoupled_ppo
+from streamrl.learner.algorithms.aggregation import token_weights
+from streamrl.learner.algorithms.corrections import old_logprobs
+from streamrl.learner.algorithms.objective import objective
+from streamrl.learner.algorithms.recipe import Recipe
+from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums
+from streamrl.learner.algorithms.tokens import Tokens
+from streamrl.learner.batch import Microbatch, TrainSample, sizes
+from streamrl.learner.export import Rows, full_tensors, write_model
 from streamrl.learner.model import LogProbModel, row_limits
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.sharded import Sharded
 from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.weight_sync.manifest import Adapter
+
+if TYPE_CHECKING:
+    from streamrl.learner.lora import Lora
 
 
 class Actor(Sharded):
@@ -27,18 +40,25 @@ class Actor(Sharded):
         ranks: the ranks of this learner; every rank makes an actor with the same configuration.
         small: models with fewer parameters than this are one FSDP unit.
 
+    Attributes:
+        recipe: the algorithm.
+        lora: the adapter, which alone is trained then; None: all weights are.
+
     Raises:
-        ConfigError: the model is missing, is no causal language model, or computes logits in a way we do not know.
+        ConfigError: the model is missing, is no causal language model, computes logits in a way we do not know, or
+            cannot be adapted.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         self.config = config
         learner = config.learner
+        self.recipe = Recipe.of(config)
+        self._skips_zero = self.recipe.skips_zero
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
-        model = LogProbModel(
-            load_model(config.model), temperature=config.sampling.temperature, chunk=learner.logprob_chunk
-        )
+        base = load_model(config.model)
+        self.lora = self._adapt(base) if learner.lora.rank else None
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
         model.check()
         limits = row_limits(config, model)
         # After the two trials above, which compare numbers and want them exact.
@@ -69,15 +89,24 @@ class Actor(Sharded):
                     part.deal_out(values.cpu().numpy(), target)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
 
-    def accumulate(self, batch: Sequence[TrainSample]) -> MicroStats:
-        """Add the gradient of the loss of these samples, summed over tokens. Collective; one all-reduce of our own.
+    def accumulate(
+        self,
+        batch: Sequence[TrainSample],
+        *,
+        step: int = 0,
+        kl_coefficient: float = 0.0,
+        limits: Sequence[float | None] | None = None,
+    ) -> MicroStats:
+        """Add the gradient of the objective of these samples, summed over tokens. Collective; one all-reduce of ours.
 
-        Samples with zero advantage are skipped, which is exact: their loss has no gradient. Their tokens still count
-        in what is given to `apply_update`. The proximal policy is the present one, since there is one update per step,
-        so no extra pass is made for it.
+        Samples without an advantage are skipped where that is exact (`Recipe.skips_zero`); they still count in what is
+        given to `apply_update`. The proximal policy of samples that carry none is the present one.
 
         Args:
-            batch: this rank's samples, possibly none.
+            batch: this rank's samples, possibly none; with a reference where `learner.kl.where` is loss.
+            step: of the learner, from which the ages of tokens follow.
+            kl_coefficient: factor of the KL term in the loss.
+            limits: of gates that see the whole step (`Corrections.step_limits`).
 
         Returns:
             What was done on this rank, from numbers known to the host: nothing waits for the device.
@@ -85,9 +114,9 @@ class Actor(Sharded):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
-        live = [sample for sample in batch if sample.has_advantage]
+        live = [sample for sample in batch if sample.has_advantage] if self._skips_zero else batch
         parts = self._agree(live)
-        self._backward(parts, self._loss)
+        self._backward(parts, lambda part: self._loss(part, step, kl_coefficient, limits))
         return MicroStats(
             samples=sum(len(part.samples) for part in parts),
             skipped=len(batch) - len(live),
@@ -96,63 +125,133 @@ class Actor(Sharded):
             passes=len(parts),
         )
 
-    def apply_update(self, tokens: int) -> UpdateStats:
+    def apply_update(self, size: int) -> UpdateStats:
         """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
 
-        The gradient is that of the mean loss per token, clipped to `learner.clip_norm`. When its norm is not finite,
-        the update is skipped and reported. Without any accumulated gradient the gradient is zero, and AdamW moves on
-        its momentum as it would have if every zero-advantage sample had been computed.
+        The gradient is clipped to `learner.clip_norm`. When its norm is not finite, the update is skipped and reported.
+        Without any accumulated gradient the gradient is zero, and AdamW moves on its momentum as it would have if
+        every zero-advantage sample had been computed.
 
         Args:
-            tokens: sampled tokens of the whole step over all ranks, those of zero-advantage samples included; at
-                least 1 and the same on all ranks.
+            size: what the accumulated sum is divided by (`Recipe.normaliser`), at least 1 and the same on all ranks:
+                with `token_mean` the sampled tokens of all ranks, those of zero-advantage samples included.
         """
-        if tokens < 1:
-            raise ValueError(f"an update needs the token count of its step, got {tokens}")
-        applied = self._update(tokens, self._sums)
+        if size < 1:
+            raise ValueError(f"an update needs the token count of its step, got {size}")
+        applied = self._update(size, self._sums, lambda sums: self.recipe.lr_factor(TokenSums.from_tensor(sums)))
         trained = TokenSums.from_tensor(applied.sums)
         self._sums.zero_()
         return UpdateStats(
             update=applied.update,
-            loss=trained.loss / tokens,
+            loss=trained.loss / size,
             grad_norm=applied.grad_norm,
             lr=applied.lr,
             skipped=applied.skipped,
             trained=trained,
         )
 
-    def update_policy(self, batch: Sequence[TrainSample]) -> tuple[MicroStats, UpdateStats]:
-        """One whole step: `accumulate` and `apply_update` with the tokens of all ranks' batches. Collective."""
-        stats = self.accumulate(batch)
-        count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
-        return stats, self.apply_update(max(1, int(self.ranks.all_sum(count))))
+    def update_policy(self, batch: Sequence[TrainSample], *, step: int = 0) -> tuple[MicroStats, UpdateStats]:
+        """One whole step: `accumulate` and `apply_update` with the size of all ranks' batches. Collective."""
+        stats = self.accumulate(batch, step=step)
+        counts = torch.tensor(sizes(batch), device=self.ranks.device)
+        tokens, responses = self.ranks.all_sum(counts).tolist()
+        return stats, self.apply_update(self.recipe.normaliser(tokens=tokens, responses=responses))
 
     def discard(self) -> None:
         """Forget the accumulated gradient and its statistics."""
         super().discard()
         self._sums.zero_()
 
+    @property
+    def published(self) -> dict[str, DTensor]:
+        """Parameters that versions of the weights hold, by name: those that are trained, or what these change."""
+        return dict(self._frozen) if self._merges else self.parameters
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What a version says of itself that holds an adapter alone; None when versions hold all weights."""
+        return None if self.lora is None or self._merges else self.lora.about
+
+    def published_rows(self) -> Rows | None:
+        """What makes the rows of a version of this rank's own rows of `published`; None: they are them. Collective.
+
+        Valid until the next update.
+        """
+        return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
+
+    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Sharded.full_tensors`; an adapter is merged in."""
+        if self.lora is None:
+            return super().full_tensors(dtype)
+        return full_tensors(self._frozen, dtype, self.lora.merged_rows(self._parameters))
+
+    @contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """Within the block log-probabilities are those of the base (LoRA only). Every rank does the same."""
+        assert self.lora is not None, "no adapter is trained"
+        with self.lora.disabled():
+            yield
+
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face directory with its tokenizer. Collective; rank 0 writes."""
+        """Write the model as a Hugging Face directory with its tokenizer. Collective; rank 0 writes.
+
+        An adapter is merged in, and stands by itself in the folder `adapter` below, as peft reads it.
+        """
+        adapter = None
+        if self.lora is not None:
+            adapter = self.lora.about, dict(full_tensors(self._parameters, self._dtype))
         tensors = self.full_tensors(self._dtype)
         if self.ranks.rank:
             for _ in tensors:
                 pass
             return
         tokenizer = self.config.model.tokenizer or self.config.model.path
-        write_model(folder, self._model.model, dict(tensors), tokenizer, self._dtype)
+        write_model(folder, self._model.model, dict(tensors), tokenizer=tokenizer, dtype=self._dtype, adapter=adapter)
 
-    def _loss(self, part: Microbatch) -> torch.Tensor:
-        logprobs, _ = self._forward(part)
+    @property
+    def _merges(self) -> bool:
+        return self.lora is not None and not self.config.learner.lora.alone
+
+    def _adapt(self, model: PreTrainedModel) -> Lora:
+        from streamrl.learner.lora import Lora
+
+        return Lora(model, self.config)
+
+    def _name_of(self, name: str) -> str:
+        return name if self.lora is None else self.lora.name_of(name)
+
+    def _loss(
+        self, part: Microbatch, step: int, kl_coefficient: float, limits: Sequence[float | None] | None
+    ) -> torch.Tensor:
+        logprobs, entropy = self._forward(part, entropy=True, entropy_gradient=bool(self.recipe.entropy))
         if not len(part.samples):
             return logprobs.sum() * 0
-        loss = decoupled_ppo(
-            logprobs,
-            logprobs.detach(),
-            self._to_device(part.behaviour),
-            self._to_device(part.advantages),
-            **self.config.learner.loss.args,
-        )
-        self._sums += loss.sums
-        total: torch.Tensor = loss.per_token.sum()
+        tokens = self._tokens(part, logprobs, entropy, step)
+        found = objective(tokens, self.recipe, kl_coefficient, weights=self._weights(part), limits=limits)
+        self._sums += found.sums
+        total: torch.Tensor = found.per_token.sum()
         return total
+
+    def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, step: int) -> Tokens:
+        behaviour = self._to_device(part.behaviour)
+        proximal = logprobs.detach() if part.proximal is None else self._to_device(part.proximal)
+        ages = self._to_device(np.maximum(0, step - part.steps))
+        return Tokens(
+            logprobs=logprobs,
+            old=old_logprobs(self.recipe.corrections.base, proximal, behaviour, ages),
+            proximal=proximal,
+            behaviour=behaviour,
+            advantages=self._to_device(part.advantages),
+            sequence=self._to_device(np.repeat(np.arange(len(part.counts)), part.counts)),
+            counts=self._to_device(part.counts),
+            ages=ages,
+            reference=None if part.reference is None else self._to_device(part.reference),
+            entropy=entropy,
+        )
+
+    def _weights(self, part: Microbatch) -> torch.Tensor | None:
+        """Weights of the aggregation; None: all are 1."""
+        aggregate = self.recipe.aggregate
+        if aggregate == "token_mean":
+            return None
+        return self._to_device(token_weights(part.counts, aggregate, self.recipe.max_new_tokens))

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from streamrl.errors import CannotCreate
+from streamrl.weight_sync.adapter import write_adapter
+from streamrl.weight_sync.manifest import Adapter
 
 logger = logging.getLogger(__name__)
 
+Rows: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes the name of a parameter and this rank's rows of it, and returns the rows that others are to see."""
+
 
 @torch.no_grad()
-def full_tensors(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(
+    parameters: Mapping[str, DTensor], dtype: torch.dtype, rows: Rows | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and whole tensor of each parameter, one at a time, as a copy on the CPU.
 
     Collective: every rank must go through all of it, in the same order, because each item is a gather; a rank that has
     no use for a tensor drops it. The cast comes before the gather, so bfloat16 halves what travels. Peak extra memory
     is one tensor.
+
+    Args:
+        parameters: by name.
+        dtype: of what is yielded.
+        rows: makes other rows of this rank's own; None: they are taken as they are.
     """
     for name, parameter in parameters.items():
         shard = parameter.to_local().detach()
+        if rows is not None:
+            shard = rows(name, shard)
         if parameter.device_mesh.size() == 1:
             yield name, shard.to(device="cpu", dtype=dtype, copy=True)
             continue
@@ -42,7 +57,13 @@ def full_tensors(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Itera
 
 
 def write_model(
-    folder: Path, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], tokenizer: str, dtype: torch.dtype
+    folder: Path,
+    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    tokenizer: str,
+    dtype: torch.dtype,
+    adapter: tuple[Adapter, Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
     """Write a Hugging Face directory (safetensors, configuration, tokenizer) that plain transformers loads.
 
@@ -54,6 +75,7 @@ def write_model(
         tensors: whole parameters by Hugging Face name, tied ones once.
         tokenizer: directory or hub name; when there is none, the model is written without and a warning is logged.
         dtype: type of the weights in the files.
+        adapter: is merged into `tensors`; it goes into the folder `adapter` as well, as peft reads it.
 
     Raises:
         CannotCreate: the disk is full or the folder cannot be written; what was there before is still there.
@@ -72,6 +94,8 @@ def write_model(
         draft.mkdir(parents=True)
         copy.save_pretrained(draft)
         _write_tokenizer(draft, tokenizer)
+        if adapter is not None:
+            write_adapter(draft / "adapter", *adapter)
         if folder.exists():
             shutil.rmtree(folder)
         draft.rename(folder)

@@ -3,7 +3,6 @@
 ```
 load_model -> Lora(model, config)   adapted modules in place, base frozen, B = 0: the model computes what it computed
            -> shard(...)            adapter and base are cut along their rows, each rank has its own
-           -> lora.bind(parameters) which of the sharded parameters are the adapter's
 ```
 W, A and B of a module are cut at the same rows of W and B, and a row of W + scale B A needs only its own rows of W and
 B and the whole of A. So merging gathers the A's alone, which are small, and no rank ever holds a merged model.
@@ -12,10 +11,11 @@ B and the whole of A. So merging gathers the A's alone, which are small, and no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import msgspec
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -24,16 +24,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, Refused
+from streamrl.learner.export import Rows
 from streamrl.weight_sync.adapter import merge, names_of
 from streamrl.weight_sync.manifest import Adapter
 
 logger = logging.getLogger(__name__)
 _NAME: Final = "default"
 _BASE: Final = ".base_layer."
-
-Rows = Callable[[str, torch.Tensor], torch.Tensor]
-"""Takes the name of a base parameter and this rank's rows of it; returns those rows with the adapter merged in."""
 
 
 class Lora:
@@ -76,7 +74,7 @@ class Lora:
         _check(model, self._layers, before)
         model.requires_grad_(requires_grad=False)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(_is_adapter(name))
+            parameter.requires_grad_(".lora_" in name)
         self.about = Adapter(
             base=config.model.path,
             rank=lora.rank,
@@ -84,28 +82,22 @@ class Lora:
             targets=_short(set(self._layers), before),
             dora=lora.dora,
         )
-        self._base: dict[str, DTensor] = {}
-        self._adapter: dict[str, DTensor] = {}
         logger.info("adapter", extra={"modules": len(self._layers), "rank": lora.rank, "dora": lora.dora})
 
-    def bind(self, parameters: Mapping[str, DTensor]) -> None:
-        """Say where the parameters are, now that they are sharded.
+    @staticmethod
+    def name_of(name: str) -> str:
+        """Name of a parameter in versions and checkpoints: that of peft, or of Hugging Face for one of the base.
 
         Args:
-            parameters: all of the model by their names in it.
+            name: in the adapted model.
         """
-        self._base = {name.replace(_BASE, "."): value for name, value in parameters.items() if not _is_adapter(name)}
-        self._adapter = {_peft_name(name): value for name, value in parameters.items() if _is_adapter(name)}
-
-    @property
-    def base(self) -> dict[str, DTensor]:
-        """Parameters of the base by the Hugging Face names they have without an adapter; frozen."""
-        return dict(self._base)
-
-    @property
-    def adapter(self) -> dict[str, DTensor]:
-        """Parameters of the adapter by the names of peft (weight_sync/adapter.py); these are trained."""
-        return dict(self._adapter)
+        if ".lora_" not in name:
+            return name.replace(_BASE, ".")
+        module, _, rest = name.partition(".lora_")
+        names = names_of(module, dora=True)
+        found = {"A": names.low, "B": names.high, "magnitude_vector": names.magnitude}[rest.partition(".")[0]]
+        assert found is not None
+        return found
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -123,12 +115,15 @@ class Lora:
             layer._disable_adapters = disabled  # noqa: SLF001
 
     @torch.no_grad()
-    def merged_rows(self) -> Rows:
-        """Gather what merging needs; return what merges this rank's rows of one base parameter. Collective.
+    def merged_rows(self, adapter: Mapping[str, DTensor]) -> Rows:
+        """Gather what merging needs; return what merges this rank's rows of one parameter of the base. Collective.
 
-        The rows are float32 where the module is adapted, and the given ones elsewhere. Valid until the next update.
+        The rows are float32 where the module is adapted, and the given ones elsewhere.
+
+        Args:
+            adapter: parameters by `name_of`; used until the next update, which makes what is returned invalid.
         """
-        low = {module: _whole(self._adapter[names_of(module, dora=False).low]) for module in self._layers}
+        low = {module: _whole(adapter[names_of(module, dora=False).low]) for module in self._layers}
 
         @torch.no_grad()
         def rows(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -136,11 +131,29 @@ class Lora:
             if module not in low or module == name:
                 return weight
             names = names_of(module, dora=self.about.dora)
-            magnitude = None if names.magnitude is None else self._adapter[names.magnitude].to_local()
-            high = self._adapter[names.high].to_local()
+            magnitude = None if names.magnitude is None else adapter[names.magnitude].to_local()
+            high = adapter[names.high].to_local()
             return merge(weight, low[module], high, scale=self.about.scale, magnitude=magnitude)
 
         return rows
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of this adapter has to say besides its tensors."""
+        state: dict[str, Any] = msgspec.to_builtins(self.about)
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Compare what `state` said with this adapter; there is nothing to be loaded.
+
+        Raises:
+            Refused: it is another adapter.
+        """
+        ours = self.state()
+        if odd := sorted(name for name in ours.keys() | state.keys() if ours.get(name) != state.get(name)):
+            raise Refused(
+                f"the checkpoint is of another adapter: {', '.join(odd)} differ",
+                "go on with the settings of learner.lora and the model.path that wrote it",
+            )
 
 
 def _whole(parameter: DTensor) -> torch.Tensor:
@@ -148,24 +161,11 @@ def _whole(parameter: DTensor) -> torch.Tensor:
     return whole.detach()
 
 
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
-
-
-def _peft_name(name: str) -> str:
-    """Name of an adapter's parameter in the files of peft: without the adapter's own name."""
-    module, _, rest = name.partition(".lora_")
-    names = names_of(module, dora=True)
-    found = {"A": names.low, "B": names.high, "magnitude_vector": names.magnitude}[rest.partition(".")[0]]
-    assert found is not None
-    return found
-
-
 def _check(model: PreTrainedModel, layers: Mapping[str, Any], linear: set[str]) -> None:
     if odd := sorted(set(layers) - linear):
         raise ConfigError(
             f"learner.lora.targets: {odd[0]} is {type(layers[odd[0]].get_base_layer()).__name__}, not torch.nn.Linear",
-            "adapt linear layers only",
+            "name linear layers, as [q_proj, v_proj]",
         )
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -176,5 +176,6 @@ class Publishing:
             world=self._world,
             base=base,
             sources=self._outlet.sources(),
+            adapter=snapshot.adapter,
         )
         return data, self._publisher.manifest

@@ -25,6 +25,7 @@ _COMMON: dict[str, Any] = {
 }
 KINDS: dict[str, Any] = {
     "Qwen2": {**_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "Llama": {**_COMMON, "num_key_value_heads": 1, "tie_word_embeddings": False},
     "GPTNeoX": {**_COMMON, "attention_bias": False},
     # Soft caps on attention and logits, sliding window in every second layer, scaled embeddings.

@@ -1,0 +1,248 @@
+"""LoRA and DoRA: against peft's own merge, on every model family, through versions, checkpoints and exports."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_policy import count_tokens, make_batch, run_config
+from transformers import AutoModelForCausalLM
+
+from streamrl.errors import ConfigError, Refused, WeightsError
+from streamrl.learner.actor import Actor
+from streamrl.learner.lora import Lora
+from streamrl.learner.sharding import load_model
+from streamrl.learner.snapshot import Copies, rows_reader
+from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.adapter import write_adapter
+from streamrl.weight_sync.catalog import read_manifest
+from streamrl.weight_sync.mapping import map_version
+
+LORA = {"rank": 4, "alpha": 8.0}
+FAMILIES = ["Qwen2", "Qwen3", "Llama", "Gemma2", "GPTNeoX"]
+
+
+@pytest.fixture
+def make(one_rank, model_of):
+    def actor(kind="Qwen2", *, small=1 << 26, dtype="float32", lora=LORA, **learner):
+        config = run_config(model_of(kind), dtype=dtype, lora=lora, **learner)
+        return Actor(config, one_rank, small=small)
+
+    return actor
+
+
+def train(actor, steps=2):
+    for step in range(steps):
+        batch = make_batch(step)
+        actor.accumulate(batch)
+        actor.apply_update(count_tokens(batch))
+
+
+def logprobs(actor, batch):
+    return np.concatenate(actor.compute_log_prob(batch).logprobs)
+
+
+def plain(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def adapter_of(actor):
+    return {name: parameter.full_tensor().clone() for name, parameter in actor.parameters.items()}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_new_adapter_changes_nothing(make, kind, dora):
+    batch = make_batch(3)
+    base = make(kind, lora={"rank": 0})
+    adapted = make(kind, lora={**LORA, "dora": dora})
+    assert np.array_equal(logprobs(adapted, batch), logprobs(base, batch))
+    assert {name: tuple(p.shape) for name, p in adapted.published.items()} == {
+        name: tuple(p.shape) for name, p in base.published.items()
+    }
+
+
+@pytest.mark.parametrize("small", [1 << 26, 0])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama", "GPTNeoX"])
+def test_merged_weights_are_those_of_pefts_own_merge(make, model_of, tmp_path, kind, dora, small):
+    actor = make(kind, lora={**LORA, "dora": dora}, small=small)
+    train(actor)
+    write_adapter(tmp_path / "adapter", actor.lora.about, adapter_of(actor))
+    theirs = PeftModel.from_pretrained(plain(model_of(kind)), tmp_path / "adapter").merge_and_unload()
+    expected = dict(theirs.named_parameters())
+    ours = dict(actor.full_tensors(torch.float32))
+    assert ours.keys() == expected.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6, msg=name)
+    base = dict(plain(model_of(kind)).named_parameters())
+    moved = [name for name in ours if not torch.equal(ours[name], base[name])]
+    assert all("norm" not in name and "embed" not in name for name in moved)
+    assert moved
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_log_probabilities_in_training_are_those_of_the_merged_model(make, model_of, tmp_path, dora):
+    actor, batch = make(lora={**LORA, "dora": dora}), make_batch(5)
+    train(actor)
+    actor.export(tmp_path / "model")
+    merged = Actor(run_config(tmp_path / "model"), actor.ranks)
+    np.testing.assert_allclose(logprobs(actor, batch), logprobs(merged, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("small", [1 << 26, 0])
+def test_without_its_adapter_the_model_is_the_base_and_goes_on_learning_afterwards(make, small):
+    batch = make_batch(7)
+    base, actor = make(lora={"rank": 0}), make(small=small)
+    train(actor)
+    before = logprobs(actor, batch)
+    with actor.adapter_disabled():
+        assert np.array_equal(logprobs(actor, batch), logprobs(base, batch))
+    assert np.array_equal(logprobs(actor, batch), before)
+    twin = make(small=small)
+    train(twin)
+    for each in (actor, twin):
+        train(each, 1)
+    assert all(torch.equal(mine, adapter_of(twin)[name]) for name, mine in adapter_of(actor).items())
+    assert not np.array_equal(logprobs(actor, batch), before)
+
+
+def test_only_the_adapter_is_trained_and_saved(make):
+    actor = make()
+    assert all("lora_" in name for name in actor.parameters)
+    assert sum(p.numel() for p in actor.parameters.values()) < 0.4 * sum(p.numel() for p in actor.published.values())
+    weights = [name.removeprefix("weight/") for name in actor.shard_state() if name.startswith("weight/")]
+    assert sorted(weights) == sorted(actor.parameters)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_checkpoint_goes_on_bit_for_bit(make, dora):
+    actor, again = make(lora={**LORA, "dora": dora}), make(lora={**LORA, "dora": dora})
+    train(actor)
+    again.load_shard_state(actor.shard_state())
+    again.lora.load_state(actor.lora.state())
+    for each in (actor, again):
+        train(each, 1)
+    ours, theirs = actor.shard_state(), again.shard_state()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("other", [{"rank": 8}, {"alpha": 9.0}, {"dora": True}, {"targets": ("q_proj",)}])
+def test_a_checkpoint_of_another_adapter_is_refused(make, other):
+    actor, stranger = make(), make(lora={**LORA, **other})
+    with pytest.raises(Refused, match="another adapter"):
+        stranger.lora.load_state(actor.lora.state())
+
+
+def test_a_checkpoint_of_whole_weights_is_refused(make):
+    with pytest.raises(Refused, match="another model"):
+        make().load_shard_state(make(lora={"rank": 0}).shard_state())
+
+
+@pytest.mark.parametrize(
+    ("targets", "match"),
+    [
+        (("no_such_layer",), "no_such_layer"),
+        (("embed_tokens",), "Embedding"),
+        (("q_proj", "lm_head"), "are one weight"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(make, targets, match):
+    with pytest.raises(ConfigError, match=match):
+        make(lora={**LORA, "targets": targets})
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("GPT2", "Conv1D"), ("Qwen3Moe", "Qwen3MoeExperts")])
+def test_another_kind_of_layer_is_refused(make, kind, layer):
+    with pytest.raises(ConfigError, match=layer):
+        make(kind)
+
+
+def test_experts_are_left_alone_when_targets_are_named(make):
+    batch, targets = make_batch(1), ("q_proj", "v_proj")
+    base, actor = make("Qwen3Moe", lora={"rank": 0}), make("Qwen3Moe", lora={**LORA, "targets": targets})
+    assert np.array_equal(logprobs(actor, batch), logprobs(base, batch))
+
+
+def test_targets_are_named_by_their_last_part_where_all_of_that_name_are_adapted(model_of):
+    def targets(chosen):
+        config = run_config(model_of("Qwen2"), lora={**LORA, "targets": chosen})
+        return Lora(load_model(config.model), config).about.targets
+
+    assert targets(("v_proj", "q_proj")) == ["q_proj", "v_proj"]
+    assert targets(("0.self_attn.q_proj",)) == ["model.layers.0.self_attn.q_proj"]
+    assert targets("all-linear") == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+def publish(actor, run_dir: Path, number: int = 1):
+    from streamrl.config import WeightsConfig
+
+    publisher = Publisher(WeightsConfig(transport="directory"), "r", run_dir)
+    snapshot = Copies(actor.published, torch.float32, adapter=actor.adapter).take(actor.published_rows())
+    publisher.publish(
+        epoch=1,
+        version=number,
+        step=number,
+        tensors=snapshot.tensors,
+        shapes=snapshot.shapes,
+        adapter=snapshot.adapter,
+    )
+    return publisher.root / f"v-1-{number}"
+
+
+def test_a_merged_version_holds_all_weights(make, tmp_path):
+    actor = make()
+    train(actor)
+    folder = publish(actor, tmp_path)
+    manifest = read_manifest(folder)
+    assert manifest.kind == "full"
+    held = map_version(folder, manifest).tensors
+    for name, tensor in actor.full_tensors(torch.float32):
+        torch.testing.assert_close(held[name], tensor, rtol=0, atol=0)
+    with pytest.raises(WeightsError, match="whole weights"):
+        rows_reader(folder, actor.parameters, actor.lora.about)
+
+
+def test_an_adapter_version_can_be_gone_back_to(make, tmp_path):
+    actor = make(lora={**LORA, "publish": "adapter"})
+    train(actor)
+    folder = publish(actor, tmp_path)
+    manifest = read_manifest(folder)
+    assert (manifest.kind, manifest.adapter) == ("adapter", actor.lora.about)
+    kept = adapter_of(actor)
+    train(actor)
+    assert any(not torch.equal(tensor, kept[name]) for name, tensor in adapter_of(actor).items())
+    actor.adopt(rows_reader(folder, actor.parameters, actor.lora.about))
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in adapter_of(actor).items())
+    other = make(lora={**LORA, "publish": "adapter", "alpha": 16.0})
+    with pytest.raises(WeightsError, match="alpha 8"):
+        rows_reader(folder, other.parameters, other.lora.about)
+
+
+def test_an_export_holds_the_merged_model_and_the_adapter(make, model_of, tmp_path):
+    actor = make()
+    train(actor)
+    actor.export(tmp_path / "out")
+    merged = dict(actor.full_tensors(torch.float32))
+    loaded = dict(plain(tmp_path / "out").named_parameters())
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in merged.items())
+    theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out" / "adapter")
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(theirs(ids).logits, plain(tmp_path / "out")(ids).logits, rtol=1e-4, atol=1e-5)
+    held = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert held.keys() == actor.parameters.keys()
+
+
+def test_off_the_device_and_back(make):
+    actor, batch = make(), make_batch(2)
+    train(actor)
+    before = logprobs(actor, batch)
+    actor.to_host()
+    assert all(not p.to_local().untyped_storage().nbytes() for p in actor.published.values())
+    actor.to_device()
+    assert np.array_equal(logprobs(actor, batch), before)
