@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -82,7 +83,7 @@ class EpochFile:
 
     Bytes are held in memory until they could be written: a full disk delays the file as it delays the checkpoint, and
     without the checkpoint the file has no meaning. Writing repeats at the same offset, so a write that failed half way
-    is simply done again.
+    is simply done again. One thread may add while another one syncs.
 
     Args:
         folder: where the file lies.
@@ -100,6 +101,12 @@ class EpochFile:
             raise CannotCreate(f"{folder / file} cannot be made: {error.strerror}") from error
         self._unwritten = b""
         self._written = 0
+        self._lock = threading.Lock()
+
+    def mark(self) -> Link:
+        """The link of the chain for what was added until now; it counts from the next `sync` on."""
+        with self._lock:
+            return self.file, self._written + len(self._unwritten)
 
     def sync(self) -> Link:
         """Write what is left, make the file durable, and return its link of the chain.
@@ -107,9 +114,11 @@ class EpochFile:
         Raises:
             OSError: the disk is full or broken; nothing is forgotten, call again later.
         """
-        self._write()
+        with self._lock:
+            self._write()
+            written = self._written
         os.fsync(self._descriptor)
-        return self.file, self._written
+        return self.file, written
 
     def close(self) -> None:
         """Close the file."""
@@ -130,11 +139,12 @@ class TrainedLog(EpochFile):
 
     def append(self, gids: Iterable[int]) -> None:
         """Add ids and try to write them; what the disk refuses waits for `sync`."""
-        self._unwritten += b"".join(b"%d\n" % gid for gid in gids)
-        try:
-            self._write()
-        except OSError:
-            return
+        with self._lock:
+            self._unwritten += b"".join(b"%d\n" % gid for gid in gids)
+            try:
+                self._write()
+            except OSError:
+                return
 
 
 class VersionNote(NamedTuple):

@@ -1,10 +1,11 @@
 """Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
 
-Every rank writes its shard into `draft-EPOCH-STEP`; when all are there rank 0 writes `meta.json`, makes everything
-durable and renames the directory. There is no "latest": the name carries epoch and step, so that a paused old learner
-which wakes up cannot put its file over a newer one, and Redis says which files are void (`Checkpoints.greatest`).
+Every rank writes its shard into `draft-EPOCH-STEP` (shard_files.py); when all are there rank 0 writes `meta.json`,
+makes everything durable and renames the directory. There is no "latest": the name carries epoch and step, so that a
+paused old learner which wakes up cannot put its file over a newer one, and Redis says which files are void
+(`Checkpoints.greatest`).
 
-Only functions that touch tensors import torch; the audit reads `meta.json` and checksums without it.
+This module knows no torch: the audit reads `meta.json` and checksums without it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import xxhash
@@ -23,14 +24,14 @@ import xxhash
 from streamrl.errors import Refused, StreamrlError
 from streamrl.learner.chain import Link, read_chain
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
 Position = tuple[int, int]
+Kind = Literal["model", "recording"]
 NOWHERE: Final[Position] = (0, 0)
 """The place before the first checkpoint: the model of the run itself."""
+FORMAT: Final = 2
+"""Of what is in the files: 1 had the tensors of the policy alone, without the part they are of."""
 _NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
 _META_FILE: Final = "meta.json"
 _CHUNK: Final = 8 << 20
@@ -51,8 +52,16 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     were kept beside the weights (`TrainedDigest`). `bases` are the checkpoints that earlier learners of this line of
     weights left it at, one for each epoch before this one that is in the chain. `record` names files and
     lengths like the chain: what is known of each of those groups (record.py).
+
+    `kind` is `recording` where groups were recorded and not trained: there are no weights, and `record` names the files
+    of the recording. `model` is `model.path`. `parts` are the parts of the learner whose tensors are in the shards,
+    and `numbers` what they keep besides, by part (state.py).
     """
 
+    format: int = 1
+    kind: Kind = "model"
+    parts: list[str] = []
+    numbers: dict[str, dict[str, Any]] = {}
     epoch: int
     step: int
     version: int
@@ -171,11 +180,11 @@ class Checkpoints:
         return draft
 
     def finish(self, meta: Meta) -> None:
-        """Write `meta.json` beside the shards, make all durable, rename, and read everything back.
+        """Write `meta.json` beside the shards, make all durable, and rename; every rank has read its shard back.
 
         Raises:
             OSError: the disk is full or broken; no checkpoint of this name has come to be.
-            InvalidCheckpoint: what was read back is not what was written; nothing may be retired for it.
+            InvalidCheckpoint: what is there is not what was written; nothing may be retired for it.
         """
         draft, final = self.draft(meta.position), self.path(meta.position)
         with (draft / _META_FILE).open("wb") as file:
@@ -185,7 +194,9 @@ class Checkpoints:
         fsync_directory(draft)
         draft.rename(final)
         fsync_directory(self.folder)
-        self.validate(final)
+        found = self.read_meta(final)
+        if (found.position, found.shards, found.chain) != (meta.position, meta.shards, meta.chain):
+            raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
 
     def read_meta(self, path: Path) -> Meta:
         """The meta data of a checkpoint, unchecked; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
@@ -216,58 +227,36 @@ class Checkpoints:
             if number.isdigit() and int(number) < epoch:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def remove_older(self, current: Meta, keep: int) -> None:
+    def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> None:
         """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
 
         Only after Redis retired for `current`. Those of a learner that went on beside its successor count for nothing.
+
+        Args:
+            current: the newest checkpoint.
+            keep: newest ones that stay.
+            keep_every: of the older ones, the first at or after each multiple of so many steps stays too; 0: none.
         """
-        kept = [place for place in self.positions() if current.covers(place)][-keep:]
+        line = [place for place in self.positions() if current.covers(place)]
+        kept = {*line[-keep:], *milestones(line, keep_every)}
         for position in self.positions():
-            if position < kept[0]:
+            if position < line[-keep:][0] and position not in kept:
                 shutil.rmtree(self.path(position), ignore_errors=True)
+
+
+def milestones(line: Sequence[Position], every: int) -> list[Position]:
+    """Of checkpoints in ascending order, the first at or after each multiple of `every` steps; none when it is 0.
+
+    A checkpoint at the end of a run, or after a failed one, moves those that follow, so few may be at a multiple
+    itself. Taking away those that are not chosen changes nothing in the choice.
+    """
+    before = [0, *(step for _, step in line)]
+    return [place for place, step in zip(line, before, strict=False) if every and place[1] // every > step // every]
 
 
 def shard_name(rank: int, world: int) -> str:
     """Name of one rank's file."""
     return f"rank-{rank}-of-{world}.safetensors"
-
-
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write one rank's tensors durably and read them back.
-
-    Args:
-        path: file to write; it may exist from an attempt that failed.
-        tensors: this rank's tensors, on any device.
-        about: put into the header, so that a shard tells which checkpoint it is of.
-
-    Raises:
-        OSError: the disk is full or broken.
-        InvalidCheckpoint: what was read back is not what was written.
-    """
-    import torch
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
-
-    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    try:
-        save_file(plain, path, metadata={key: str(value) for key, value in about.items()})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    with safe_open(path, framework="pt") as stored:
-        for name, tensor in plain.items():
-            same = stored.get_tensor(name).reshape(-1).view(torch.uint8)
-            if not torch.equal(same, tensor.reshape(-1).view(torch.uint8)):
-                raise InvalidCheckpoint(f"{path}: {name} read back is not what was written")
-
-
-def read_shard(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of one rank's file, on the CPU."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = load_file(path)
-    return tensors
 
 
 def describe(path: Path) -> Shard:

@@ -38,7 +38,9 @@ class Command(IntEnum):
     DISCARD = 5
     """Forget the gradients of a step that will not be finished."""
     SAVE = 6
-    """epoch, step: write this rank's shard of the checkpoint."""
+    """epoch, step: copy the state and begin to write this rank's shard of the checkpoint."""
+    SAVED = 12
+    """Say whether the shard is written."""
     EXPORT = 7
     """Gather the model for the final export."""
     ADOPT = 9
@@ -133,6 +135,10 @@ class Crew:
         if self._switch is not None:
             await self._switch.take()
         return await self._give_order(command, arguments, part, computes=computes)
+
+    async def ask(self, command: Command, part: Callable[[], _T]) -> _T:
+        """As `order`, for a question that needs no device; any task may ask at any time."""
+        return await self._give_order(command, [], part)
 
     async def _give_order(
         self, command: Command, arguments: Sequence[int], part: Callable[[], _T], *, computes: bool = False

@@ -70,7 +70,9 @@ class FollowingRank:
                 await self._torch.run(trainer.discard)
             case Command.SAVE:
                 place = arguments[0], arguments[1]
-                await self._torch.run(trainer.save, self._checkpoints.draft(place), place)
+                await self._torch.run(trainer.state.save, self._checkpoints.draft(place))
+            case Command.SAVED:
+                await self._torch.run(trainer.state.saved)
             case Command.ADOPT:
                 folder = self._run_dir / PINNED / folder_name(arguments[0], arguments[1])
                 await self._torch.run(trainer.adopt, folder)
@@ -89,6 +91,7 @@ class FollowingRank:
     async def _publish(self, numbers: Sequence[int]) -> None:
         pair, base = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         if self._parts.busy:
+            await self._torch.run(self._trainer.skip_snapshot)
             await self._parts.refuse(pair)
             return
         snapshot = await self._torch.compute(self._trainer.snapshot)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from streamrl.config import RunConfig
@@ -166,10 +166,10 @@ class Intake:
             await self._look()
             await self._ledger.consume(self._nonce, self.held, version, manifest, trained)
 
-    async def saved(self, checkpoint: str) -> None:
-        """The fresh groups are in a durable checkpoint: retire them."""
-        self.durable.update(self.fresh)
-        self.fresh.clear()
+    async def saved(self, checkpoint: str, gids: Collection[int]) -> None:
+        """Fresh groups are in a durable checkpoint: retire them."""
+        self.durable.update(gids)
+        self.fresh.difference_update(gids)
         self._checkpoint = checkpoint
         async with self._lock:
             await self._retire(await self._ledger.closed())

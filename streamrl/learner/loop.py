@@ -92,7 +92,8 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 
 async def _lead(role: Role, crew: Crew) -> None:
-    start = await take_over(role.ledgers.train, Checkpoints(role.run_dir / "checkpoints"))
+    checkpoints = Checkpoints(role.run_dir / "checkpoints")
+    start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
     try:
         try:
             await Leader(role, crew, start).run()
@@ -133,7 +134,6 @@ class Leader:
         self._intake = Intake(self._role.ledgers.train, self._config, start, self._trainer.misfit)
         desk = RollbackDesk(self._role.ledgers.train.connection, self._role.ledgers.train.keys)
         self._rollbacks = Rollbacks(desk, start.nonce, self._crew, self._role.run_dir)
-        self._saver = Saver(self._config, self._role.run_dir, start, self._intake, self._crew)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
@@ -141,6 +141,7 @@ class Leader:
                 open_outlet(self._config, self._role.run_dir, publisher.root) as outlet,
                 asyncio.TaskGroup() as tasks,
             ):
+                self._saver = Saver(self._config, self._role.run_dir, start, self._intake, crew=self._crew, tasks=tasks)
                 self._publishing = Publishing(
                     publisher,
                     outlet,
@@ -155,8 +156,8 @@ class Leader:
                     await self._train_and_leave(tasks)
                 finally:
                     self._publishing.close()
+                    self._saver.close()
         finally:
-            self._saver.close()
             versions.close()
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
@@ -216,7 +217,7 @@ class Leader:
     async def _starve(self) -> None:
         """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
         if not self._intake.in_step and self._saver.due:
-            await self._saver.save(self._version)
+            await self._saver.begin(self._version)
         await self._crew.release()
         if time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + _REPEAT_SECONDS
@@ -310,7 +311,7 @@ class Leader:
         line = self._meter.line(groups, stats, ages, self._torch.take_busy())
         self._show(step, {**line, "dropped": self._intake.dropped, **self._publishing.record})
         if self._saver.due:
-            await self._saver.save(self._version)
+            await self._saver.begin(self._version)
 
     async def _skip(self) -> None:
         """The gradient was not finite, so the update was not applied: drop the step's groups, with that reason.

@@ -39,4 +39,6 @@ class GroupRecord(EpochFile):
 
     def append(self, frame: dict[str, Any]) -> None:
         """Add the frame of one trained group; it is written by the next `sync`."""
-        self._unwritten += pack_frame(frame)
+        data = pack_frame(frame)
+        with self._lock:
+            self._unwritten += data

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.errors import Refused, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.chain import TrainedDigest
-from streamrl.learner.checkpoint import InvalidCheckpoint, Meta, Position, read_shard, shard_name, write_shard
+from streamrl.learner.checkpoint import Meta
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import UpdateStats
 from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
+from streamrl.learner.state import RankState
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Trainer:
     Attributes:
         step: updates applied so far.
         digest: groups whose gradients are in the weights.
+        state: this rank's share of checkpoints.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, actor: Actor) -> None:
@@ -42,11 +44,12 @@ class Trainer:
         self.digest = TrainedDigest()
         self.ranks = ranks
         self._config, self._actor = config, actor
+        self.state = RankState(ranks, {"actor": actor})
         self._accumulated: list[int] = []
         weights = config.weights
         # With deltas the version before is what the next one is compared with.
         sets = 2 if weights.delta.enabled else 1
-        self._copies = Copies(actor.parameters, getattr(torch, weights.dtype), sets)
+        self._copies = Copies(actor.published, getattr(torch, weights.dtype), sets, actor.adapter)
 
     def train(self, gids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool) -> bool:
         """Accumulate the gradients of one micro-batch; False when some rank has not got its samples: nothing happened.
@@ -82,36 +85,23 @@ class Trainer:
         self._accumulated.clear()
 
     def snapshot(self) -> Snapshot:
-        """A copy of this rank's share of the weights as they are published; not collective.
+        """A copy of this rank's share of the weights as they are published.
 
         It is valid until the next one; with deltas until the one after that, which needs it no more.
         """
-        return self._copies.take()
+        return self._copies.take(self._actor.published_rows())
 
-    def save(self, draft: Path, position: Position) -> bool:
-        """Write this rank's shard into the draft of a checkpoint; False when some rank could not."""
-        path = draft / shard_name(self.ranks.rank, self.ranks.world)
-        about = {"epoch": position[0], "step": position[1], "count": self.digest.count, "digest": self.digest.hexdigest}
-        try:
-            write_shard(path, self._actor.shard_state(), about)
-            written = 1
-        except (OSError, InvalidCheckpoint) as error:
-            logger.error("checkpoint shard failed", extra={"path": str(path), "error": str(error)})  # noqa: TRY400
-            written = 0
-        return self.ranks.all_min(written) == [1]
+    def skip_snapshot(self) -> None:
+        """Give the other ranks what their snapshots need of this one, which takes none."""
+        self._actor.published_rows()
 
     def load(self, folder: Path, meta: Meta) -> None:
-        """Load this rank's shard of a checkpoint.
+        """Load this rank's share of a checkpoint.
 
         Raises:
-            Refused: the checkpoint was written by another number of ranks.
+            Refused: it is of another model or another algorithm.
         """
-        if meta.world != self.ranks.world:
-            raise Refused(
-                f"{folder} was written by {meta.world} ranks, this learner has {self.ranks.world}",
-                f"set learner.ranks to {meta.world}, or start afresh",
-            )
-        self._actor.load_shard_state(read_shard(folder / shard_name(self.ranks.rank, self.ranks.world)))
+        self.state.load(folder, meta)
         self.step = meta.step
         self.digest = TrainedDigest(meta.count, meta.digest)
 
@@ -122,7 +112,9 @@ class Trainer:
         """
         rows: Callable[[str], torch.Tensor] | None = None
         try:
-            rows = rows_reader(folder, self._actor.parameters)
+            rows = rows_reader(
+                folder, self._actor.parameters, None if (lora := self._actor.lora) is None else lora.about
+            )
         except (OSError, WeightsError) as error:
             logger.error("weights not taken", extra={"folder": str(folder), "error": str(error)})  # noqa: TRY400
         if self.ranks.all_min(int(rows is not None)) != [1] or rows is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from streamrl.errors import Refused
 from streamrl.learner.chain import Branch, Link, TrainedDigest, greatest_logged_epoch, read_chain, read_versions
-from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, Position, parse_name
+from streamrl.learner.checkpoint import FORMAT, NOWHERE, Checkpoints, Kind, Meta, Position, parse_name
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import Fence
 
@@ -64,15 +64,21 @@ class Start:
         return [*self.meta.bases, self.meta.position] if self.meta else []
 
 
-async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
+async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, model: str) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
 
     Until `resume` nothing but the fence is written, and the cursor of a Redis that lost its data. A repeat is another
     learner: it gets a new epoch.
 
+    Args:
+        ledger: the training ledger.
+        checkpoints: of the run.
+        kind: of checkpoints that this learner writes.
+        model: `model.path` of the run.
+
     Raises:
         Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do
-            not fit the log of trained groups.
+            not fit the log of trained groups; or the checkpoint is of another format, kind or model.
         Fenced: another learner came in between.
     """
     nonce = uuid.uuid4().hex
@@ -80,6 +86,8 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints) -> Start:
     fence = await ledger.fence(nonce, max([*epochs, greatest_logged_epoch(checkpoints.folder)], default=0))
     meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch, fence.checkpoint)
     check_age(fence, meta, checkpoints.folder)
+    if meta:
+        check_fit(meta, kind, model)
     trained = read_chain(checkpoints.folder, meta.chain) if meta else []
     if meta:
         check_digest(meta, trained)
@@ -103,6 +111,27 @@ def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
             f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"
             " on from it: going on would lose groups",
             f"bring {folder / f'ckpt-{fence.checkpoint}'} back, or start afresh with --fresh",
+        )
+
+
+def check_fit(meta: Meta, kind: Kind, model: str) -> None:
+    """Raise `Refused` when a checkpoint is of another format, kind or model than this learner can go on from."""
+    name = f"ckpt-{meta.name}"
+    if meta.format != FORMAT:
+        raise Refused(
+            f"{name} has format {meta.format}, this version of streamrl reads and writes {FORMAT}",
+            "go on with the version of streamrl that wrote it, or start afresh with --fresh",
+        )
+    if meta.kind != kind:
+        what = "a recording" if meta.kind == "recording" else "a training"
+        raise Refused(
+            f"{name} is of {what}: this run cannot go on as something else",
+            "name another directory with --run; a recording is trained with `streamrl up --train-only`",
+        )
+    if meta.model != model:
+        raise Refused(
+            f"{name} was trained from model {meta.model}, model.path is {model}",
+            "put model.path back, or start afresh with --fresh",
         )
 
 

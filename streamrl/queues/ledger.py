@@ -53,6 +53,8 @@ MAX_WHY: Final = 256
 """Characters of a reason."""
 RETIRE_CHUNK: Final = 500
 """Groups in one script: the Lua stack bounds the number of arguments."""
+MAX_SAMPLES: Final = 1000
+"""Responses of one recorded group, for the same reason."""
 DROPPED_BY_HAND: Final = "dead letter dropped"
 
 _ADMISSIONS: Final = {
@@ -132,12 +134,45 @@ class Ledger:
             [self.keys.group(cursor), self.keys.prompts, self.keys.live, self.keys.state, self.keys.dead],
             [cursor, fingerprint, prompt, samples, min_group, budget, hard_cap, max_dead, version],
         )
-        if outcome == -2:
-            raise Refused(
-                f"the ledger of this run was filled from other data than {fingerprint}",
-                "data set, seed or group size changed: start another run, or put them back",
-            )
-        return Admission(_ADMISSIONS[outcome], now)
+        return _admission(outcome, now, fingerprint)
+
+    async def admit_closed(
+        self,
+        *,
+        cursor: int,
+        fingerprint: str,
+        prompt: bytes,
+        samples: Sequence[tuple[bytes, bytes]],
+        min_group: int,
+        budget: int,
+        hard_cap: int,
+        max_dead: int,
+    ) -> Admission:
+        """Admit a whole group that was recorded elsewhere, if there is room: no replica and no reward worker sees it.
+
+        Args:
+            cursor: position in the recording; becomes the id of the group.
+            fingerprint: names the recording.
+            prompt: encoded prompt.
+            samples: payload and score of each response, 1 to `MAX_SAMPLES`.
+            min_group: as of `admit`; the group is closed whatever it is.
+            budget: as of `admit`.
+            hard_cap: as of `admit`.
+            max_dead: as of `admit`.
+
+        Raises:
+            Refused: the ledger was filled from other data.
+        """
+        keys = self.keys
+        outcome, now = await self.connection.call(
+            "admit_closed",
+            [keys.group(cursor), keys.scored, keys.live, keys.state, keys.dead],
+            [
+                *(cursor, fingerprint, prompt, len(samples), min_group, budget, hard_cap, max_dead, 0),
+                *(part for sample in samples for part in sample),
+            ],
+        )
+        return _admission(outcome, now, fingerprint)
 
     async def finish(self, end: int, epochs: int = 1) -> bool:
         """Say that the data ends at `end`, after `epochs` passes; False (nothing written): the cursor is elsewhere."""
@@ -410,6 +445,15 @@ class Ledger:
 
 
 _ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
+
+
+def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:
+    if outcome == -2:
+        raise Refused(
+            f"the ledger of this run was filled from other data than {fingerprint}",
+            "data set, seed or group size changed: start another run, or put them back",
+        )
+    return Admission(_ADMISSIONS[outcome], cursor)
 
 
 def _sample(lease: Lease) -> int:

@@ -8,6 +8,9 @@ import signal
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
 
 from streamrl.learner.chain import TrainedLog
 from streamrl.learner.checkpoint import (
@@ -15,11 +18,12 @@ from streamrl.learner.checkpoint import (
     InvalidCheckpoint,
     Meta,
     describe,
+    milestones,
     parse_name,
-    read_shard,
     shard_name,
-    write_shard,
 )
+from streamrl.learner.shard_files import open_shards, take_notes, write_shard
+from streamrl.learner.snapshot import rows_of
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -29,14 +33,20 @@ TENSORS = {
 }
 
 
+def same_bytes(read, tensor) -> bool:
+    return (
+        (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        and bytes(read.reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+    )  # fmt: skip
+
+
 def make(folder, epoch, step, *, world=1, version=1, bases=()):
     checkpoints = Checkpoints(folder)
     draft = checkpoints.begin((epoch, step))
-    shards = []
     for rank in range(world):
         path = draft / shard_name(rank, world)
-        write_shard(path, TENSORS, {"epoch": epoch})
-        shards.append(describe(path))
+        assert write_shard(path, TENSORS) == describe(path)
+    shards = take_notes(draft, world)
     meta = Meta(epoch=epoch, step=step, version=version, world=world, shards=shards, bases=list(bases))
     checkpoints.finish(meta)
     return meta
@@ -50,18 +60,17 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
     assert meta.position == (1, 3)
     assert meta.name == "1-3"
     for rank in range(2):
-        read = read_shard(checkpoints.path((1, 3)) / shard_name(rank, 2))
-        assert read.keys() == TENSORS.keys()
-        for name, tensor in TENSORS.items():
-            assert read[name].dtype == tensor.dtype
-            assert read[name].shape == tensor.shape
-            assert bytes(read[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+        with open_shards(checkpoints.path((1, 3)), 2) as shards:
+            assert shards.names == sorted(TENSORS)
+        with safe_open(checkpoints.path((1, 3)) / shard_name(rank, 2), framework="pt") as file:
+            for name, tensor in TENSORS.items():
+                assert same_bytes(file.get_tensor(name), tensor)
     assert not list(tmp_path.glob("draft-*"))
 
 
 def test_a_draft_is_no_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    write_shard(checkpoints.begin((1, 1)) / shard_name(0, 1), TENSORS, {})
+    write_shard(checkpoints.begin((1, 1)) / shard_name(0, 1), TENSORS)
     assert checkpoints.greatest(None, 0) is None
     checkpoints.remove_drafts(1)
     assert checkpoints.draft((1, 1)).exists()  # of this epoch: not mine to remove
@@ -139,6 +148,52 @@ def test_a_void_one_takes_no_place_of_those_that_are_kept(tmp_path):
     assert checkpoints.positions() == [(2, 3), (2, 4)]
 
 
+def test_the_first_at_or_after_each_multiple_is_kept_as_well(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (10, 13, 20, 33, 40, 41, 65, 70):
+        checkpoints.remove_older(make(tmp_path, 1, step), keep=1, keep_every=20)
+    assert checkpoints.positions() == [(1, 20), (1, 40), (1, 65), (1, 70)]
+
+
+@given(st.lists(st.integers(1, 200), unique=True, min_size=1), st.integers(0, 50), st.integers(1, 3))
+def test_what_is_kept_does_not_depend_on_when_the_others_went(steps, every, keep):
+    line = [(1, step) for step in sorted(steps)]
+    kept: list = []
+    for place in line:
+        kept = [*kept, place]
+        kept = [place for place in kept if place in {*kept[-keep:], *milestones(kept, every)}]
+    assert kept == [place for place in line if place in {*line[-keep:], *milestones(line, every)}]
+    if every:
+        assert len(milestones(line, every)) == len({step // every for step in steps} - {0})
+
+
+def rows_of_all(tensor, world):
+    return [tensor[rows_of(tensor.shape[0], rank, world)] for rank in range(world)]
+
+
+@pytest.mark.parametrize("wrote", [1, 2, 3, 5])
+@pytest.mark.parametrize("reads", [1, 2, 4, 7])
+def test_any_number_of_ranks_reads_what_any_other_number_wrote(tmp_path, wrote, reads):
+    """Also when some ranks have no rows of a tensor, as with 3 rows and 5 ranks."""
+    whole = {
+        "a": torch.arange(21.0).reshape(7, 3),
+        "b": torch.arange(3),
+        "c": torch.randn(1, 2, 2),
+        "n": torch.tensor(9),
+    }
+    for rank in range(wrote):
+        mine = {name: t if not t.dim() else rows_of_all(t, wrote)[rank] for name, t in whole.items()}
+        write_shard(tmp_path / shard_name(rank, wrote), {n: t for n, t in mine.items() if t.numel()})
+    with open_shards(tmp_path, wrote) as shards:
+        assert {name: shards.shape(name) for name in shards.names} == {n: list(t.shape) for n, t in whole.items()}
+        assert all(torch.equal(shards.read(name), tensor) for name, tensor in whole.items())
+        for rank in range(reads):
+            expected = {n: t if not t.dim() else rows_of_all(t, reads)[rank] for n, t in whole.items()}
+            found = shards.rows(rank, reads)
+            assert found.keys() == {n for n, t in expected.items() if t.numel()}
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
 def test_names(tmp_path):
     assert parse_name("3-120") == (3, 120) > parse_name(None) == parse_name("0-0")
     (tmp_path / "ckpt-latest").mkdir()
@@ -161,7 +216,7 @@ def test_a_full_disk_gives_an_error_and_no_checkpoint(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, old[1]))
         with pytest.raises((OSError, InvalidCheckpoint)):
-            write_shard(checkpoints.begin((1, 2)) / shard_name(0, 1), big, {})
+            write_shard(checkpoints.begin((1, 2)) / shard_name(0, 1), big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)

@@ -11,10 +11,10 @@ from playing import Player, make_config, reward
 from streamrl import wire
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.chain import Branch, TrainedDigest, TrainedLog
-from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.groups import Unusable, open_group
 from streamrl.learner.intake import Intake
-from streamrl.learner.takeover import take_over
+from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.records import ClosedGroup
 
@@ -39,7 +39,10 @@ class Table:
         self.config = self.config.model_copy(update={"learner": section})
 
     async def intake(self, misfit=lambda _: None) -> Intake:
-        return Intake(self.ledger, self.config, await take_over(self.ledger, self.checkpoints), misfit)
+        return Intake(self.ledger, self.config, await self.start(), misfit)
+
+    async def start(self) -> Start:
+        return await take_over(self.ledger, self.checkpoints, kind="model", model="tiny")
 
     async def play(self, times: int = 3) -> None:
         for _ in range(times):
@@ -55,6 +58,8 @@ class Table:
         meta = Meta(
             epoch=epoch,
             step=step,
+            format=FORMAT,
+            model="tiny",
             version=step,
             chain=[log.sync()],
             count=digest.count,
@@ -84,10 +89,10 @@ async def test_a_step_from_candidates_to_retirement(table):
     assert (state.held, state.live) == (4, 8)
     await table.play()
     assert (await table.ledger.state()).live == 12  # four places were free
-    await intake.saved("1-1")
+    await intake.saved("1-1", [0, 1, 2, 3])
     state = await table.ledger.state()
     assert (state.held, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
-    await intake.saved("1-1")  # a repeat changes nothing
+    await intake.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
     assert (await table.ledger.state()).retired == 4
 
 
@@ -220,7 +225,7 @@ async def test_a_fenced_learner_writes_nothing(table):
     for write in (
         old.begin(groups),
         old.consume(9, b"{}"),
-        old.saved("1-9"),
+        old.saved("1-9", []),
         old.drop_stale(100),
     ):
         with pytest.raises(Fenced):

@@ -15,8 +15,8 @@ from playing import make_model
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
-from streamrl.learner.checkpoint import read_shard, shard_name
 from streamrl.learner.parts import Parts
+from streamrl.learner.shard_files import open_shards
 from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync import Follower
@@ -60,11 +60,9 @@ def start(run, meeting, faults=(None, None)):
 def trained(run) -> dict[str, torch.Tensor]:
     """The weights of the newest checkpoint, put together from the shards of both ranks."""
     folder = run.run_dir / "checkpoints" / f"ckpt-{run.newest().name}"
-    shards = [read_shard(folder / shard_name(rank, 2)) for rank in range(2)]
-    names = [name for name in shards[0] if name.startswith("weight/")]
-    return {
-        name.removeprefix("weight/"): torch.cat([shard[name] for shard in shards if name in shard]) for name in names
-    }
+    prefix = "actor/weight/"
+    with open_shards(folder, 2) as shards:
+        return {name.removeprefix(prefix): shards.read(name) for name in shards.names if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("delta", [False, True])

@@ -1,0 +1,206 @@
+"""Recordings: closed groups in files, so that rollouts can be made today and trained another day.
+
+`groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the other, compressed with zstandard (`zstd -dc FILE` gives
+the maps). The first map of each file says what all have in common (`Header`), the others are groups. Groups are added
+in blocks, each a zstandard frame of its own; a frame that a crash cut off ends the file. A group may stand in a
+recording twice, when whoever recorded it died before it was sure of it: readers take the first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+import msgspec
+import zstandard
+
+from streamrl.errors import CannotCreate, ConfigError, WireError
+from streamrl.queues.records import ClosedGroup
+
+FOLDER: Final = "recording"
+"""Directory in that of the run."""
+_SCHEMA: Final = "streamrl.recording/1"
+_NAME: Final = re.compile(r"groups-(\d+)-(\d+)\.msgpack\.zst")
+_MAX_GROUP_BYTES: Final = 1 << 30
+_READ_BYTES: Final = 1 << 20
+_HINT: Final = "name a recording: RUN_DIR/recording of `streamrl up --rollout-only`, or one of its files"
+
+Link = tuple[str, int]
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What all groups of a recording have in common.
+
+    `id` is that of the recording; `model` and `temperature` are those the responses were sampled with.
+    """
+
+    schema: str = _SCHEMA
+    id: str
+    run: str
+    model: str
+    temperature: float
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One closed group: its id in the run that made it, its prompt, and payload and score of each usable response."""
+
+    gid: int
+    prompt: bytes
+    samples: list[tuple[bytes, bytes]]
+
+    @classmethod
+    def of(cls, group: ClosedGroup) -> RecordedGroup:
+        """A group as Redis holds it; dead samples are left out."""
+        return cls(gid=group.gid, prompt=group.prompt, samples=[group.samples[k] for k in sorted(group.samples)])
+
+
+class RecordingWriter:
+    """Adds blocks of groups to the files of one epoch of a recorder.
+
+    Bytes are held in memory until they could be written: writing repeats at the same offset, so what failed half way is
+    simply done again by the next `sync`.
+
+    Args:
+        folder: of the recording; it is made when missing.
+        epoch: of the recorder; no other one may write files of it.
+        header: of the recording.
+        file_bytes: size at which a file is followed by the next one.
+
+    Raises:
+        CannotCreate: the folder or the first file cannot be made, or the file is there.
+    """
+
+    def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
+        self._folder, self._epoch, self._file_bytes = folder, epoch, file_bytes
+        self._header = msgpack.packb(msgspec.to_builtins(header))
+        self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self._files: list[list[Any]] = []  # [name, bytes]
+        self._descriptor = -1
+        self._added: list[bytes] = []
+        self._unwritten = b""
+        self._open()
+
+    def add(self, group: RecordedGroup) -> None:
+        """Add a group; it is written by the next `sync`."""
+        self._added.append(msgspec.msgpack.encode(group))
+
+    def sync(self) -> list[Link]:
+        """Write all that was added as one block, make it durable, and return the files with their sizes.
+
+        Raises:
+            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        """
+        if self._added:
+            self._unwritten += self._compressor.compress(b"".join(self._added))
+            self._added.clear()
+        while self._unwritten:
+            count = os.pwrite(self._descriptor, self._unwritten, self._files[-1][1])
+            self._unwritten = self._unwritten[count:]
+            self._files[-1][1] += count
+        os.fsync(self._descriptor)
+        links = [(str(name), int(size)) for name, size in self._files]
+        if links[-1][1] >= self._file_bytes:
+            os.close(self._descriptor)
+            self._open()
+        return links
+
+    def close(self) -> None:
+        """Close the file; what was not synced is gone."""
+        os.close(self._descriptor)
+
+    def _open(self) -> None:
+        name = f"groups-{self._epoch}-{len(self._files)}.msgpack.zst"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except OSError as error:
+            raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
+        self._files.append([name, 0])
+        self._unwritten = self._compressor.compress(self._header)
+
+
+def recording_files(path: Path) -> list[Path]:
+    """The files of a recording in the order in which they were made.
+
+    Args:
+        path: one of them, their folder, or the directory of the run that made them.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    found = [(match, file) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))]
+    if not found:
+        raise ConfigError(f"{path} has no recording", _HINT)
+    return [file for _, file in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))]
+
+
+def read_header(file: Path) -> Header:
+    """The header of one file.
+
+    Raises:
+        ConfigError: it is no file of a recording, or one of another version.
+    """
+    try:
+        first = next(_maps(file), None)
+        header = msgspec.convert(first, Header)
+    except (WireError, OSError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{file} is no file of a recording: {error}", _HINT) from error
+    if header.schema != _SCHEMA:
+        raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}")
+    return header
+
+
+def read_groups(path: Path) -> Iterator[RecordedGroup]:
+    """The groups of a recording in the order in which they were recorded, each once.
+
+    Args:
+        path: as of `recording_files`.
+
+    Raises:
+        ConfigError: a file is of another recording than the first.
+        WireError: a file is damaged in the middle, or holds something else than groups.
+    """
+    files = recording_files(path)
+    first = read_header(files[0])
+    seen: set[int] = set()
+    for file in files:
+        maps = _maps(file)
+        head = next(maps, None)
+        if head is None and file != files[0]:
+            continue  # its recorder died before it wrote anything
+        if head is None or head.get("id") != first.id:
+            raise ConfigError(f"{file} is of another recording than {files[0]}", "keep each recording in its folder")
+        for record in maps:
+            try:
+                group = msgspec.convert(record, RecordedGroup)
+            except msgspec.ValidationError as error:
+                raise WireError(f"{file}: not a recorded group: {error}") from error
+            if group.gid not in seen:
+                seen.add(group.gid)
+                yield group
+
+
+def _maps(file: Path) -> Iterator[dict[str, Any]]:
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_MAX_GROUP_BYTES, strict_map_key=True)
+    try:
+        with (
+            file.open("rb") as source,
+            zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as plain,
+        ):
+            while chunk := plain.read(_READ_BYTES):
+                unpacker.feed(chunk)
+                for record in unpacker:
+                    if not isinstance(record, dict):
+                        raise WireError(f"{file}: something that is no map before byte {unpacker.tell()}")
+                    yield record
+    except (zstandard.ZstdError, ValueError, msgpack.exceptions.UnpackException) as error:
+        if isinstance(error, WireError):
+            raise
+        raise WireError(f"{file}: not a file of a recording near byte {unpacker.tell()}: {error}") from error
