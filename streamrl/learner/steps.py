@@ -22,7 +22,7 @@ from streamrl.learner.checkpoint import Meta
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import UpdateStats
 from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
-from streamrl.learner.state import RankState
+from streamrl.learner.state import Part, RankState
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class Trainer:
         self.digest = TrainedDigest()
         self.ranks = ranks
         self._config, self._actor = config, actor
-        self.state = RankState(ranks, {"actor": actor})
+        adapter: dict[str, Part] = {} if actor.lora is None else {"lora": actor.lora}
+        self.state = RankState(ranks, {"actor": actor, **adapter})
         self._accumulated: list[int] = []
         weights = config.weights
         # With deltas the version before is what the next one is compared with.
