@@ -55,7 +55,7 @@ def kl_estimate(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor)
         return 0.5 * difference * difference
     assert estimator == "k3", estimator
     bounded = (-difference).clamp(max=LOG_RATIO_BOUND)
-    return bounded.exp() - 1 - bounded
+    return bounded.expm1() - bounded
 
 
 def kl_term(tokens: Tokens, config: KlConfig) -> torch.Tensor:

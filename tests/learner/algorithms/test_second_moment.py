@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.learner.algorithms.second_moment import smallest_masked, step_limit
@@ -25,6 +25,7 @@ def brute_force(squares, tau):
     return cut
 
 
+@settings(max_examples=60, deadline=None)
 @given(SQUARES, TAU)
 @example([1.0, 1.0, 1.0], 0.5)
 @example([], 0.5)
@@ -35,6 +36,7 @@ def test_sorting_finds_what_brute_force_finds(squares, tau):
     assert float(found) == brute_force(squares, tau)
 
 
+@settings(max_examples=60, deadline=None)
 @given(SQUARES, TAU, st.integers(1, 3))
 @example([1.0, 1.0, 1.0], 0.5, 2)
 def test_ranks_find_it_from_sums(squares, tau, world):
@@ -42,6 +44,7 @@ def test_ranks_find_it_from_sums(squares, tau, world):
     assert over_ranks(shares, tau) == [brute_force(squares, tau)] * world
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60), st.floats(1e-6, 1e6))
 def test_what_stays_fits_and_one_more_would_not(squares, tau):
     values = np.asarray(squares, dtype=np.float32)
