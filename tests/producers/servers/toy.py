@@ -241,6 +241,7 @@ def make_dialect() -> Any:
 
     class ToyDialect:
         kind: ClassVar[str] = "toy"
+        merges: ClassVar[bool] = False
 
         def __init__(self) -> None:
             self.environ: dict[str, str] = {"TOY_FREE": "1"}
@@ -268,7 +269,7 @@ def make_dialect() -> Any:
 
         def generation(self, request, *, version):
             body = {"id": request.id, "tokens": request.tokens.tolist(), "max": request.max_new_tokens}
-            return Call("POST", "/generate", {**body, "salt": version})
+            return Call("POST", "/generate", {**body, "salt": version, "adapter": request.adapter})
 
         def chunk(self, message, *, received):
             try:
