@@ -1,11 +1,4 @@
-"""From samples to micro-batches: no prompt computed twice, rows of like length together, little padding.
-
-A row is a prompt with one or more responses to it. The responses of a row lie side by side, each attends to the prompt
-and to itself, and their positions all begin behind the prompt; so every token sees exactly what it would see alone.
-The last token of a response is left out, because nothing is predicted from it. Rows are sorted by length and cut into
-micro-batches of at most `tokens_per_microbatch` tokens, padding included. Widths are multiples of `WIDTH_STEP`,
-because kernels are prepared anew for every new shape. Padding is on the right, where a causal model cannot see it.
-"""
+"""Samples, and their arrays in the rows of a micro-batch (rows.py says who stands where)."""
 
 from __future__ import annotations
 
@@ -16,41 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.learner.rows import BLOCK, PADDING, WIDTH_STEP, Extent, Limits, Row, padded_width, plan, row_width
 from streamrl.wire import Float32Array, Int32Array
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
-
-WIDTH_STEP = 16
-PASS_TOKENS = 96
-"""What one more pass costs, in tokens: padding up to that is cheaper than another micro-batch (measured on one core
-with the 1M-parameter model of `examples/sort`; larger models care less)."""
-PROMPT, PADDING = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes that rows and micro-batches must keep.
-
-    Attributes:
-        tokens: most tokens of a micro-batch, padding included; a single longer row still gets one of its own.
-        longest: longest sequence the model takes; padding does not go beyond it.
-        shared: longest row with several responses, in tokens; 0: never share a prompt.
-        hidden: hidden size of the model, for the choice between sharing and not.
-    """
-
-    tokens: int
-    longest: int = 1 << 30
-    shared: int = 0
-    hidden: int = 1
-
-    def work(self, width: int) -> int:
-        """Work of a row, padding included, in arbitrary units.
-
-        A token costs 24 hidden^2 in a layer's products with weights and 4 width hidden in its attention, in which a
-        shared row also computes the pairs of different responses, for nothing.
-        """
-        width = padded_width(width)
-        return width * (6 * self.hidden + width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +79,7 @@ class Microbatch:
         samples: index in the batch of each sample, shape (samples,), row by row.
         counts: sampled tokens of each sample, shape (samples,), their sum is n.
         input_ids: shape (rows, width), zeros to the right.
-        segments: shape (rows, width): `PROMPT`, the number of the response in its row, or `PADDING`.
+        segments: shape (rows, width), see `rows.BLOCK`; `PADDING` to the right.
         position_ids: shape (rows, width), place of each token in its own sequence, 0 for padding.
         shared: some row holds more than one response.
         positions: flat index (row * width + column) of the place that predicts each sampled token, shape (n,).
@@ -131,7 +93,7 @@ class Microbatch:
         returns: see `TrainSample`.
     """
 
-    samples: npt.NDArray[np.int64]
+    samples: Int64Array
     counts: npt.NDArray[np.int64]
     input_ids: npt.NDArray[np.int64]
     segments: npt.NDArray[np.int64]
@@ -154,45 +116,19 @@ class Microbatch:
                 batch[index] = piece
 
 
-def padded_width(tokens: int) -> int:
-    """Width of a row of so many tokens: the next multiple of `WIDTH_STEP`."""
-    return -(-tokens // WIDTH_STEP) * WIDTH_STEP
+def sizes(batch: Sequence[TrainSample]) -> tuple[int, int]:
+    """Sampled tokens and responses of a batch; what updates are divided by. A response without tokens is none."""
+    return sum(len(sample.tokens) for sample in batch), sum(len(sample.tokens) > 0 for sample in batch)
 
 
 def layout(batch: Sequence[TrainSample], limits: Limits) -> list[Microbatch]:
     """Lay the samples of a batch out in micro-batches; samples without sampled tokens are left out."""
-    groups: dict[tuple[int, bytes], list[int]] = {}
+    prompts: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(batch):
         if len(sample.tokens):
-            groups.setdefault((sample.gid, sample.prompt.tobytes()), []).append(index)
-    rows = [row for members in groups.values() for row in _rows(batch, members, limits)]
-    parts = split([_width(batch, row) for row in rows], limits.tokens)
-    return [_microbatch(batch, [rows[place] for place in part], limits.longest) for part in parts]
-
-
-def split(widths: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut rows into micro-batches, widest first.
-
-    A micro-batch holds at most `cap` tokens, padding included, or a single row. A narrower row joins the micro-batch
-    of a wider one only as long as all padding of that micro-batch costs less than one more pass.
-
-    Args:
-        widths: tokens of each row before padding.
-        cap: most tokens of a micro-batch, padding included.
-
-    Returns:
-        Indices into `widths`, one list per micro-batch.
-    """
-    parts: list[list[int]] = []
-    width = spare = 0
-    for index in sorted(range(len(widths)), key=lambda row: -widths[row]):
-        own = padded_width(widths[index])
-        spare += width - own
-        if not parts or (len(parts[-1]) + 1) * width > cap or spare > PASS_TOKENS:
-            parts.append([])
-            width, spare = own, 0
-        parts[-1].append(index)
-    return parts
+            prompts.setdefault((sample.gid, sample.prompt.tobytes()), []).append(index)
+    extents = [Extent(len(sample.prompt), len(sample.tokens)) for sample in batch]
+    return [_microbatch(batch, extents, rows, limits.longest) for rows in plan(extents, [*prompts.values()], limits)]
 
 
 def dummy() -> Microbatch:
@@ -216,44 +152,32 @@ def dummy() -> Microbatch:
     )
 
 
-def _rows(batch: Sequence[TrainSample], members: list[int], limits: Limits) -> list[list[int]]:
-    """Rows of the responses to one prompt: shared where that is less work, else one each."""
-    alone = [[member] for member in members]
-    shared: list[list[int]] = []
-    for member in sorted(members, key=lambda index: -len(batch[index].tokens)):
-        if not shared or _width(batch, [*shared[-1], member]) > limits.shared:
-            shared.append([])
-        shared[-1].append(member)
-    work = [sum(limits.work(_width(batch, row)) for row in rows) for rows in (shared, alone)]
-    return shared if work[0] < work[1] else alone
-
-
-def _width(batch: Sequence[TrainSample], row: Sequence[int]) -> int:
-    return len(batch[row[0]].prompt) + sum(len(batch[index].tokens) - 1 for index in row)
-
-
-def _microbatch(batch: Sequence[TrainSample], rows: list[list[int]], longest: int) -> Microbatch:
-    shared = any(len(row) > 1 for row in rows)
-    width = padded_width(max(_width(batch, row) for row in rows))
+def _microbatch(
+    batch: Sequence[TrainSample], extents: Sequence[Extent], rows: Sequence[Row], longest: int
+) -> Microbatch:
+    shared = any(len(row) > 1 or len(row[0]) > 1 for row in rows)
+    width = padded_width(max(row_width(extents, row) for row in rows))
     if not shared:
         width = min(width, longest)
     ids = np.zeros((len(rows), width), dtype=np.int64)
     segments = np.full((len(rows), width), PADDING, dtype=np.int64)
     places = np.zeros((len(rows), width), dtype=np.int64)
-    positions: list[npt.NDArray[np.int64]] = []
+    positions: list[Int64Array] = []
     for number, row in enumerate(rows):
-        prompt = batch[row[0]].prompt
-        start = len(prompt)
-        ids[number, :start], segments[number, :start], places[number, :start] = prompt, PROMPT, np.arange(start)
-        for segment, index in enumerate(row):
-            tokens = batch[index].tokens
-            end = start + len(tokens) - 1
-            ids[number, start:end], segments[number, start:end] = tokens[:-1], segment
-            places[number, start:end] = np.arange(end - start) + len(prompt)
-            first = np.asarray([number * width + len(prompt) - 1])
-            positions += [first, np.arange(number * width + start, number * width + end)]
-            start = end
-    order = [index for row in rows for index in row]
+        end = 0
+        for block, members in enumerate(row):
+            prompt = batch[members[0]].prompt
+            start, end = end, end + len(prompt)
+            ids[number, start:end], segments[number, start:end] = prompt, block * BLOCK
+            places[number, start:end] = np.arange(len(prompt))
+            last = np.asarray([number * width + end - 1])
+            for segment, index in enumerate(members, 1):
+                tokens = batch[index].tokens
+                start, end = end, end + len(tokens) - 1
+                ids[number, start:end], segments[number, start:end] = tokens[:-1], block * BLOCK + segment
+                places[number, start:end] = np.arange(end - start) + len(prompt)
+                positions += [last, np.arange(number * width + start, number * width + end)]
+    order = [index for row in rows for members in row for index in members]
     samples = [batch[index] for index in order]
     counts = np.asarray([len(sample.tokens) for sample in samples])
     return Microbatch(

@@ -7,12 +7,23 @@ chunk of tokens at a time. When there is more than one chunk, each is recomputed
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+_LOG_ZERO = -1e4
+"""Stands for log 0: finite, and its `exp` is 0."""
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states of shape (n, hidden) to logits of shape (n, vocabulary)."""
+
+
+class _Entropy(Enum):
+    """Whether the entropy is computed, and with a gradient."""
+
+    NONE = 0
+    VALUE = 1
+    GRADIENT = 2
 
 
 def token_logprobs(
@@ -23,6 +34,7 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probability of each target, and the entropy of each distribution when asked for.
 
@@ -32,15 +44,17 @@ def token_logprobs(
         targets: token ids, shape (n,).
         temperature: softmax temperature, as the engine sampled with.
         chunk: most tokens whose logits exist at the same time, forward and backward.
-        entropy: also return `-sum p log p` in nats. It carries a gradient where one is recorded.
+        entropy: also return `-sum p log p` in nats.
+        entropy_gradient: the entropy carries a gradient, which costs as much again.
 
     Returns:
         Two float32 tensors of shape (n,); the second is None without `entropy`. The softmax is taken in float32.
     """
     count = hidden.shape[0]
+    want = _Entropy.NONE if not entropy else _Entropy.GRADIENT if entropy_gradient else _Entropy.VALUE
     if count <= chunk or not torch.is_grad_enabled():
         parts = [
-            _chunk(head, hidden[start : start + chunk], targets[start : start + chunk], temperature, entropy)
+            _chunk(head, hidden[start : start + chunk], targets[start : start + chunk], temperature, want)
             for start in range(0, count, chunk)
         ]
     else:
@@ -51,7 +65,7 @@ def token_logprobs(
                 hidden[start : start + chunk],
                 targets[start : start + chunk],
                 temperature,
-                entropy,
+                want,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -64,7 +78,7 @@ def token_logprobs(
 
 
 def _chunk(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, want: _Entropy
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logits = head(hidden).float()
     if temperature != 1:
@@ -72,5 +86,8 @@ def _chunk(
     logprobs = torch.log_softmax(logits, dim=-1)
     # Not a gather and a view of it: FSDP hangs its backward hook on the result, and an in-place change would lose it.
     chosen = -torch.nn.functional.nll_loss(logprobs, targets, reduction="none")
-    # entr(0) is 0, while 0 * log 0 would be undefined for a token that the model rules out.
-    return chosen, torch.special.entr(logprobs.exp()).sum(dim=-1) if entropy else None
+    if want is _Entropy.NONE:
+        return chosen, None
+    known = logprobs if want is _Entropy.GRADIENT else logprobs.detach()
+    # 0 * log 0 would be undefined for a token that the model rules out.
+    return chosen, -(known.exp() * known.clamp(min=_LOG_ZERO)).sum(dim=-1)

@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.batch import PADDING, PROMPT, Limits
 from streamrl.learner.logprobs import token_logprobs
+from streamrl.learner.rows import BLOCK, PADDING, Limits
 
 logger = logging.getLogger(__name__)
 
 LONGEST_SHARED_ROW = 2048
 """A shared row needs a mask of width^2; beyond this the mask costs more than the prompts it saves."""
+PACKED_PER_HIDDEN = 3
+"""Length of packed rows in hidden sizes: a third of the work of a row is attention then, half of it for nothing."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
@@ -82,15 +84,17 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def can_share(self) -> bool:
-        """Whether responses to one prompt can share a row: a trial, since some models ignore positions and masks."""
+        """Whether several responses can share a row: a trial, since some models ignore positions and masks."""
         ids = self._probe()
-        alone = [ids[:, :6], torch.cat([ids[:, :3], ids[:, 6:]], dim=1)]
-        segments = torch.tensor([[PROMPT] * 3 + [0] * 3 + [1] * 2], device=ids.device)
-        places = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]], device=ids.device)
+        # Two responses to one prompt, and one to another.
+        alone = [ids[:, :4], torch.cat([ids[:, :2], ids[:, 4:5]], dim=1), ids[:, 5:]]
+        segments = torch.tensor([[0, 0, 1, 1, 2, BLOCK, BLOCK, BLOCK + 1]], device=ids.device)
+        places = torch.tensor([[0, 1, 2, 3, 2, 0, 1, 2]], device=ids.device)
         try:
             with _exact():
-                expected = torch.cat([self.hidden(row, None, None)[0, 3:] for row in alone])
-                together = self.hidden(ids, segments, places)[0, 3:]
+                hidden = [self.hidden(row, None, None)[0] for row in alone]
+                expected = torch.cat([hidden[0], hidden[1][2:], hidden[2]])
+                together = self.hidden(ids, segments, places)[0]
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             logger.info("prompts not shared", extra={"reason": f"{type(error).__name__}: {error}"})
             return False
@@ -147,6 +151,7 @@ class LogProbModel(Backbone):
         positions: torch.Tensor,
         targets: torch.Tensor,
         entropy: bool = False,
+        entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities, and entropies when asked for, of `targets`.
 
@@ -157,13 +162,20 @@ class LogProbModel(Backbone):
             positions: flat index into (rows x width) of the place that predicts each target, shape (n,).
             targets: shape (n,).
             entropy: also return the entropy of the predicted distribution.
+            entropy_gradient: it carries a gradient.
 
         Returns:
             float32 of shape (n,), and the same or None.
         """
         hidden = self.hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
         return token_logprobs(
-            self.logits, hidden, targets, temperature=self.temperature, chunk=self.chunk, entropy=entropy
+            self.logits,
+            hidden,
+            targets,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
         )
 
     @torch.no_grad()
@@ -192,12 +204,12 @@ class LogProbModel(Backbone):
 def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Additive attention mask of rows with several responses, shape (rows, 1, width, width).
 
-    A token sees what is before it in its own response and in the prompt.
+    A token sees what is before it in its own response and in the prompt of its block. Padding sees padding.
     """
     width = segments.shape[1]
     keys, queries = segments[:, None, None, :], segments[:, None, :, None]
     causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()
-    visible = causal & ((keys == queries) | (keys == PROMPT))
+    visible = causal & ((keys == queries) | (keys == queries - queries % BLOCK))
     return torch.zeros(visible.shape, dtype=dtype, device=segments.device).masked_fill_(
         ~visible, torch.finfo(dtype).min
     )
@@ -227,10 +239,16 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
     # Our mask of a shared row replaces the model's own, so a row must fit into whatever window that has.
     windows = [getattr(text, name, None) or learner.tokens_per_microbatch for name in _WINDOWS]
     shared = min(learner.tokens_per_microbatch, 4 * text.hidden_size, LONGEST_SHARED_ROW, *windows)
-    can_share = learner.share_prompts and model.can_share()
+    packed = learner.rows == "packed"
+    if not ((learner.share_prompts or packed) and model.can_share()):
+        if packed:
+            logger.warning("rows are not packed: the model does not keep to the mask of such rows")
+        shared = 0
     return Limits(
         tokens=learner.tokens_per_microbatch,
         longest=min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context),
-        shared=shared if can_share else 0,
+        shared=shared,
+        packed=min(shared, PACKED_PER_HIDDEN * text.hidden_size) if packed else 0,
+        share_prompts=learner.share_prompts,
         hidden=text.hidden_size,
     )

@@ -20,6 +20,11 @@ WIDTH_STEP = 16
 PASS_TOKENS = 96
 """What one more pass costs, in tokens: padding up to that is cheaper than another micro-batch (measured on one core
 with the 1M-parameter model of `examples/sort`; larger models care less)."""
+BLOCK = 1 << 20
+"""A token's segment is the number of its block in the row times this, for the prompt, and 1, 2, ... more for the
+tokens of each response; so a token sees what is before it in its own segment and in the prompt of its block."""
+PADDING = -1
+"""Segment of padding."""
 
 Block: TypeAlias = list[int]
 """Indices of responses to one prompt, which stands before them once."""

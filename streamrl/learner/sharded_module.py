@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.errors import StreamrlError
-from streamrl.learner.batch import PADDING, Limits, Microbatch, TrainSample, dummy, layout
+from streamrl.learner.batch import Microbatch, TrainSample, dummy, layout
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.rows import PADDING, Limits
 
 
 class ShardedModule:
@@ -36,7 +37,7 @@ class ShardedModule:
         with torch.no_grad():
             # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
             self._forward(dummy())
-        self._fsdp.reshard()
+        self._reshard()
 
     def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
         """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
@@ -52,6 +53,12 @@ class ShardedModule:
             if any(token < 0 or token >= self.vocabulary for token in both):
                 return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
         return None
+
+    def _reshard(self) -> None:
+        """Give the gathered parameters back: afterwards the shards are all there is."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @property
     def _fsdp(self) -> FSDPModule:

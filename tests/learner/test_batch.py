@@ -8,13 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.batch import PADDING, PASS_TOKENS, PROMPT, WIDTH_STEP, Limits, TrainSample, layout, split
+from streamrl.learner.batch import TrainSample, layout
+from streamrl.learner.rows import BLOCK, PADDING, PASS_TOKENS, WIDTH_STEP, Limits
 
 LIMITS = st.builds(
     Limits,
     tokens=st.integers(16, 400),
     longest=st.just(64),
-    shared=st.sampled_from([0, 40, 200]),
+    shared=st.sampled_from([40, 200]),
+    packed=st.sampled_from([0, 40]),
+    share_prompts=st.booleans(),
     hidden=st.sampled_from([1, 64]),
 )
 BATCHES = st.builds(make_batch, st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
@@ -57,7 +60,8 @@ def test_each_sampled_token_is_predicted_once_from_its_own_past(batch, limits):
 def past(part, row, column):
     """The token ids that the token at this place sees, in the order of their positions."""
     segments, places = part.segments[row], part.position_ids[row]
-    visible = [c for c in range(column + 1) if segments[c] in (PROMPT, segments[column])]
+    mine = segments[column], segments[column] // BLOCK * BLOCK
+    visible = [c for c in range(column + 1) if segments[c] in mine]
     assert [int(places[c]) for c in visible] == list(range(len(visible)))
     return [int(part.input_ids[row, c]) for c in visible]
 
@@ -79,7 +83,7 @@ def test_shared_rows_compute_a_prompt_once():
     (part,) = layout(batch, Limits(tokens=512, shared=256, hidden=64))
     assert part.shared
     assert part.input_ids.shape == (1, 48)
-    assert (part.segments == PROMPT).sum() == 30
+    assert (part.segments == 0).sum() == 30
 
 
 def test_prompts_are_not_shared_when_that_is_more_work():
@@ -102,8 +106,17 @@ def test_samples_without_tokens_are_left_out():
     assert part.samples.tolist() == [1]
 
 
-def test_a_row_over_the_cap_gets_its_own_pass():
-    assert split([100, 10, 10], 32) == [[0], [1, 2]]
+def test_packed_rows_by_hand():
+    """Two groups in a row: each with its prompt, positions from 0, segments of its own."""
+    first = [sample(gid=1), sample(gid=1, tokens=np.asarray([8, 9], dtype=np.int32), logprobs=np.zeros(2, np.float32))]
+    (part,) = layout([*first, sample(gid=2)], Limits(tokens=512, shared=16, packed=16, hidden=64))
+    assert part.shared
+    assert part.samples.tolist() == [0, 1, 2]
+    assert part.input_ids[0, :9].tolist() == [1, 2, 5, 6, 8, 1, 2, 5, 6]
+    assert part.segments[0, :10].tolist() == [0, 0, 1, 1, 2, BLOCK, BLOCK, BLOCK + 1, BLOCK + 1, PADDING]
+    assert part.position_ids[0, :9].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3]
+    assert part.positions.tolist() == [1, 2, 3, 1, 4, 6, 7, 8]
+    assert part.targets.tolist() == [5, 6, 7, 8, 9, 5, 6, 7]
 
 
 def test_padding_does_not_go_beyond_what_the_model_takes():
