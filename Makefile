@@ -4,6 +4,7 @@
 #   make demo ENGINE=vllm             the same with a vLLM server (or ENGINE=sglang); installs it first
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
+#   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make lint                         ruff, mypy, import rules, dead code
 #
 #   PYTHON=python3.12                 interpreter of the virtual environment (3.11 or 3.12)
@@ -25,7 +26,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cks
 WORKERS ?= 2
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 setup: $(INSTALLED)
 
@@ -55,11 +56,24 @@ engines: environments
 	@$(BIN)/streamrl engines check vllm
 	@$(BIN)/streamrl engines check sglang
 
+# trl beside the project's own packages, which it sees through a .pth file: nothing is installed twice.
+CROSSCHECK := .crosscheck
+CROSSCHECKED := $(CROSSCHECK)/.installed-$(shell cat constraints.txt | cksum | cut -d' ' -f1)
+crosscheck: setup $(CROSSCHECKED)
+
+$(CROSSCHECKED):
+	@echo "set-up: trl into $(CROSSCHECK) (once, about half a minute after downloads)"
+	@rm -rf $(CROSSCHECK) && $(BIN)/python -m venv --without-pip $(CROSSCHECK)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(CROSSCHECK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@$(CROSSCHECK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl
+	@touch $@
+
 test: setup
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu"
 
 # Servers and chaos want the machine for themselves: alone, and not in parallel.
-test-slow: environments
+test-slow: environments crosscheck
 	$(BIN)/pytest -n $(WORKERS) -m "slow and not chaos and not engines and not gpu"
 	$(BIN)/pytest -m "engines and not gpu"
 	$(BIN)/pytest -m "chaos and not engines and not gpu"
@@ -76,4 +90,4 @@ lint: setup
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo environments engines test test-slow test-all lint clean
+.PHONY: help setup demo environments engines crosscheck test test-slow test-all lint clean

@@ -40,6 +40,9 @@ class PolicyLoss(Protocol):
     uses_ratio: bool
     """Whether it weighs tokens by u. Then, where `old` is the sampling policy, a weight of a gate would enter twice."""
 
+    any_data: bool
+    """Whether it needs no ratio off-policy, because another term of it keeps the policy near `old`."""
+
     def __call__(self, tokens: Tokens, **options: Any) -> LossResult:
         """Return the loss of each token."""
 
@@ -50,16 +53,18 @@ LOSSES: Registry[Callable[..., LossResult]] = Registry("learner.loss.use")
 _F = TypeVar("_F", bound=Callable[..., LossResult])
 
 
-def policy_loss(name: str, *, uses_ratio: bool) -> Callable[[_F], _F]:
+def policy_loss(name: str, *, uses_ratio: bool, any_data: bool = False) -> Callable[[_F], _F]:
     """Decorator: register a policy loss.
 
     Args:
         name: what `learner.loss.use` calls it.
         uses_ratio: see `PolicyLoss`.
+        any_data: see `PolicyLoss`.
     """
 
     def add(function: _F) -> _F:
-        cast("PolicyLoss", function).uses_ratio = uses_ratio
+        flags = cast("PolicyLoss", function)
+        flags.uses_ratio, flags.any_data = uses_ratio, any_data
         return LOSSES.register(name)(function)
 
     return add

@@ -135,7 +135,7 @@ def vespo(
     return LossResult(per_token=per_token, clipped=torch.zeros_like(good))
 
 
-@policy_loss("kimi", uses_ratio=False)
+@policy_loss("kimi", uses_ratio=False, any_data=True)
 def kimi(tokens: Tokens, *, tau: float = 0.1, level: Level = "sequence") -> LossResult:
     """Kimi k1.5, or OPMD: `-A log theta + (tau / 2) (log U)^2` (arXiv 2501.12599, section 2.3.2), without a ratio.
 
