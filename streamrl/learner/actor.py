@@ -21,6 +21,8 @@ from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums
 from streamrl.learner.algorithms.tokens import Tokens
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
+from streamrl.learner.layers import set_up_layers
+from streamrl.learner.matmul import agreed_precision
 from streamrl.learner.model import LogProbModel, row_limits
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
@@ -61,10 +63,12 @@ class Actor(Sharded):
         model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
         model.check()
         limits = row_limits(config, model)
-        # After the two trials above, which compare numbers and want them exact.
-        torch.set_float32_matmul_precision(learner.matmul_precision)
+        torch.set_float32_matmul_precision(agreed_precision(config, ranks, base))
+        set_up_layers(base, learner)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
-        whole = shard(model, ranks.mesh, dtype, small=small)
+        # On a CPU there is no other memory to go to.
+        offload = "parameters" in learner.offload and ranks.device.type != "cpu"
+        whole = shard(model, ranks.mesh, dtype, small=small, offload=offload)
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
         super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)
         self._model = model

@@ -12,18 +12,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
-from streamrl.learner.batch import Limits, Microbatch
+from streamrl.learner.batch import Microbatch
 from streamrl.learner.export import full_tensors
 from streamrl.learner.offload import Offload
 from streamrl.learner.optimizer import ShardedAdamW
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import Applied
+from streamrl.learner.rows import Limits
 from streamrl.learner.sharded_module import ShardedModule
 
 logger = logging.getLogger(__name__)
@@ -65,9 +67,12 @@ class Sharded(ShardedModule):
         }
         self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
-        self._optimizer = ShardedAdamW(self._parameters, config)
         frozen = (parameter.to_local() for parameter in self._frozen.values())
-        self._offload = Offload([*self._optimizer.live().values(), *frozen])
+        # On a CPU there is no other memory to go to.
+        offload = "optimizer" in config.offload and ranks.device.type != "cpu"
+        self._optimizer = ShardedAdamW(self._parameters, config, offload=offload)
+        there = (*self._optimizer.live().values(), *frozen)
+        self._offload = Offload(tensor for tensor in there if tensor.device.type == ranks.device.type)
 
     @property
     def updates(self) -> int:
@@ -88,7 +93,7 @@ class Sharded(ShardedModule):
 
         Gradients of a step in progress stay where they are. Not collective; a repeat does nothing.
         """
-        self._fsdp.reshard()
+        self._reshard()
         self._offload.to_host()
 
     def to_device(self) -> None:
@@ -109,6 +114,14 @@ class Sharded(ShardedModule):
             )
         return full_tensors(self._parameters, dtype)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the weights are their average (`learner.ema`). Every rank does the same."""
+        with self._optimizer.averaged():
+            self._reshard()
+            yield
+        self._reshard()
+
     def shard_state(self) -> dict[str, torch.Tensor]:
         """Copies on the CPU of this rank's weights, AdamW moments and update counter, by flat name.
 
@@ -123,7 +136,7 @@ class Sharded(ShardedModule):
             Refused: it is of another model or number of ranks. Nothing is changed.
         """
         self._optimizer.load(tensors)
-        self._fsdp.reshard()
+        self._reshard()
         self.discard()
 
     def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
@@ -133,7 +146,7 @@ class Sharded(ShardedModule):
             rows: gives this rank's rows of a parameter by its Hugging Face name.
         """
         self._optimizer.adopt(rows)
-        self._fsdp.reshard()
+        self._reshard()
         self.discard()
 
     def _name_of(self, name: str) -> str:
@@ -152,7 +165,9 @@ class Sharded(ShardedModule):
             self._fsdp.set_requires_gradient_sync(not self._whole or place == len(parts) - 1)
             torch.autograd.backward(loss(part))
 
-    def _update(self, normaliser: float, sums: torch.Tensor) -> Applied:
+    def _update(
+        self, normaliser: float, sums: torch.Tensor, lr_factor: Callable[[torch.Tensor], float] | None = None
+    ) -> Applied:
         """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
 
         The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
@@ -161,8 +176,10 @@ class Sharded(ShardedModule):
         Args:
             normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
             sums: float64, shape (any,): statistics that are added up over the ranks on the way.
+            lr_factor: factor of the learning rate by the sums of all ranks; None: 1.
         """
-        packet = self.ranks.all_sum(torch.cat([self._optimizer.squared_norm()[None], sums])).cpu()
+        squared = self._optimizer.squared_norm()[None].to(sums.device)
+        packet = self.ranks.all_sum(torch.cat([squared, sums])).cpu()
         # FSDP averages over ranks, but the loss is a sum over all of them.
         scale = self.ranks.world / normaliser
         norm = math.sqrt(float(packet[0])) * scale
@@ -172,6 +189,7 @@ class Sharded(ShardedModule):
             self._optimizer.zero()
         else:
             limit = self._learner.clip_norm
-            self._optimizer.step(scale * min(1.0, limit / norm) if norm > 0 else scale)
-            self._fsdp.reshard()
+            factor = 1.0 if lr_factor is None else lr_factor(packet[1:])
+            rate = self._optimizer.step(scale * min(1.0, limit / norm) if norm > 0 else scale, factor)
+            self._reshard()
         return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])

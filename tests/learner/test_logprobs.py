@@ -36,7 +36,13 @@ def run(problem, chunk, temperature=1.0, entropy=False):
     weight, hidden, targets = problem
     with BiggestTensor() as biggest:
         logprobs, spread = token_logprobs(
-            lambda states: states @ weight.t(), hidden, targets, temperature=temperature, chunk=chunk, entropy=entropy
+            lambda states: states @ weight.t(),
+            hidden,
+            targets,
+            temperature=temperature,
+            chunk=chunk,
+            entropy=entropy,
+            entropy_gradient=entropy,
         )
         scale = torch.linspace(-1, 1, COUNT)
         gradients = torch.autograd.grad((logprobs * scale).sum() + (spread.sum() if entropy else 0), (weight, hidden))
