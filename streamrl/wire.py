@@ -61,7 +61,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     `tokens` (int32) and `logprobs` (float32, natural log of the probability the token was *sampled with*) have one
     entry per sampled token, the end-of-sequence token included. `runs` is `[(first token, version), ...]`, the first
     run starts at token 0 and both numbers grow: token i was sampled by the version of the last run that starts at or
-    before i. `finish` is `stop` (end of sequence sampled), `length` (limit reached) or `abort`.
+    before i. `finish` is `stop` (end of sequence sampled), `length` (limit reached) or `abort`. `greedy` marks a
+    response of the most probable tokens: its reward is a baseline, it is not trained, and its log-probabilities mean
+    nothing.
     """
 
     v: int = SCHEMA
@@ -72,6 +74,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     text: _Text = ""
     engine: str = ""
     seconds: float = 0.0
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):

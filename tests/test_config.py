@@ -59,6 +59,8 @@ def test_wrong_keys_and_values_name_themselves(override, message):
     ("overrides", "message"),
     [
         (["sampling.group_size=1"], "min_group"),
+        (["learner.advantage.use=remax"], "sampling.greedy_baseline"),
+        (["sampling.greedy_baseline=true"], "only learner.advantage.use remax reads"),
         (["learner.ranks=2", "learner.groups_per_step=1"], "ranks"),
         (["learner.ranks=2", "learner.collective_deadline=60"], "redis.patience"),
         (["sampling.max_new_tokens=4096"], "model.context"),
@@ -91,6 +93,13 @@ def test_values_that_do_not_fit_together(overrides, message):
 def test_units():
     config = load(None, ["redis.maxmemory=2GiB", "lease.seconds=1500ms", "lease.max_hold=10m"], {}).config
     assert (config.redis.maxmemory, config.lease.seconds, config.lease.max_hold) == (2 << 30, 1.5, 600.0)
+
+
+def test_a_greedy_baseline_is_one_more_response():
+    sampling = load(None, ["sampling.greedy_baseline=true", "learner.advantage.use=remax"], {}).config.sampling
+    assert (sampling.group_size, sampling.responses, sampling.min_responses) == (8, 9, 3)
+    own = load(None, ["sampling.greedy_baseline=true", "learner.advantage.use=mine:estimator"], {}).config.sampling
+    assert own.responses == 9
 
 
 def test_bounds_follow_promise_two():

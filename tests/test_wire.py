@@ -32,6 +32,11 @@ def test_sample_round_trip_keeps_every_token_with_its_version():
     assert read.token_versions.tolist() == [7, 7, 9]
 
 
+def test_only_a_greedy_sample_says_that_it_is_one():
+    assert wire.decode(wire.encode(msgspec.structs.replace(SAMPLE, greedy=True)), Sample).greedy
+    assert b"greedy" not in wire.encode(SAMPLE)
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> tuple[list[int], list[float], list[tuple[int, int]]]:
     count = draw(st.integers(1, 40))

@@ -56,6 +56,21 @@ class SamplingConfig(Section):
         1.0, description="softmax temperature, learner and engine"
     )
     max_new_tokens: Positive = Field(256, description="longest response in tokens")
+    greedy_baseline: bool = Field(
+        False,
+        description="one more response per prompt, of the most probable tokens: it is scored, never trained, and its"
+        " reward is the baseline of learner.advantage.use remax",
+    )
+
+    @property
+    def responses(self) -> int:
+        """Responses to a training prompt, the greedy one included."""
+        return self.group_size + self.greedy_baseline
+
+    @property
+    def min_responses(self) -> int:
+        """Scored responses, the greedy one included, below which a group is dead."""
+        return self.min_group + self.greedy_baseline
 
 
 class EngineConfig(Section):
@@ -314,6 +329,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_baseline(self) -> RunConfig:
+        use, greedy = self.learner.advantage.use, self.sampling.greedy_baseline
+        if use == "remax" and not greedy:
+            raise ValueError(
+                "learner.advantage.use remax needs the reward of a greedy response: set sampling.greedy_baseline"
+            )
+        if greedy and use != "remax" and ":" not in use:
+            raise ValueError("sampling.greedy_baseline gives rewards that only learner.advantage.use remax reads")
+        return self
+
+    @model_validator(mode="after")
     def _check_sizes(self) -> RunConfig:
         sampling = self.sampling
         if sampling.min_group > sampling.group_size:
@@ -338,10 +364,10 @@ class RunConfig(Section):
         names = [reward.name or reward.use for reward in self.rewards]
         if len(set(names)) != len(names):
             raise ValueError("two rewards have the same name: give them `name:`")
-        need = self.hard_cap * sampling.group_size * (9 * self.model.context + 2048)
+        need = self.hard_cap * sampling.responses * (9 * self.model.context + 2048)
         if self.redis.url is None and need * 1.3 > self.redis.maxmemory:
             raise ValueError(
                 f"redis.maxmemory {self.redis.maxmemory >> 20} MiB may not hold {self.hard_cap} groups of"
-                f" {sampling.group_size} samples with {self.model.context} tokens; set it to {int(need * 1.3) >> 20}MiB"
+                f" {sampling.responses} samples with {self.model.context} tokens; set it to {int(need * 1.3) >> 20}MiB"
             )
         return self

@@ -82,8 +82,8 @@ class Training:
         self._end = None if config.data.epochs is None else config.data.epochs * len(data)
         terms = Terms(
             fingerprint=self._fingerprint,
-            samples=config.sampling.group_size,
-            min_group=config.sampling.min_group,
+            samples=config.sampling.responses,
+            min_group=config.sampling.min_responses,
             budget=config.budget,
             hard_cap=config.hard_cap,
             max_dead=config.max_dead,
@@ -146,4 +146,4 @@ def train_fingerprint(config: RunConfig, data: PromptSet) -> str:
 
     The number of epochs is not part of it: no prompt depends on it, so a run may be given another epoch.
     """
-    return fingerprint_of(data, seed=config.seed, shuffle=config.data.shuffle, group_size=config.sampling.group_size)
+    return fingerprint_of(data, seed=config.seed, shuffle=config.data.shuffle, group_size=config.sampling.responses)

@@ -208,7 +208,7 @@ class Replica:
         if self._is_stale():
             return held
         capacity = self._engine.load().capacity
-        return lease_width(held, held - self._opened, self._missing, capacity, self._config.sampling.group_size)
+        return lease_width(held, held - self._opened, self._missing, capacity, self._config.sampling.responses)
 
     def _weights(self) -> dict[str, int | float]:
         follower = self._follower
@@ -235,9 +235,11 @@ class Replica:
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""
+        # The greedy response is the one behind the group; held-out prompts have none.
+        greedy = not lease.ledger.evaluation and sample >= self._config.sampling.group_size
         for attempt in range(_ATTEMPTS):
             try:
-                payload = self._encode(await self._generate(lease, prompt))
+                payload = self._encode(await self._generate(lease, prompt, greedy), greedy)
             except Unreachable:
                 raise
             except (DataError, WireError) as error:
@@ -258,7 +260,7 @@ class Replica:
             )
         await lease.ledger.fail_sample(lease, sample, why, detail)
 
-    async def _generate(self, lease: Lease, prompt: Prompt) -> Completion:
+    async def _generate(self, lease: Lease, prompt: Prompt, greedy: bool) -> Completion:
         tokens = prompt.token_ids
         room = self._config.model.context - tokens.size
         if room < 1:
@@ -267,7 +269,7 @@ class Replica:
             id=f"{self._role.name}-{next(self._numbers)}",
             tokens=tokens,
             max_new_tokens=min(self._config.sampling.max_new_tokens, room),
-            temperature=self._config.sampling.temperature,
+            temperature=0.0 if greedy else self._config.sampling.temperature,
             affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.gid}",
         )
         limit = self._config.lease.max_hold
@@ -280,7 +282,7 @@ class Replica:
             raise RuntimeError("the engine aborted the request")
         return completion
 
-    def _encode(self, completion: Completion) -> bytes:
+    def _encode(self, completion: Completion, greedy: bool) -> bytes:
         return encode(
             Sample(
                 tokens=pack_int32(completion.tokens),
@@ -290,6 +292,7 @@ class Replica:
                 text=self._tokenizer.decode(completion.tokens),
                 engine=self._role.name,
                 seconds=completion.seconds,
+                greedy=greedy,
             )
         )
 

@@ -31,6 +31,7 @@ FIXED: Final = (
     "data.max_prompt_tokens",
     "model.context",
     "sampling.group_size",
+    "sampling.greedy_baseline",
 )
 """Values that a run keeps for life: ledger, data order and checkpoints depend on them."""
 

@@ -39,6 +39,18 @@ async def test_log_probabilities_are_those_of_the_temperature(bench: Bench):
     assert float((wanted - torch.from_numpy(done.logprobs)).abs().max()) < BF16 / 0.7
 
 
+async def test_temperature_0_is_greedy_beside_requests_that_draw(bench: Bench):
+    tokens = prompt(7)
+    greedy, drawn = await asyncio.gather(bench.generate(tokens, 32, temperature=0.0), bench.generate(tokens, 32))
+    with torch.no_grad():
+        logits = bench.models[bench.number](input_ids=torch.tensor([[*tokens, *greedy.tokens.tolist()]])).logits
+    logits = logits[0, len(tokens) - 1 : -1].float()
+    chosen = logits.gather(1, torch.from_numpy(greedy.tokens.astype(np.int64))[:, None])[:, 0]
+    assert float((logits.max(-1).values - chosen).max()) < BF16  # the engine's kernels may see another one a hair ahead
+    assert np.isfinite(greedy.logprobs).all()
+    bench.judge(tokens, drawn)
+
+
 async def test_the_end_of_sequence_is_a_token_of_the_response(bench: Bench):
     done = await bench.generate([*prompt(2), tiny.STOP], 64)
     assert (done.finish, done.tokens.tolist(), done.runs) == ("stop", [tiny.EOS], [(0, bench.number)])

@@ -37,6 +37,30 @@ def small(run):
     )
 
 
+async def test_the_response_behind_the_group_is_greedy_and_says_so(small):
+    small = small.set("sampling", greedy_baseline=True).set("learner", advantage={"use": "remax"})
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await admit(small, ledgers.train, 3, samples=small.config.sampling.responses)
+        await admit(small, ledgers.evaluation, 1, samples=6)
+        async with small.running(run_rollout, "rollout.0", ledgers):
+            await learner.publish(1)
+            await until(lambda: emitted(ledgers.train, 15))
+            await until(lambda: emitted(ledgers.evaluation, 6))
+        model = tiny_model(1).eval()
+        for gid in range(3):
+            samples = {at: decode(data, Sample) for at, data in (await samples_of(ledgers.train, gid)).items()}
+            assert [samples[at].greedy for at in range(5)] == [False] * 4 + [True]
+            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(gid), "prompt"), Prompt)
+            ids = torch.tensor([[*prompt.token_ids.tolist(), *samples[4].token_ids.tolist()]])
+            with torch.no_grad():
+                best = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
+            assert samples[4].token_ids.tolist() == best.tolist()
+        held_out = await samples_of(ledgers.evaluation, 0)
+        assert not any(decode(data, Sample).greedy for data in held_out.values())
+
+
 async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_right(small):
     async with small.open() as ledgers:
         learner = Learner(small, ledgers)

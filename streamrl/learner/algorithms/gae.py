@@ -77,4 +77,4 @@ def _credited(
     known[known] = segment[places[owner[known]]] == segment[known]
     if np.any(reward[~known]):
         raise ValueError("a reward before the first sampled token of its sequence")
-    return np.bincount(owner[known], weights=reward[known], minlength=places.size)
+    return np.bincount(owner[known], weights=reward[known], minlength=places.size).astype(np.float64)

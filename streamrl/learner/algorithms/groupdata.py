@@ -58,7 +58,8 @@ class GroupData:
         """Reward of each response without its penalties, shape (k,)."""
         if self.penalties is None:
             return self.rewards
-        return self.rewards - np.asarray([np.sum(np.asarray(penalty, np.float64)) for penalty in self.penalties])
+        penalties = [float(np.sum(np.asarray(penalty, np.float64))) for penalty in self.penalties]
+        return np.asarray(self.rewards - np.array(penalties, dtype=np.float64))
 
     def constant(self, per_response: FloatArray) -> list[FloatArray]:
         """Give every token the number of its response: shape (k,) to one array per response."""

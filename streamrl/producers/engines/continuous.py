@@ -27,6 +27,8 @@ from streamrl.producers.engines.model import cache_bytes_per_token
 from streamrl.producers.engines.spans import Spans
 
 PAGE_TOKENS: Final = 32
+_GREEDY: Final = 1e-4
+"""Temperature of a greedy request: transformers divides by it, and knows no other greed for a single request."""
 STOP_SECONDS: Final = 30.0
 LOOP_SECONDS: Final = 30.0
 _HARD_STOP: Final = BackgroundThreadStatus.HARD_STOP
@@ -322,7 +324,7 @@ class ContinuousDecoder:
             name,
             max_new_tokens=job.limit,
             streaming=job.streams,
-            temperature=float(job.temperature),
+            temperature=job.temperature or _GREEDY,
         )
         if accepted is None:
             self._land(name)

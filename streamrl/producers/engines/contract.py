@@ -36,7 +36,8 @@ class Request:
         tokens: prompt, shape (prompt tokens,), at least one.
         max_new_tokens: longest response, end-of-sequence token included; the engine lowers it to what its context
             leaves.
-        temperature: above 0; log-probabilities are those of the distribution at this temperature.
+        temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
+            token each time; what log-probabilities come with it is the engine's affair, nothing was drawn from them.
         adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
         affinity: requests with the same key share a prefix (samples of one group, turns of one conversation) and are
             better off on one server; empty: none.

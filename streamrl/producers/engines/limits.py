@@ -38,6 +38,6 @@ class Limits:
             raise DataError(f"{name} has a token outside the vocabulary of {self.vocabulary}")
         if request.max_new_tokens < 1:
             raise DataError(f"{name}: max_new_tokens is {request.max_new_tokens}")
-        if not (0 < request.temperature < math.inf):
+        if not (0 <= request.temperature < math.inf):
             raise DataError(f"{name}: temperature is {request.temperature}")
         return min(request.max_new_tokens, room)

@@ -28,7 +28,7 @@ class Placement:
     """
 
     def __init__(self, config: RunConfig, roster: Roster, allows: Callable[[Member], bool]) -> None:
-        self._together = config.sampling.group_size
+        self._together = config.sampling.responses
         self._roster = roster
         self._allows = allows
         self._queue: list[Work] = []

@@ -209,13 +209,29 @@ async def test_requests_that_can_never_be_served(start, decode):
         request("negative", [3, -1]),
         request("outside", [3, VOCABULARY]),
         request("limit", [3], limit=0),
-        request("cold", [3], temperature=0.0),
+        request("cold", [3], temperature=-0.5),
         request("nan", [3], temperature=float("nan")),
         request("hot", [3], temperature=float("inf")),
     ):
         with pytest.raises(DataError, match=bad.id):
             await engine.generate(bad)
     assert len((await engine.generate(request("good", [3], 4))).tokens) == 4
+
+
+@MODES
+async def test_temperature_0_takes_the_most_probable_token_beside_others_that_draw(start, decode):
+    engine = await start(decode)
+    jobs = [("greedy", 0.0), ("drawn", 1.0), ("cool", 0.5), ("greedy too", 0.0)]
+    done = await asyncio.gather(*(engine.generate(request(name, prompt(5), 20, heat)) for name, heat in jobs))
+    model = random_model("qwen2", 0)
+    tokens = done[0].tokens.tolist()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt(5), *tokens]])).logits[0, 4:-1]
+    assert tokens == logits.argmax(-1).tolist()
+    assert done[3].tokens.tolist() == tokens
+    np.testing.assert_allclose(done[1].logprobs, plain(model, prompt(5), done[1]), atol=1e-5)
+    np.testing.assert_allclose(done[2].logprobs, plain(model, prompt(5), done[2], 0.5), atol=1e-5)
+    assert np.isfinite(done[0].logprobs).all()
 
 
 @MODES

@@ -163,6 +163,17 @@ def test_sampling_follows_the_distribution(heat):
     assert not bool((tokens[:20_000] == 4).any())
 
 
+def test_a_row_at_temperature_0_takes_the_most_probable_token():
+    logits = torch.tensor([[0.0, 1.0, -1.0], [0.0, 1.0, -1.0]]).repeat(500, 1)
+    tokens, logprobs = sample(logits, torch.tensor([0.0, 2.0]).repeat(500), torch.Generator().manual_seed(3))
+    assert tokens[::2].tolist() == [1] * 500
+    assert len(set(tokens[1::2].tolist())) == 3
+    expected = torch.log_softmax(logits, -1)[::2, 1]
+    assert torch.allclose(logprobs[::2], expected)
+    drawn = torch.log_softmax(logits / 2, -1)[1::2].gather(1, tokens[1::2, None])[:, 0]
+    assert torch.allclose(logprobs[1::2], drawn)
+
+
 def test_the_edges_of_the_uniform_number_draw_possible_tokens(monkeypatch):
     logits = torch.tensor([[-float("inf"), 0.0, 0.0, -float("inf")]])
     for edge, token in ((0.0, 1), (1 - 2**-53, 2)):

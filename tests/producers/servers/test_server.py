@@ -87,7 +87,7 @@ async def test_a_response_is_cut_to_what_the_context_leaves():
         request("a", [-1]),
         request("a", [1] * 64),
         request("a", limit=0),
-        request("a", temperature=0),
+        request("a", temperature=-1),
         request("a", temperature=float("inf")),
         request("a", adapter="unknown"),
     ],
