@@ -10,10 +10,13 @@ import torch
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
+from streamrl.learner.fit import check_fit
+from streamrl.learner.layers import set_up_layers
 from streamrl.learner.model import row_limits
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import CriticStats
 from streamrl.learner.sharded import Sharded
+from streamrl.learner.sharded_module import ShardedModule
 from streamrl.learner.sharding import SMALL, load_model, shard
 from streamrl.learner.value_model import ValueModel
 from streamrl.wire import Float32Array
@@ -39,6 +42,8 @@ class Critic(Sharded):
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
         model = ValueModel(load_model(source))
         limits = row_limits(config, model)
+        # A value head is no output layer: it is in float32 anyway.
+        set_up_layers(model.model, learner.model_copy(update={"head_float32": False}))
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         whole = shard(model, ranks.mesh, dtype, small=small, exact=(model.value_head,))
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
@@ -112,3 +117,15 @@ class Critic(Sharded):
         loss = clipped_value_loss(values, self._to_device(part.values), self._to_device(part.returns), clip=self._clip)
         self._sums += loss.sums
         return loss.per_token.sum()
+
+
+def make_critic(config: RunConfig, ranks: Ranks, actor: ShardedModule) -> Critic:
+    """The critic of a run with `learner.critic.kind: model`. Collective.
+
+    Raises:
+        ConfigError: its model cannot be had, or cannot read what the policy reads.
+    """
+    critic = Critic(config, ranks)
+    path = config.learner.critic.path or config.model.path
+    check_fit("learner.critic.path", path, critic, actor, config.model)
+    return critic

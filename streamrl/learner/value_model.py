@@ -28,7 +28,8 @@ class ValueHead(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Values of hidden states of shape (n, width); float32, shape (n,)."""
-        return super().forward(hidden.to(self.weight.dtype)).float().squeeze(-1)
+        # Not a view of a wider result: FSDP hangs its backward hook on what a module returns.
+        return torch.addmv(self.bias, hidden.to(self.weight.dtype), self.weight[0]).float()
 
 
 class ValueModel(Backbone):

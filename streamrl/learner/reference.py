@@ -1,0 +1,164 @@
+"""The reference policy, whose distance the KL terms measure: a frozen copy, the base under an adapter, or servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from streamrl.config import RunConfig
+from streamrl.learner.actor import Actor
+from streamrl.learner.batch import TrainSample
+from streamrl.learner.fit import check_fit
+from streamrl.learner.layers import set_up_layers
+from streamrl.learner.model import LogProbModel, row_limits
+from streamrl.learner.offload import Offload
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.remote import Remote
+from streamrl.learner.sharded_module import ShardedModule
+from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.wire import Float32Array
+
+
+class Reference(Protocol):
+    """A policy that is not trained. It has no state that a checkpoint would have to hold."""
+
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """Return the log-probability of each sampled token under the reference. Collective, without gradients.
+
+        Args:
+            batch: this rank's samples, possibly none.
+
+        Returns:
+            float32, shape (completion tokens,) each, in the order of the batch.
+        """
+        ...
+
+    def to_host(self) -> None:
+        """Give the device's memory back; not collective. A repeat does nothing."""
+        ...
+
+    def to_device(self) -> None:
+        """Undo `to_host`; not collective. A repeat does nothing."""
+        ...
+
+
+class Frozen(ShardedModule):
+    """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
+
+    With `learner.reference.offload` its weights are in the host's memory but for the time of `compute_ref_log_prob`.
+
+    Args:
+        config: the run. The copy is of `learner.reference.path`, or of the model that training started from: after a
+            restart as well, whatever has been learned since.
+        ranks: the ranks of this learner.
+        small: models with fewer parameters than this are one FSDP unit.
+
+    Raises:
+        ConfigError: the model is missing, or is no causal language model.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
+        learner, path = config.learner, config.learner.reference.path or config.model.path
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        model = LogProbModel(
+            load_model(config.model.model_copy(update={"path": path})),
+            temperature=config.sampling.temperature,
+            chunk=learner.logprob_chunk,
+        )
+        model.check()
+        limits = row_limits(config, model)
+        # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
+        set_up_layers(model.model, learner.model_copy(update={"checkpoint_activations": False}))
+        model.requires_grad_(requires_grad=False)
+        for parameter in model.parameters():
+            # No update will ever need more digits than the forward pass has. Buffers keep theirs.
+            parameter.data = parameter.data.to(dtype)
+        shard(model, ranks.mesh, dtype, small=small)
+        super().__init__(model, ranks, limits, vocabulary=model.vocabulary)
+        shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        # On a CPU there is no other memory to go to.
+        self._offloads = learner.reference.offload and ranks.device.type != "cpu"
+        self._offload = Offload(shards, keep=self._offloads)
+        if self._offloads:
+            self._offload.to_host()
+
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """See `Reference.compute_ref_log_prob`.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
+        """
+        logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
+        parts = self._agree(batch)
+        self._offload.to_device()
+        try:
+            for part in parts:
+                with torch.no_grad():
+                    values, _ = self._forward(part)
+                part.deal_out(values.cpu().numpy(), logprobs)
+        finally:
+            self._reshard()
+            if self._offloads:
+                self._offload.to_host()
+        return logprobs
+
+    def to_host(self) -> None:
+        """See `Reference.to_host`."""
+        self._offload.to_host()
+
+    def to_device(self) -> None:
+        """See `Reference.to_device`; what is offloaded between its uses stays where it is."""
+        if not self._offloads:
+            self._offload.to_device()
+
+
+class Base:
+    """The policy without its adapter (`learner.reference.kind: base`): no second copy of any weight.
+
+    Args:
+        actor: the policy, which trains an adapter.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """See `Reference.compute_ref_log_prob`.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
+        """
+        with self._actor.adapter_disabled():
+            return self._actor.compute_log_prob(batch).logprobs
+
+    def to_host(self) -> None:
+        """The actor's weights are the actor's to move."""
+
+    def to_device(self) -> None:
+        """The actor's weights are the actor's to move."""
+
+
+def make_reference(config: RunConfig, ranks: Ranks, actor: Actor) -> Reference | None:
+    """The reference that `learner.reference` asks for, None without one. Collective.
+
+    Raises:
+        ConfigError: it cannot be had, or cannot read what the policy reads.
+        Unreachable: no reference server answers.
+    """
+    reference = config.learner.reference
+    match reference.kind:
+        case "frozen":
+            frozen = Frozen(config, ranks)
+            path = reference.path or config.model.path
+            check_fit("learner.reference.path", path, frozen, actor, config.model)
+            return frozen
+        case "base":
+            return Base(actor)
+        case "remote":
+            return Remote(config, ranks)
+        case _:
+            return None

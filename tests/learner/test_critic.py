@@ -1,0 +1,175 @@
+"""The critic on one rank: against plain transformers and plain AdamW, and that it learns."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import KINDS, count_tokens, run_config
+from transformers import AutoModel
+from value_kit import plain_values, value_batch
+
+from streamrl.errors import ConfigError
+from streamrl.learner.actor import Actor
+from streamrl.learner.critic import Critic, make_critic
+
+
+@pytest.fixture
+def make(one_rank, model_of):
+    def critic(kind="Qwen2", *, small=1 << 26, dtype="float32", critic=None, **learner):
+        settings = {"kind": "model", "lr": 1e-2, "clip": 0, **(critic or {})}
+        config = run_config(model_of(kind), dtype=dtype, critic=settings, advantage={"use": "gae"}, **learner)
+        return Critic(config, one_rank, small=small)
+
+    return critic
+
+
+def plain(path, critic):
+    """The bare model, and a head of the same weights."""
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    tensors = dict(critic.full_tensors(torch.float32))
+    head = torch.nn.Linear(tensors["value_head.weight"].shape[1], 1)
+    with torch.no_grad():
+        head.weight.copy_(tensors["value_head.weight"])
+        head.bias.copy_(tensors["value_head.bias"])
+    return model, head
+
+
+def put_head(critic, scale=0.3):
+    """A head that is not 0."""
+    state = critic.shard_state()
+    generator = torch.Generator().manual_seed(1)
+    for name in ("weight/value_head.weight", "weight/value_head.bias"):
+        state[name] = torch.randn(state[name].shape, generator=generator) * scale
+    critic.load_shard_state(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_equal_plain_transformers(make, model_of, kind):
+    """In shared rows, padded rows and several micro-batches."""
+    critic = make(kind, tokens_per_microbatch=128)
+    put_head(critic)
+    batch = value_batch(0)
+    found = critic.compute_values(batch)
+    model, head = plain(model_of(kind), critic)
+    for ours, theirs in zip(found, plain_values(model, head, batch), strict=True):
+        assert ours.dtype == np.float32
+        assert ours == pytest.approx(theirs.detach().numpy(), abs=2e-5)
+
+
+@pytest.mark.parametrize("rows", ["buckets", "packed"])
+@pytest.mark.parametrize("share", [True, False])
+def test_values_do_not_depend_on_the_layout(make, rows, share):
+    whole, other = make("Llama"), make("Llama", rows=rows, share_prompts=share, tokens_per_microbatch=96)
+    for critic in (whole, other):
+        put_head(critic)
+    batch = value_batch(1)
+    for ours, theirs in zip(whole.compute_values(batch), other.compute_values(batch), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_the_first_values_are_zero(make):
+    assert not any(values.any() for values in make().compute_values(value_batch(2)))
+    assert make().compute_values([]) == []
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_one_update_equals_plain_adamw(make, model_of, share):
+    """Mean over tokens, clipped region, clipped norm."""
+    critic = make("Llama", critic={"clip": 0.2}, clip_norm=0.05, share_prompts=share, tokens_per_microbatch=128)
+    put_head(critic)
+    model, head = plain(model_of("Llama"), critic)
+    batch = value_batch(3)
+    total = torch.zeros(())
+    for sample, values in zip(batch, plain_values(model, head, batch), strict=True):
+        aim, old = torch.from_numpy(sample.returns), torch.from_numpy(sample.values)
+        bounded = old + (values - old).clamp(-0.2, 0.2)
+        total = total + torch.maximum((values - aim) ** 2, (bounded - aim) ** 2).sum() / 2
+    (total / count_tokens(batch)).backward()
+    parameters = [*model.parameters(), *head.parameters()]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+    torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0).step()
+    stats = critic.update_critic(batch)
+    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert stats.sums.mean("loss") == pytest.approx(total.item() / count_tokens(batch), rel=1e-5)
+    assert 0 < stats.sums.clipped < stats.sums.tokens == count_tokens(batch)
+    expected = dict(model.named_parameters()) | {f"value_head.{name}": p for name, p in head.named_parameters()}
+    found = dict(critic.full_tensors(torch.float32))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-4, atol=2e-4, msg=name)
+
+
+def test_it_learns_a_small_known_value_function(make):
+    critic = make("Qwen2", lr=1e-3, critic={"lr": 5e-3, "clip": 0})
+    for step in range(40):
+        stats = critic.update_critic(value_batch(step))
+    assert stats.sums.mean("loss") < 0.02
+    fresh = value_batch(999)
+    found, expected = np.concatenate(critic.compute_values(fresh)), np.concatenate([item.returns for item in fresh])
+    assert np.abs(found - expected).mean() < 0.25
+
+
+def test_pieces_and_order_do_not_matter(make):
+    batch = value_batch(4)
+    whole, pieces = make("Llama"), make("Llama", tokens_per_microbatch=48)
+    for _ in range(2):
+        first = whole.update_critic(batch)
+        for part in (batch[10:], [], batch[:3], batch[3:10]):
+            pieces.accumulate(part)
+        second = pieces.apply_update(count_tokens(batch))
+        assert first.sums.loss == pytest.approx(second.sums.loss, rel=1e-5)
+        assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
+
+
+def test_state_goes_on_bit_for_bit_and_discard_forgets(make):
+    one, two = make(), make()
+    for step in range(2):
+        one.update_critic(value_batch(step))
+    two.load_shard_state(one.shard_state())
+    two.accumulate(value_batch(7))
+    two.discard()
+    assert one.update_critic(value_batch(2)) == two.update_critic(value_batch(2))
+    first, second = one.shard_state(), two.shard_state()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_said(make):
+    critic = make()
+    before = critic.shard_state()
+    batch = [replace(sample, returns=np.full(len(sample.tokens), np.inf, np.float32)) for sample in value_batch(5)]
+    assert critic.update_critic(batch).skipped
+    after = critic.shard_state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bfloat16_with_a_head_in_float32(make):
+    critic = make("Llama", dtype="bfloat16", critic={"lr": 5e-3}, lr=1e-3)
+    put_head(critic)
+    batch = value_batch(6)
+    found = np.concatenate(critic.compute_values(batch))
+    rounded = torch.from_numpy(found).bfloat16().float().numpy()
+    assert (found != rounded).mean() > 0.5, "the head rounds to bfloat16"
+    before = critic.update_critic(batch).sums.loss
+    for _ in range(10):
+        after = critic.update_critic(batch).sums.loss
+    assert after < before / 2
+
+
+def test_it_goes_to_the_host_and_back(make):
+    critic = make()
+    put_head(critic)
+    batch = value_batch(8)
+    before = critic.compute_values(batch)
+    for _ in range(2):
+        critic.to_host()
+    for _ in range(2):
+        critic.to_device()
+    assert all(np.array_equal(a, b) for a, b in zip(before, critic.compute_values(batch), strict=True))
+
+
+def test_a_critic_that_does_not_fit_the_policy_is_refused(one_rank, model_of):
+    settings = {"advantage": {"use": "gae"}, "critic": {"kind": "model", "path": str(model_of("GPT2"))}}
+    config = run_config(model_of("Qwen2"), **settings)
+    with pytest.raises(ConfigError, match=r"learner.critic.path .* takes 70 tokens, the policy 128"):
+        make_critic(config, one_rank, Actor(config, one_rank))
