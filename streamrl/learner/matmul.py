@@ -13,10 +13,13 @@ from collections.abc import Callable
 
 import torch
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
+from streamrl.learner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+_PRECISIONS = ("highest", "high", "medium")
 _ROUNDS = 5
 _ROWS, _SEQUENCES, _HIDDEN = 512, 8, 256
 """Sizes of the trial; wider models are tried at this width, in half a second."""
@@ -24,6 +27,14 @@ _GAIN = 0.9
 """`medium` must take less than this share of the time: a difference within the noise is none."""
 _LOSS = 8.0
 """Times by which the largest error may grow: another order of summation, not another type."""
+
+
+def agreed_precision(config: RunConfig, ranks: Ranks, model: PreTrainedModel) -> str:
+    """The value of `torch.set_float32_matmul_precision` for all ranks: that of rank 0's trial. Collective."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    chosen = choose_precision(config, ranks.device, hidden=text.hidden_size, heads=heads) if ranks.rank == 0 else ""
+    return _PRECISIONS[ranks.broadcast_ints([_PRECISIONS.index(chosen)] if chosen else [])[0]]
 
 
 def choose_precision(config: RunConfig, device: torch.device, *, hidden: int, heads: int) -> str:

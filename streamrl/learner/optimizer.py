@@ -177,10 +177,16 @@ class ShardedAdamW:
         self._count_moments()
         self.zero()
 
-    def average(self) -> dict[str, torch.Tensor]:
-        """This rank's rows of the average of the weights, as copies, by name; empty when none is kept."""
+    @contextmanager
+    @torch.no_grad()
+    def averaged(self) -> Iterator[None]:
+        """Within the block the weights are their average (with `ema` only); afterwards they are what they were."""
         with self._at_hand():
-            return {name: tensor.clone() for name, tensor in self._average.items()}
+            self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
@@ -190,6 +196,13 @@ class ShardedAdamW:
             yield
         finally:
             self._offload.to_host()
+
+    def _swap(self) -> None:
+        for name, average in self._average.items():
+            shard = self._shards[name]
+            weights = shard.clone()
+            shard.copy_(average)
+            average.copy_(weights)
 
     def _begin_average(self) -> None:
         for name, tensor in self._average.items():

@@ -72,6 +72,11 @@ def parameters(one_rank, seed=0):
     }
 
 
+def average(optimizer):
+    """The average by parameter, as a state holds it."""
+    return {name.removeprefix("ema/"): rows for name, rows in optimizer.state().items() if name.startswith("ema/")}
+
+
 def train(optimizer, parameters, steps, **options):
     for step in range(steps):
         torch.manual_seed(step)
@@ -86,12 +91,12 @@ def test_the_average_is_the_recurrence_and_begins_at_the_first_weights(one_rank)
     mine = parameters(one_rank)
     optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.9))
     expected = {name: parameter.to_local().double() for name, parameter in mine.items()}
-    for name, tensor in optimizer.average().items():
+    for name, tensor in average(optimizer).items():
         assert torch.equal(tensor.double(), expected[name])
     for _ in range(5):
         train(optimizer, mine, 1)
         expected = {name: 0.9 * expected[name] + 0.1 * mine[name].to_local().double() for name in mine}
-    for name, tensor in optimizer.average().items():
+    for name, tensor in average(optimizer).items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-6)
 
 
@@ -99,18 +104,18 @@ def test_the_decay_is_per_step_also_with_several_updates(one_rank):
     """Weights that jump once and stay: after one step the average has gone 1 - ema of the way."""
     mine = parameters(one_rank)
     optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.8, passes=3))
-    start = optimizer.average()
+    start = average(optimizer)
     with torch.no_grad():
         for parameter in mine.values():
             parameter.to_local().add_(1.0)
     train(optimizer, mine, 3, lr_scale=0.0)
-    for name, tensor in optimizer.average().items():
+    for name, tensor in average(optimizer).items():
         torch.testing.assert_close(tensor, start[name] + 0.2)
 
 
 def test_none_is_kept_unless_asked_for(one_rank):
     optimizer = ShardedAdamW(parameters(one_rank), LearnerConfig())
-    assert optimizer.average() == {}
+    assert average(optimizer) == {}
     assert not any(name.startswith("ema/") for name in optimizer.state())
 
 
@@ -146,7 +151,7 @@ def test_an_average_that_comes_later_begins_at_the_loaded_weights_and_one_that_g
     without, with_ = ShardedAdamW(mine, LearnerConfig(lr=0.1)), ShardedAdamW(other, LearnerConfig(lr=0.1, ema=0.9))
     train(without, mine, 2)
     with_.load(without.state())
-    for name, tensor in with_.average().items():
+    for name, tensor in average(with_).items():
         assert torch.equal(tensor, mine[name].to_local())
     train(with_, other, 1)
     without.load(with_.state())
@@ -166,7 +171,7 @@ def test_other_weights_begin_the_average_anew(one_rank):
     optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.9))
     train(optimizer, mine, 2)
     optimizer.adopt(lambda name: torch.ones_like(mine[name].to_local()))
-    assert all(bool((tensor == 1).all()) for tensor in optimizer.average().values())
+    assert all(bool((tensor == 1).all()) for tensor in average(optimizer).values())
 
 
 def test_moments_on_the_host_change_nothing(one_rank):
@@ -183,8 +188,19 @@ def test_moments_on_the_host_change_nothing(one_rank):
         for optimizer, weights in ((still, mine), (moved, other)):
             train(optimizer, weights, steps)
     assert same(still.state(), moved.state())
-    for name, tensor in moved.average().items():
-        assert torch.equal(tensor, still.average()[name])
+    for name, tensor in average(moved).items():
+        assert torch.equal(tensor, average(still)[name])
     moved.load(still.state())
     moved.adopt(lambda name: torch.zeros_like(mine[name].to_local()))
     assert away() == everything
+
+
+def test_the_weights_are_their_average_for_a_while(one_rank):
+    mine = parameters(one_rank)
+    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.9), offload=True)
+    train(optimizer, mine, 3)
+    before, expected = optimizer.state(), average(optimizer)
+    with pytest.raises(RuntimeError, match="stop"), optimizer.averaged():
+        assert all(torch.equal(mine[name].to_local(), expected[name]) for name in mine)
+        raise RuntimeError("stop")
+    assert same(optimizer.state(), before)
