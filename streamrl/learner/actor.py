@@ -199,8 +199,15 @@ class Actor(Sharded):
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face directory with its tokenizer. Collective; rank 0 writes.
 
-        An adapter is merged in, and stands by itself in the folder `adapter` below, as peft reads it.
+        An adapter is merged in, and stands by itself in the folder `adapter` below, as peft reads it. With
+        `learner.ema` the average of the weights is written as well, to a directory with `-ema` behind its name.
         """
+        self._export(folder)
+        if self.config.learner.ema:
+            with self.averaged():
+                self._export(folder.with_name(f"{folder.name}-ema"))
+
+    def _export(self, folder: Path) -> None:
         adapter = None
         if self.lora is not None:
             adapter = self.lora.about, dict(full_tensors(self._parameters, self._dtype))
