@@ -158,6 +158,7 @@ def read_folder(message: Weights) -> Version:
         folder=folder,
         files=tuple(message.files),
         parts={name: tuple(files) for name, files in message.parts.items()},
+        adapter=message.adapter,
     )
 
 

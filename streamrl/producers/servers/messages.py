@@ -22,6 +22,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from streamrl.producers.engines.contract import MemoryTag, PauseMode
+from streamrl.weight_sync.manifest import Adapter
 
 ErrorKind: TypeAlias = Literal["data", "weights", "refused", "request", "forbidden", "dead", "internal"]
 
@@ -83,6 +84,7 @@ class Weights(_Message, frozen=True):
     parts: dict[str, list[_File]]
     sources: list[_Url] = []
     deltas: bool = False
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         if not Path(self.folder).is_absolute():

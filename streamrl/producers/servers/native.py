@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
+import msgspec
 import orjson
 
 from streamrl.config import RunConfig
@@ -151,6 +152,7 @@ class NativeDialect:
             "parts": {name: list(files) for name, files in version.parts.items()},
             "sources": list(version.sources),
             "deltas": self._config.weights.delta.enabled,
+            "adapter": None if version.adapter is None else msgspec.to_builtins(version.adapter),
         }
 
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:

@@ -1,4 +1,4 @@
-"""The Hugging Face engine under versions that are an adapter: merged into its first weights, exactly, each time anew."""
+"""The Hugging Face engine under versions that are an adapter: merged into its first weights, exactly, always anew."""
 
 from __future__ import annotations
 
