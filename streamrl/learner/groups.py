@@ -27,14 +27,16 @@ class TrainGroup:
     Attributes:
         gid: its id.
         crashes: learners that died in a step with it.
-        samples: its usable responses.
+        samples: its usable responses; the greedy one is not among them.
         spanning: responses whose tokens come from more than one version.
+        baseline_reward: reward of the greedy response; None without one.
     """
 
     gid: int
     crashes: int
     samples: tuple[TrainSample, ...]
     spanning: int
+    baseline_reward: float | None = None
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -81,14 +83,18 @@ def open_group(closed: ClosedGroup, branch: Branch, *, scale_by_std: bool, misfi
         misfit: says why samples do not fit the model (`Actor.misfit`), None when they do.
 
     Raises:
-        Unusable: a message that is none of ours, an empty prompt, numbers that give no finite advantage, or tokens
-            that the model does not know.
+        Unusable: a message that is none of ours, an empty prompt, no response but the greedy one, numbers that give no
+            finite advantage, or tokens that the model does not know.
     """
     try:
         prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
         parts = [closed.samples[number] for number in sorted(closed.samples)]
-        samples = [wire.decode(payload, wire.Sample) for payload, _ in parts]
-        rewards = [wire.decode(score, wire.Score).value for _, score in parts]
+        scored = [(wire.decode(sample, wire.Sample), wire.decode(score, wire.Score).value) for sample, score in parts]
+        baseline = next((reward for sample, reward in scored if sample.greedy), None)
+        samples = [sample for sample, _ in scored if not sample.greedy]
+        rewards = [reward for sample, reward in scored if not sample.greedy]
+        if not samples:
+            raise ValueError("no response but the greedy one")
         advantages = group_advantages(rewards, scale_by_std=scale_by_std)
         train = tuple(
             TrainSample(
@@ -107,7 +113,7 @@ def open_group(closed: ClosedGroup, branch: Branch, *, scale_by_std: bool, misfi
     except (WireError, ValueError) as error:
         raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
     spanning = sum(len({version for _, version in sample.runs}) > 1 for sample in samples)
-    return TrainGroup(closed.gid, closed.crashes, train, spanning)
+    return TrainGroup(closed.gid, closed.crashes, train, spanning, baseline)
 
 
 def token_steps(sample: wire.Sample, branch: Branch) -> Int64Array:

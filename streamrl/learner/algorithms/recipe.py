@@ -81,8 +81,10 @@ class Recipe:
         _try_out(learner.loss.use, loss)
         corrections = Corrections.of(learner.correction)
         check_combination(learner, corrections, loss)
+        estimator = Estimator.of(learner)
+        _check_needs(estimator, config)
         return cls(
-            estimator=Estimator.of(learner),
+            estimator=estimator,
             loss=loss,
             corrections=corrections,
             kl=learner.kl,
@@ -147,6 +149,21 @@ class Recipe:
     def lr_factor(self, sums: TokenSums) -> float:
         """Factor of the learning rate of an update with these statistics of all ranks, in (0, 1]."""
         return lr_factor(self.lr_scale, sums, self.corrections.level)
+
+
+def _check_needs(estimator: Estimator, config: RunConfig) -> None:
+    """Refuse an estimator (of a user) that needs what the run does not have; ours are checked with the configuration.
+
+    Raises:
+        ConfigError: it needs values without a critic, or a baseline without a greedy response.
+    """
+    if "values" in estimator.needs and config.learner.critic.kind == "none":
+        raise ConfigError(f"learner.advantage.use {estimator.name} needs values", "set learner.critic.kind")
+    if "baseline" in estimator.needs and not config.sampling.greedy_baseline:
+        raise ConfigError(
+            f"learner.advantage.use {estimator.name} needs the reward of a greedy response",
+            "set sampling.greedy_baseline",
+        )
 
 
 def _try_out(name: str, loss: Callable[..., LossResult]) -> None:
