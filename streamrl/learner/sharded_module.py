@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from streamrl.errors import StreamrlError
 from streamrl.learner.batch import Microbatch, TrainSample, dummy, layout
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.rows import PADDING, Limits
+from streamrl.learner.rows import PADDING, Extent, Limits, work_of_prompt
 
 
 class ShardedModule:
@@ -59,6 +59,16 @@ class ShardedModule:
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def work(self, samples: Sequence[TrainSample]) -> int:
+        """Work of the samples of one group, as `Limits.work` counts: a shared prompt once, attention by its width.
+
+        Not collective.
+        """
+        prompts: dict[bytes, list[Extent]] = {}
+        for sample in samples:
+            prompts.setdefault(sample.prompt.tobytes(), []).append(Extent(len(sample.prompt), len(sample.tokens)))
+        return sum(work_of_prompt(extents, self.limits) for extents in prompts.values())
 
     @property
     def _fsdp(self) -> FSDPModule:
