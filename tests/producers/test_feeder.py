@@ -39,6 +39,18 @@ async def test_all_epochs_in_order_within_the_budget_and_the_end_is_announced(ru
     assert sorted(text for [text] in list(hands.prompts.values())[:5]) == ["p0", "p1", "p2", "p3", "p4"]
 
 
+async def test_a_greedy_baseline_is_one_more_sample_and_one_more_score(run):
+    run.set("sampling", group_size=3, min_group=2, greedy_baseline=True).set("learner", advantage={"use": "remax"})
+    async with run.open() as ledgers:
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("admission") == "full")
+        sizes = await ledgers.connection.read("HMGET", ledgers.train.keys.group(0), "n", "m")
+        assert [int(size) for size in sizes] == [4, 3]
+        run.set("sampling", greedy_baseline=False).set("learner", advantage={"use": "grpo"})
+        with pytest.raises(Refused):
+            await run_feeder(run.role("feeder.0", ledgers))
+
+
 async def test_a_clean_restart_goes_on_at_the_cursor(run):
     async with run.open() as ledgers:
         hands = await Hands(ledgers.train).fence()
