@@ -104,15 +104,20 @@ def at_level(log_ratio: torch.Tensor, tokens: Tokens, level: Level) -> torch.Ten
 
 
 def log_bounds(tokens: Tokens, gate: GateConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log of the bounds of each token, two tensors of shape (n,).
+    """Return the log of the bounds of each token, two tensors of shape (n,), or () where all have the same.
 
     Both are divided by 1 + tighten x age: the older a token, the narrower its range. At the levels of a response the
     age is that of its oldest token.
     """
-    shrink = 1 / (1 + gate.tighten * _age(tokens, gate.level).to(tokens.behaviour.dtype))
     assert gate.low is not None
     assert gate.high is not None
-    return (math.log(gate.low) if gate.low else -math.inf) * shrink, math.log(gate.high) * shrink
+    low, high = (
+        tokens.behaviour.new_full((), math.log(bound) if bound else -math.inf) for bound in (gate.low, gate.high)
+    )
+    if not gate.tighten:
+        return low, high
+    looseness = 1 + gate.tighten * _age(tokens, gate.level).to(tokens.behaviour.dtype)
+    return low / looseness, high / looseness
 
 
 def _age(tokens: Tokens, level: Level | None) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import torch
 
@@ -11,7 +10,8 @@ from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
 AGE_BUCKETS = ("0", "1", "2_3", "4_7", "8_15", "16")
 """Staleness in steps, of the buckets; the last one has no end."""
-_AGE_EDGES = (0, 1, 2, 4, 8, 16)
+_AGE_STARTS = (1, 2, 4, 8, 16)
+"""First staleness of each bucket but the first."""
 _RESPONSE_BOUND = 300.0
 """Bound on the log ratio of a response: its square is still a finite float64 after `exp`, summed over any step."""
 
@@ -142,7 +142,8 @@ def token_sums(
     ones, none = torch.ones_like(wide), torch.zeros_like(wide)
     masked = (~keep).double()
     ages = tokens.ages.to(wide.device)
-    buckets = [((ages >= low) & (ages < high)).double() for low, high in pairwise((*_AGE_EDGES, 1 << 62))]
+    bucket = torch.bucketize(ages, torch.tensor(_AGE_STARTS, device=ages.device), right=True)
+    by_age = wide.new_zeros(2, len(AGE_BUCKETS)).index_add(1, bucket, torch.stack([ones, masked]))
     response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp()
     columns = (
         ones,
@@ -161,10 +162,8 @@ def token_sums(
         weight - 1 - bounded,
         none if kl_reference is None else kl_reference.detach().double(),
         none if tokens.entropy is None else tokens.entropy.detach().double(),
-        *buckets,
-        *(bucket * masked for bucket in buckets),
     )
-    sums = torch.stack(columns).sum(dim=1)
+    sums = torch.cat([torch.stack(columns).sum(dim=1), by_age.flatten()])
     sums[TOKEN_SUMS.index("responses")] = tokens.counts.shape[0]
     sums[TOKEN_SUMS.index("response_weight")] = response.sum()
     sums[TOKEN_SUMS.index("response_weight_squared")] = (response * response).sum()
