@@ -162,6 +162,7 @@ class Both:
                 positions=torch.from_numpy(part.positions),
                 targets=torch.from_numpy(part.targets),
                 entropy=entropy,
+                entropy_gradient=entropy,
             )
             yield logprobs, spread, part
 
