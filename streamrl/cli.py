@@ -61,6 +61,8 @@ class Stage(StrEnum):
     rollout = "rollout"
     reward = "reward"
     learner = "learner"
+    recorder = "recorder"
+    player = "player"
 
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file.")]
@@ -105,13 +107,21 @@ def up(
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Put aside what is in the run directory.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the run directory.")] = False,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Record complete groups in RUN_DIR/recording; train nothing.")
+    ] = False,
+    train_only: Annotated[
+        Path | None, typer.Option("--train-only", metavar="FILE|DIR", help="Train recorded groups; generate nothing.")
+    ] = None,
     screen: Annotated[ScreenChoice, typer.Option(help="What is shown meanwhile.")] = ScreenChoice.auto,
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished."""
+    from streamrl.commands.up import recording_overrides
     from streamrl.commands.up import up as command
 
     until: Literal["plan", "prepare", "run"] = "plan" if dry_run else "prepare" if prepare else "run"
-    return command(file, run, overrides or [], until=until, fresh=fresh, resume=resume, screen=screen.value)
+    changes = [*(overrides or []), *recording_overrides(rollout_only=rollout_only, train_only=train_only)]
+    return command(file, run, changes, until=until, fresh=fresh, resume=resume, screen=screen.value)
 
 
 @app.command("run")

@@ -70,12 +70,10 @@ def look(run: RunDirectory) -> dict[str, Any]:
 
 def _planned(run: RunDirectory) -> list[str]:
     config = run.config
-    counts = {
-        "learner": config["learner"]["ranks"],
-        "rollout": config["rollout"]["replicas"],
-        "reward": config["reward_worker"]["replicas"],
-        "feeder": 1,
-    }
+    learner = {"learner": config["learner"]["ranks"]}
+    producing = {"rollout": config["rollout"]["replicas"], "reward": config["reward_worker"]["replicas"], "feeder": 1}
+    by_mode = {"off": learner | producing, "write": {"recorder": 1} | producing, "read": learner | {"player": 1}}
+    counts = by_mode[config["recording"]["mode"]]
     redis = [] if run.redis_url is not None else ["redis"]
     return redis + [f"{kind}.{index}" for kind, count in counts.items() for index in range(count)]
 

@@ -65,9 +65,25 @@ def up(
         else:
             _explain(prepared.run_dir, outcome)
         return int(outcome.exit_code)
-    from streamrl.commands.finish import finish
+    if prepared.config.recording.mode == "write":
+        from streamrl.commands.recorded import finish_recording as finish
+    else:
+        from streamrl.commands.finish import finish
 
     return int(outcome.exit_code if finish(prepared.config, prepared.run_dir) else ExitCode.FAILURE)
+
+
+def recording_overrides(*, rollout_only: bool, train_only: Path | None) -> list[str]:
+    """What the options about recordings change in a run file."""
+    if rollout_only and train_only is not None:
+        raise UsageError("--rollout-only and --train-only exclude each other")
+    if rollout_only:
+        return ["recording.mode=write"]
+    if train_only is None:
+        return []
+    # There are no engines to evaluate with; the measurement at the end is made by transformers and stays.
+    without = ["evaluation.every=0", "learner.stop_at_accuracy=null"]
+    return ["recording.mode=read", f"recording.path={train_only.resolve()}", *without]
 
 
 def _configuration(
@@ -82,7 +98,10 @@ def _configuration(
         file = DEFAULT_FILE
     if file is None and not overrides:
         raise UsageError("no run file", "name one, write one with `streamrl init`, or go on with --resume")
-    return load(file, overrides), run
+    loaded = load(file, overrides)
+    if loaded.config.recording.mode == "read" and loaded.config.data.epochs is None:
+        loaded = load(file, [*overrides, "data.epochs=1"])  # a recording has an end
+    return loaded, run
 
 
 def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:

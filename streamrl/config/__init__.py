@@ -326,6 +326,8 @@ class RunConfig(Section):
             raise ValueError("recording.path names what recording.mode read reads: set both, or none")
         if recording.mode == "read" and self.evaluation.every:
             raise ValueError("recording.mode read has no engines to evaluate with: set evaluation.every to 0")
+        if recording.mode != "off" and self.rollout.placement == "colocated":
+            raise ValueError("rollout.placement colocated has nobody to share devices with: recording.mode is not off")
         return self
 
     @model_validator(mode="after")

@@ -53,9 +53,9 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     weights left it at, one for each epoch before this one that is in the chain. `record` names files and
     lengths like the chain: what is known of each of those groups (record.py).
 
-    `kind` is `recording` where groups were recorded and not trained: there are no weights, and `record` names the files
-    of the recording. `model` is `model.path`. `parts` are the parts of the learner whose tensors are in the shards,
-    and `numbers` what they keep besides, by part (state.py).
+    `kind` is `recording` where groups were recorded and not trained: there are no weights, and `recording` names the
+    files in the run directory, with their lengths, that hold them. `model` is `model.path`. `parts` are the parts of
+    the learner whose tensors are in the shards, and `numbers` what they keep besides, by part (state.py).
     """
 
     format: int = 1
@@ -72,6 +72,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     world: int = 1
     model: str = ""
     record: list[Link] = []
+    recording: list[Link] = []
     shards: list[Shard] = []
 
     @property
@@ -215,6 +216,9 @@ class Checkpoints:
             for shard in meta.shards:
                 if describe(path / shard.file) != shard:
                     raise InvalidCheckpoint(f"{path / shard.file} is not what was written")
+            for file, size in meta.recording:
+                if (self.folder.parent / file).stat().st_size < size:
+                    raise InvalidCheckpoint(f"{self.folder.parent / file} is shorter than {path} says")
             read_chain(self.folder, meta.chain)
         except (OSError, msgspec.MsgspecError, Refused) as error:
             raise InvalidCheckpoint(f"{path}: {error}") from error

@@ -124,37 +124,28 @@ class RecordingWriter:
 
 
 def recording_files(path: Path) -> list[Path]:
-    """The files of a recording in the order in which they were made.
+    """The files of a recording in the order in which they were made; none when there are none.
 
     Args:
         path: one of them, their folder, or the directory of the run that made them.
-
-    Raises:
-        ConfigError: there are none.
     """
     if path.is_file():
         return [path]
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     found = [(match, file) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))]
-    if not found:
-        raise ConfigError(f"{path} has no recording", _HINT)
     return [file for _, file in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))]
 
 
-def read_header(file: Path) -> Header:
-    """The header of one file.
+def read_header(path: Path) -> Header | None:
+    """The header of a recording; None when there is no recording, or nothing in it.
+
+    Args:
+        path: as of `recording_files`.
 
     Raises:
-        ConfigError: it is no file of a recording, or one of another version.
+        ConfigError: a file is none of a recording, or of another version of it.
     """
-    try:
-        first = next(_maps(file), None)
-        header = msgspec.convert(first, Header)
-    except (WireError, OSError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{file} is no file of a recording: {error}", _HINT) from error
-    if header.schema != _SCHEMA:
-        raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}")
-    return header
+    return next((header for file in recording_files(path) if (header := _head(file)[0]) is not None), None)
 
 
 def read_groups(path: Path) -> Iterator[RecordedGroup]:
@@ -164,19 +155,18 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
         path: as of `recording_files`.
 
     Raises:
-        ConfigError: a file is of another recording than the first.
+        ConfigError: a file is none of a recording, or of another recording than the first.
         WireError: a file is damaged in the middle, or holds something else than groups.
     """
-    files = recording_files(path)
-    first = read_header(files[0])
+    first: Header | None = None
     seen: set[int] = set()
-    for file in files:
-        maps = _maps(file)
-        head = next(maps, None)
-        if head is None and file != files[0]:
+    for file in recording_files(path):
+        header, maps = _head(file)
+        if header is None:
             continue  # its recorder died before it wrote anything
-        if head is None or head.get("id") != first.id:
-            raise ConfigError(f"{file} is of another recording than {files[0]}", "keep each recording in its folder")
+        first = first or header
+        if header.id != first.id:
+            raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
         for record in maps:
             try:
                 group = msgspec.convert(record, RecordedGroup)
@@ -185,6 +175,19 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
             if group.gid not in seen:
                 seen.add(group.gid)
                 yield group
+
+
+def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
+    """The header of a file, None when a crash cut it off, and the rest of its maps."""
+    maps = _maps(file)
+    try:
+        first = next(maps, None)
+        header = None if first is None else msgspec.convert(first, Header)
+    except (WireError, OSError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{file} is no file of a recording: {error}", _HINT) from error
+    if header is not None and header.schema != _SCHEMA:
+        raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}", _HINT)
+    return header, maps
 
 
 def _maps(file: Path) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,8 @@ FIXED: Final = (
     "data.max_prompt_tokens",
     "model.context",
     "sampling.group_size",
+    "recording.mode",
+    "recording.path",
     "sampling.greedy_baseline",
 )
 """Values that a run keeps for life: ledger, data order and checkpoints depend on them."""
@@ -79,6 +81,9 @@ def prepare_run(
     if fresh and resume:
         raise UsageError("--fresh and --resume exclude each other")
     there = (folder / "run.json").exists()
+    recording = config.recording.path
+    if fresh and recording is not None and recording.is_relative_to(folder.resolve()):
+        raise UsageError(f"--fresh would put {recording} aside", "train it in a directory of its own: --run DIR")
     if resume and not there:
         raise UsageError(f"there is no run in {folder} to resume", "leave out --resume to start one")
     if folder.exists() and not there and any(path.name not in _OURS for path in folder.iterdir()):

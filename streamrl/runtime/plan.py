@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,19 +13,31 @@ from streamrl.config import RunConfig
 from streamrl.queues import embedded
 from streamrl.runtime.process import Command
 
-ORDER: Final = ("redis", "learner", "rollout", "reward", "feeder")
+ORDER: Final = ("redis", "learner", "recorder", "rollout", "reward", "feeder", "player")
 """Order of the start: each kind waits until all before it are ready."""
 
-DRAIN_ORDER: Final = ("feeder", "rollout", "reward", "learner", "redis")
+DRAIN_ORDER: Final = ("feeder", "player", "rollout", "reward", "learner", "recorder", "redis")
 """Order of the drain, which is the order of the data; Redis last."""
 
-DRAIN_SHARE: Final = {"feeder": 0.05, "rollout": 0.3, "reward": 0.2, "learner": 0.4, "redis": 0.05}
-"""Share of the drain's budget that each stage may use; what one leaves over goes to the next."""
+DRAIN_SHARE: Final = {
+    "feeder": 0.05,
+    "player": 0.0,
+    "rollout": 0.3,
+    "reward": 0.2,
+    "learner": 0.4,
+    "recorder": 0.0,
+    "redis": 0.05,
+}
+"""Share of the drain's budget that each stage may use; what one leaves over goes to the next. A player comes in the
+place of a feeder, a recorder in that of a learner."""
+
+END_OF_RUN: Final = frozenset({"learner", "recorder"})
+"""The kind whose end is that of the run."""
 
 RENDEZVOUS: Final = "rendezvous"
 """Directory in the run's where the ranks of a learner find each other, one file for each start."""
 
-_FINISHES: Final = frozenset({"learner", "feeder"})
+_FINISHES: Final = END_OF_RUN | {"feeder"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +69,21 @@ class UnitSpec:
 
 def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
     """Return the units of a run in the order of their start."""
-    counts = {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
     units = [] if config.redis.url is not None else [_redis(config, run_dir)]
-    units.append(_unit(config, run_dir, "learner", range(config.learner.ranks)))
-    units += [_unit(config, run_dir, kind, [index]) for kind, count in counts.items() for index in range(count)]
+    for kind, count in processes(config).items():
+        places: list[Sequence[int]] = [range(count)] if kind == "learner" else [[index] for index in range(count)]
+        units += [_unit(config, run_dir, kind, indices) for indices in places]
     return units
+
+
+def processes(config: RunConfig) -> dict[str, int]:
+    """How many processes a run has of each kind besides Redis, in the order of their start."""
+    producing = {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
+    if config.recording.mode == "write":
+        return {"recorder": 1, **producing}
+    if config.recording.mode == "read":
+        return {"learner": config.learner.ranks, "player": 1}
+    return {"learner": config.learner.ranks, **producing}
 
 
 def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
@@ -74,7 +96,7 @@ def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
     return UnitSpec("redis", ("redis",), command, probe=probe)
 
 
-def _unit(config: RunConfig, run_dir: Path, kind: str, indices: range | list[int]) -> UnitSpec:
+def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -> UnitSpec:
     def command(position: int, token: str) -> Command:
         env = threads(config, kind)
         if kind == "learner":

@@ -16,6 +16,7 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.consumers.plugins import load_rewards
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
+from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
 from streamrl.queues.probe import Probe
 from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
@@ -48,6 +49,9 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
         "disk": lambda: _disk(config, run_dir),
         "shared memory": lambda: _shared_memory(config),
     }
+    if config.recording.mode == "read":
+        looks |= {"data": lambda: _recording(config)}
+        del looks["engine"]
     checks = []
     for name, look in looks.items():
         try:
@@ -113,6 +117,13 @@ def _data(config: RunConfig) -> str:
     return ", ".join(map(str, files))
 
 
+def _recording(config: RunConfig) -> str:
+    header = check_recording(config)
+    if header.model != config.model.path:
+        return f"{config.recording.path}, sampled by {header.model}: far off-policy from the first step on"
+    return str(config.recording.path)
+
+
 def _first_prompt(path: Path) -> None:
     """Look at the first line only: the feeder reads the whole file before it admits anything."""
     try:
@@ -136,7 +147,11 @@ def _rewards(config: RunConfig) -> str:
 
 def _disk(config: RunConfig, run_dir: Path) -> str:
     # Weights and two moments of AdamW in float32, for the checkpoints that are kept and the one being written.
-    need = 3 * _model_bytes(config, "float32") * (config.checkpoint.keep + 1) + _MARGIN
+    checkpoint, steps = config.checkpoint, config.learner.steps
+    milestones = steps // checkpoint.keep_every if steps and checkpoint.keep_every else 0
+    need = _MARGIN
+    if config.recording.mode != "write":
+        need += 3 * _model_bytes(config, "float32") * (checkpoint.keep + milestones + 1)
     if config.weights.transport == "directory":
         need += 3 * _model_bytes(config, config.weights.dtype)
     folder = next(path for path in (run_dir.resolve(), *run_dir.resolve().parents) if path.exists())

@@ -34,6 +34,8 @@ _RUNNERS: Final = {
     "rollout": ("streamrl.producers.replica", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
     "learner": ("streamrl.learner.loop", "run_learner"),
+    "recorder": ("streamrl.learner.recorder", "run_recorder"),
+    "player": ("streamrl.producers.player", "run_player"),
 }
 KINDS: Final = ("redis", *_RUNNERS)
 _EXTRAS: Final = frozenset({"torch", "transformers", "safetensors", "tokenizers"})
@@ -63,7 +65,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     code. Call it once per process; it sets up logging, signals and the lifeline.
 
     Args:
-        kind: `feeder`, `rollout`, `reward` or `learner`.
+        kind: `feeder`, `rollout`, `reward`, `learner`, `recorder` or `player`.
         index: which of several; the rank of a learner.
         run_dir: directory with `run.json`.
     """

@@ -20,7 +20,7 @@ from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEven
 from streamrl.runtime.instance import State
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, RENDEZVOUS, UnitSpec, plan
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, ORDER, RENDEZVOUS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.unit import KILL_SECONDS, Unit
 from streamrl.weight_sync.transports import release_memory
@@ -209,7 +209,7 @@ class Supervisor:
                 Outcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
             )
             self._send(Notice(f"{unit.spec.name} failed for good: {instance.reason}", error=True))
-        elif unit.spec.kind == "learner":
+        elif unit.spec.kind in END_OF_RUN:
             self._end(Outcome(ExitCode.OK, finished=True, reason="finished"))
 
     async def _drain(self, keeps: dict[Unit, asyncio.Task[None]]) -> None:
@@ -265,7 +265,7 @@ class Supervisor:
         outcome = replace(outcome, restarts=restarts)
         for unit in self.units:
             code = unit.instance.exit_code
-            if unit.spec.kind == "learner" and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
+            if unit.spec.kind in END_OF_RUN and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
                 reason = f"{outcome.reason}, but {unit.spec.name} {unit.instance.reason}"
                 outcome = replace(outcome, exit_code=_exit_code(code), reason=reason)
         return outcome

@@ -1,0 +1,258 @@
+"""The recorder: what stands in the learner's place in a run that records rollouts and trains nothing.
+
+```
+take over -> publish the model once -> { closed groups -> files -> fsync -> checkpoint without weights -> retire }
+```
+To the ledger it is a learner: it fences, its epochs have logs of ids, and its checkpoints say which groups are durable
+and are what `retire` names. So the audit proves of a recording what it proves of a training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, Fenced, Forgotten, WireError
+from streamrl.learner.chain import TrainedDigest, TrainedLog, VersionsLog
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
+from streamrl.learner.ending import Finished, Reason, is_over, write_finished
+from streamrl.learner.record import GroupRecord
+from streamrl.learner.takeover import Start, take_over
+from streamrl.queues.recording import FOLDER, Header, RecordedGroup, RecordingWriter, read_header
+from streamrl.queues.records import ClosedGroup
+from streamrl.queues.role import Role
+from streamrl.weight_sync.outlets import Outlet, open_outlet
+from streamrl.weight_sync.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+_DOORBELL_SECONDS: Final = 0.5
+_SAVE_SECONDS: Final = 1.0
+"""Longest time between a closed group and its durability; a checkpoint of a recording is a few kilobytes."""
+_KEEP: Final = 2
+
+
+async def run_recorder(role: Role) -> None:
+    """Record until the run is over or `role.stop` is set; then everything recorded is durable and retired.
+
+    Killed at any point it leaves behind what the next recorder goes on from.
+
+    Raises:
+        Refused: going on would lose groups, or the run has trained before.
+        Fenced: a newer recorder took over.
+        CannotCreate: a file cannot be made, or the disk is full.
+    """
+    ledger = role.ledgers.train
+    if await is_over(role.config, role.run_dir, ledger):
+        role.ready()
+        return
+    checkpoints = Checkpoints(role.run_dir / "checkpoints")
+    start = await take_over(ledger, checkpoints, kind="recording", model=role.config.model.path)
+    try:
+        await Recorder(role, checkpoints, start).run()
+    except Fenced as error:
+        if (await ledger.state()).epoch < start.epoch:
+            raise Forgotten(f"Redis forgot epoch {start.epoch} of the recorder", "start it again") from error
+        raise
+
+
+class Recorder:
+    """One life of the recorder.
+
+    Args:
+        role: its role.
+        checkpoints: of the run.
+        start: where it goes on.
+    """
+
+    def __init__(self, role: Role, checkpoints: Checkpoints, start: Start) -> None:
+        config, run_dir = role.config, role.run_dir
+        self._role, self._config, self._ledger = role, config, role.ledgers.train
+        self._checkpoints, self._start = checkpoints, start
+        self._log = TrainedLog(checkpoints.folder, start.epoch)
+        self._record = GroupRecord(run_dir, start.epoch)
+        folder = run_dir / FOLDER
+        self._writer = RecordingWriter(folder, start.epoch, _header(config, folder), config.recording.file_bytes)
+        self._durable = set(start.trained)
+        self._fresh: set[int] = set()
+        self._digest = TrainedDigest()
+        self._digest.add(start.trained)
+        self._step, self._version = start.step, start.version + 1
+        self._checkpoint = start.checkpoint
+        self._manifest = b""
+        self._saved_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Publish, record until there is a reason to end, and leave everything durable."""
+        versions = VersionsLog(self._checkpoints.folder, self._start.epoch, self._start.nonce)
+        try:
+            publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
+            try:
+                async with open_outlet(self._config, self._role.run_dir, publisher.root) as outlet:
+                    versions.note(self._version, 0)
+                    await self._publish(publisher, outlet)
+                    self._role.ready()
+                    await self._record_all()
+            finally:
+                publisher.close(unlink=False)
+        finally:
+            self._writer.close()
+            self._record.close()
+            self._log.close()
+            versions.close()
+
+    async def _publish(self, publisher: Publisher, outlet: Outlet) -> None:
+        """The model of the run is its only version."""
+        from streamrl.learner.sharding import load_model
+
+        def write() -> bytes:
+            import torch
+
+            dtype: torch.dtype = getattr(torch, self._config.weights.dtype)
+            model = load_model(self._config.model)
+            return publisher.publish(
+                epoch=self._start.epoch,
+                version=self._version,
+                step=0,
+                tensors=((name, weight.detach().to(dtype)) for name, weight in model.named_parameters()),
+                base=None,
+                sources=outlet.sources(),
+            )
+
+        self._manifest = await asyncio.to_thread(write)
+        await outlet.announce(publisher.manifest)
+        await self._ledger.consume(self._start.nonce, 0, self._version, self._manifest)
+
+    async def _record_all(self) -> None:
+        reason: Reason | None = None
+        while not self._role.stop.is_set():
+            closed = await self._ledger.closed()
+            await self._take([gid for gid in closed if gid not in self._durable and gid not in self._fresh])
+            revived = any(gid in self._durable for gid in closed)
+            reason = await self._reason()
+            if reason or self._digest.count + len(self._fresh) >= self._goal:
+                break
+            if revived or (self._fresh and time.monotonic() >= self._saved_at + _SAVE_SECONDS):
+                await self._save()
+            # Also where nothing is new: engines that come back find the version again after Redis lost seconds.
+            held = sum(gid in self._fresh for gid in closed)
+            await self._ledger.consume(self._start.nonce, held, self._version, self._manifest)
+            await self._ledger.wait_closed(_DOORBELL_SECONDS)
+        await self._save()
+        if self._digest.count >= self._goal:
+            reason = "steps"
+        if reason is not None:
+            write_finished(
+                self._role.run_dir,
+                Finished(
+                    reason=reason,
+                    step=self._digest.count // self._config.learner.groups_per_step,
+                    version=self._version,
+                    epoch=self._start.epoch,
+                    epochs=self._config.data.epochs,
+                ),
+            )
+            logger.info("the recording is over", extra={"reason": reason, "groups": self._digest.count})
+
+    @property
+    def _goal(self) -> float:
+        """Groups of the whole recording: as many as `learner.steps` steps would train."""
+        steps = self._config.learner.steps
+        return float("inf") if steps is None else steps * self._config.learner.groups_per_step
+
+    async def _take(self, gids: Sequence[int]) -> None:
+        """Read closed groups that are not recorded yet, oldest first; one that is no message of ours dies."""
+        for gid in gids:
+            if self._digest.count + len(self._fresh) >= self._goal:
+                return
+            group = await self._ledger.read_group(gid)
+            if group is None:
+                continue
+            try:
+                frame = _frame(group, self._start.epoch)
+            except WireError as error:
+                await self._ledger.bury_group(self._start.nonce, gid, f"cannot be recorded: {error}")
+                continue
+            self._writer.add(RecordedGroup.of(group))
+            self._record.append(frame)
+            self._fresh.add(gid)
+
+    async def _reason(self) -> Reason | None:
+        """Whether the data is at its end and every live group is recorded."""
+        state, epochs = await self._ledger.state(), self._config.data.epochs
+        if state.done != state.cursor or epochs is None or state.epochs < epochs:
+            return None
+        closed = await self._ledger.closed()
+        done = all(gid in self._fresh or gid in self._durable for gid in closed)
+        return "data" if done and state.live <= len(closed) else None
+
+    async def _save(self) -> None:
+        """Make what was taken durable, then retire it."""
+        self._saved_at = time.monotonic()
+        if self._fresh:
+            try:
+                await asyncio.to_thread(self._write)
+            except OSError as error:
+                raise CannotCreate(f"the recording cannot be written: {error}", "make room and go on") from error
+        retired = [gid for gid in await self._ledger.closed() if gid in self._durable]
+        await self._ledger.retire(self._start.nonce, self._checkpoint, 0, retired)
+
+    def _write(self) -> None:
+        self._digest.add(self._fresh)
+        self._step += 1
+        start, run_dir = self._start, self._role.run_dir
+        files = [(f"{FOLDER}/{file}", size) for file, size in self._writer.sync()]
+        self._log.append(sorted(self._fresh))
+        meta = Meta(
+            format=FORMAT,
+            kind="recording",
+            epoch=start.epoch,
+            step=self._step,
+            version=self._version,
+            chain=[*start.chain, self._log.sync()],
+            count=self._digest.count,
+            digest=self._digest.hexdigest,
+            bases=start.bases,
+            world=0,
+            model=self._config.model.path,
+            record=[*start.record, self._record.sync()],
+            recording=[*(start.meta.recording if start.meta else []), *files],
+        )
+        self._checkpoints.begin(meta.position)
+        self._checkpoints.finish(meta)
+        self._checkpoint = meta.name
+        self._durable |= self._fresh
+        self._fresh.clear()
+        self._checkpoints.remove_older(meta, _KEEP)
+        size = sum((run_dir / file).stat().st_size for file, _ in meta.recording)
+        self._role.status.update({"groups": meta.count, "bytes": size})
+        self._role.record({"groups": meta.count, "bytes": size})
+
+
+def _header(config: RunConfig, folder: Path) -> Header:
+    """The header of the recording that is there, else a new one."""
+    there = read_header(folder) if folder.exists() else None
+    if there is not None:
+        return there
+    return Header(
+        id=uuid.uuid4().hex, run=config.name, model=config.model.path, temperature=config.sampling.temperature
+    )
+
+
+def _frame(group: ClosedGroup, epoch: int) -> dict[str, object]:
+    """What is known of a recorded group, for `streamrl trace`; `WireError` when a message of it is none."""
+    wire.decode(group.prompt, wire.Prompt)
+    samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples.values()]
+    scores = [wire.decode(score, wire.Score) for _, score in group.samples.values()]
+    return {
+        "gid": group.gid,
+        "epoch": epoch,
+        "rewards": [score.value for score in scores],
+        "tokens": [len(sample.tokens) // 4 for sample in samples],
+    }

@@ -1,0 +1,196 @@
+"""The player: what stands in the place of feeder, replicas and reward workers in a run that trains a recording.
+
+It admits one recorded group after the other, closed from its first moment on (`Ledger.admit_closed`); all else is as
+with fresh groups: the id is the place in the recording, the cursor lives in Redis, both bounds of admission hold, and
+learner and audit see no difference. What is recorded is older than every version of this run, so its tokens count as
+sampled by version 0: their age in steps is the step at which they are trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, Refused, WireError, unwrap
+from streamrl.producers.versions import VersionBell
+from streamrl.queues import Role
+from streamrl.queues.ledger import MAX_SAMPLES
+from streamrl.queues.recording import Header, RecordedGroup, read_groups, read_header
+from streamrl.queues.records import AdmitOutcome
+
+logger = logging.getLogger(__name__)
+_FIRST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.05
+_IDLE_PAUSE: Final = 0.5
+
+
+async def run_player(role: Role) -> None:
+    """Admit the groups of a recording until `role.stop` is set; a restart goes on at the cursor in Redis.
+
+    Raises:
+        ConfigError: there is no recording, or it does not fit the run.
+        Refused: the run holds groups of other data, or `max_dead` letters.
+        WireError: the recording is damaged.
+    """
+    assert role.config.recording.path is not None
+    path = role.config.recording.path
+    header = await asyncio.to_thread(check_recording, role.config)
+    count = await asyncio.to_thread(lambda: sum(1 for _ in read_groups(path)))
+    if not count:
+        raise ConfigError(f"{path}: the recording has no groups")
+    try:
+        await Player(role, header, Recorded(path, count)).run()
+    except BaseExceptionGroup as error:
+        raise unwrap(error) from error
+
+
+def check_recording(config: RunConfig) -> Header:
+    """The header of the recording of a run, when it can be trained.
+
+    Raises:
+        ConfigError: there is none, or its responses were sampled at another temperature.
+    """
+    path = config.recording.path
+    header = read_header(path) if path is not None else None
+    if header is None:
+        raise ConfigError(f"{path} has no recording", "name RUN_DIR/recording of `streamrl up --rollout-only`")
+    if header.temperature != config.sampling.temperature:
+        raise ConfigError(
+            f"{path} was sampled at temperature {header.temperature:g}, sampling.temperature is"
+            f" {config.sampling.temperature:g}: every importance ratio would be wrong",
+            f"set sampling.temperature to {header.temperature:g}",
+        )
+    return header
+
+
+class Recorded:
+    """The groups of a recording by their place, read in order; after the last one the first comes again.
+
+    Args:
+        path: of the recording.
+        count: of its groups.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.count = count
+        self._path = path
+        self._groups: Iterator[RecordedGroup] = iter(())
+        self._next = count
+        self._held: tuple[int, RecordedGroup] | None = None
+
+    def group(self, place: int) -> RecordedGroup:
+        """The group at a place, from 0; going back means reading from the first one again.
+
+        Raises:
+            WireError: the recording is damaged, or has become shorter.
+        """
+        index = place % self.count
+        if self._held is not None and self._held[0] == index:
+            return self._held[1]
+        if index < self._next:
+            self._groups, self._next = read_groups(self._path), 0
+        group = next(itertools.islice(self._groups, index - self._next, None), None)
+        if group is None:
+            raise WireError(f"{self._path}: the recording has become shorter than its {self.count} groups")
+        self._next, self._held = index + 1, (index, group)
+        return group
+
+
+class Player:
+    """Admission of recorded groups.
+
+    Args:
+        role: its role.
+        header: of the recording.
+        recorded: its groups.
+    """
+
+    def __init__(self, role: Role, header: Header, recorded: Recorded) -> None:
+        self._role, self._config, self._ledger = role, role.config, role.ledgers.train
+        self._recorded = recorded
+        self._fingerprint = hashlib.sha256(f"recording {header.id}".encode()).hexdigest()[:32]
+        epochs = role.config.data.epochs
+        self._end = None if epochs is None else epochs * recorded.count
+        self._bell = VersionBell(role.ledgers.weights)
+        self._cursor = 0
+
+    async def run(self) -> None:
+        """Admit until the role stops.
+
+        Raises:
+            Refused: as of `run_player`.
+            WireError: the recording is damaged.
+        """
+        state = await self._ledger.state()
+        if state.fingerprint not in (None, self._fingerprint):
+            raise Refused("this run was started with other data than this recording", "--fresh, or another name")
+        self._cursor = state.cursor
+        await self._bell.look()
+        self._role.ready()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._bell.run(self._role.stop))
+            await self._admit_all()
+
+    async def _admit_all(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._role.stop.is_set():
+            version = self._bell.version
+            if self._end is not None and self._cursor >= self._end:
+                await self._finish(self._end // self._recorded.count)
+                continue
+            outcome = await self._admit()
+            self._role.status.update(admitted=self._cursor, of=self._recorded.count, admission=outcome.value)
+            if outcome is AdmitOutcome.FULL:
+                rung = await self._bell.wait(version, pause)
+                pause = _FIRST_PAUSE if rung else min(2 * pause, _LONGEST_PAUSE)
+            else:
+                pause = _FIRST_PAUSE
+
+    async def _admit(self) -> AdmitOutcome:
+        group = await asyncio.to_thread(self._recorded.group, self._cursor)
+        config = self._config
+        answer = await self._ledger.admit_closed(
+            cursor=self._cursor,
+            fingerprint=self._fingerprint,
+            prompt=group.prompt,
+            samples=[(as_sampled_before(payload), score) for payload, score in group.samples[:MAX_SAMPLES]],
+            min_group=config.sampling.min_group,
+            budget=config.budget,
+            hard_cap=config.hard_cap,
+            max_dead=config.max_dead,
+        )
+        self._cursor = answer.cursor
+        if answer.outcome is AdmitOutcome.TOO_MANY_DEAD:
+            raise Refused(
+                f"max_dead is {config.max_dead}, and so many letters are there: nothing more is admitted",
+                "`streamrl dead ls` shows them",
+            )
+        return answer.outcome
+
+    async def _finish(self, epochs: int) -> None:
+        """Say that the data ends at the cursor; a Redis that went back is given the lost groups again."""
+        done = await self._ledger.finish(self._cursor, epochs)
+        await self._bell.wait(self._bell.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
+        self._cursor = (await self._ledger.state()).cursor
+
+
+def as_sampled_before(payload: bytes) -> bytes:
+    """A response whose tokens were all sampled by version 0; bytes that are no response stay as they are.
+
+    The learner makes a dead letter of a group with such bytes.
+    """
+    try:
+        sample = wire.decode(payload, wire.Sample)
+    except WireError as error:
+        logger.warning("recorded response is none", extra={"error": str(error)})
+        return payload
+    return wire.encode(msgspec.structs.replace(sample, runs=[(0, 0)] if sample.tokens else []))
