@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -55,12 +56,11 @@ class Actor(Sharded):
         self.config = config
         learner = config.learner
         self.recipe = Recipe.of(config)
-        self._skips_zero = self.recipe.skips_zero
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
         base = load_model(config.model)
         self.lora = self._adapt(base) if learner.lora.rank else None
-        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
+        model, exact = self._wrap(base)
         model.check()
         limits = row_limits(config, model)
         torch.set_float32_matmul_precision(agreed_precision(config, ranks, base))
@@ -68,7 +68,7 @@ class Actor(Sharded):
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         # On a CPU there is no other memory to go to.
         offload = "parameters" in learner.offload and ranks.device.type != "cpu"
-        whole = shard(model, ranks.mesh, dtype, small=small, offload=offload)
+        whole = shard(model, ranks.mesh, dtype, small=small, exact=exact, offload=offload)
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
         super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)
         self._model = model
@@ -118,7 +118,7 @@ class Actor(Sharded):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
-        live = [sample for sample in batch if sample.has_advantage] if self._skips_zero else batch
+        live = [sample for sample in batch if sample.has_advantage] if self.recipe.skips_zero else batch
         parts = self._agree(live)
         self._backward(parts, lambda part: self._loss(part, step, kl_coefficient, limits))
         return MicroStats(
@@ -210,7 +210,7 @@ class Actor(Sharded):
     def _export(self, folder: Path) -> None:
         adapter = None
         if self.lora is not None:
-            adapter = self.lora.about, dict(full_tensors(self._parameters, self._dtype))
+            adapter = self.lora.about, dict(full_tensors(self.parameters, self._dtype))
         tensors = self.full_tensors(self._dtype)
         if self.ranks.rank:
             for _ in tensors:
@@ -231,12 +231,30 @@ class Actor(Sharded):
     def _name_of(self, name: str) -> str:
         return name if self.lora is None else self.lora.name_of(name)
 
+    def _wrap(self, base: PreTrainedModel) -> tuple[LogProbModel, Sequence[nn.Module]]:
+        """The module of a model, and its parts that run in float32 whatever the type of the model is."""
+        options = {"temperature": self.config.sampling.temperature, "chunk": self.config.learner.logprob_chunk}
+        return LogProbModel(base, **options), ()
+
     def _loss(
         self, part: Microbatch, step: int, kl_coefficient: float, limits: Sequence[float | None] | None
     ) -> torch.Tensor:
         logprobs, entropy = self._forward(part, entropy=True, entropy_gradient=bool(self.recipe.entropy))
         if not len(part.samples):
-            return logprobs.sum() * 0
+            total: torch.Tensor = logprobs.sum() * 0
+            return total
+        return self._objective(part, logprobs, entropy, step=step, kl_coefficient=kl_coefficient, limits=limits)
+
+    def _objective(
+        self,
+        part: Microbatch,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        *,
+        step: int,
+        kl_coefficient: float,
+        limits: Sequence[float | None] | None,
+    ) -> torch.Tensor:
         tokens = self._tokens(part, logprobs, entropy, step)
         found = objective(tokens, self.recipe, kl_coefficient, weights=self._weights(part), limits=limits)
         self._sums += found.sums

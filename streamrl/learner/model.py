@@ -82,6 +82,16 @@ class Backbone(nn.Module):
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
 
+    def states(
+        self,
+        input_ids: torch.Tensor,
+        segments: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Last hidden states at the places that predict the targets, shape (n, hidden)."""
+        return self.hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
+
     @torch.no_grad()
     def can_share(self) -> bool:
         """Whether several responses can share a row: a trial, since some models ignore positions and masks."""
@@ -167,10 +177,16 @@ class LogProbModel(Backbone):
         Returns:
             float32 of shape (n,), and the same or None.
         """
-        hidden = self.hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
+        states = self.states(input_ids, segments, position_ids, positions)
+        return self.score(states, targets, entropy=entropy, entropy_gradient=entropy_gradient)
+
+    def score(
+        self, states: torch.Tensor, targets: torch.Tensor, *, entropy: bool, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `forward`, from the hidden states that predict the targets, shape (n, hidden)."""
         return token_logprobs(
             self.logits,
-            hidden,
+            states,
             targets,
             temperature=self.temperature,
             chunk=self.chunk,

@@ -37,10 +37,12 @@ class ShardedAdamW:
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
+        decays: weights decay (`learner.weight_decay`); False: one without gradients and moments stays what it is.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig, *, offload: bool = False) -> None:
         self.updates = 0
+        self.decays = True
         self._config = config
         self._parameters = dict(parameters)
         # A rank has no rows of a parameter with fewer rows than ranks.
@@ -97,7 +99,7 @@ class ShardedAdamW:
         rate = self.lr * lr_scale
         torch._foreach_mul_(self._gradients(), scale)
         for group in self._adamw.param_groups:
-            group["lr"] = rate
+            group["lr"], group["weight_decay"] = rate, self._config.weight_decay if self.decays else 0.0
         with self._at_hand():
             self._adamw.step()
             if self._average:
