@@ -1,0 +1,94 @@
+"""Whole small runs that train an adapter: versions that are the adapter alone, and versions with it merged in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from streamrl.weight_sync.adapter import adapted, merge
+from streamrl.weight_sync.catalog import versions
+from streamrl.weight_sync.mapping import map_version
+
+from .run_kit import cli, data_of, process
+from .test_up import tiny  # noqa: F401  (a fixture)
+
+SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
+
+
+def up(tiny: Path, folder: Path, *settings: str) -> Path:  # noqa: F811
+    flags = [part for setting in (*SETTINGS, *settings) for part in ("--set", setting)]
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "runs" / "tiny"
+
+
+def audited(folder: Path) -> tuple[int, int, int]:
+    data = data_of(cli("audit", "--json", cwd=folder).stdout, "streamrl.audit/1")
+    return data["trained"], data["lost"], data["twice"]
+
+
+def lines(run: Path, role: str) -> list[dict[str, object]]:
+    return [orjson.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_bytes().splitlines()]
+
+
+def named(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+@pytest.mark.slow
+def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):  # noqa: F811
+    run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.steps=4")
+    assert audited(tmp_path) == (16, 0, 0)
+    newest, manifest = list(versions(run / "weights").items())[-1]
+    assert manifest.kind == "adapter"
+    assert manifest.adapter is not None
+    assert (manifest.adapter.rank, manifest.adapter.alpha, manifest.adapter.dora) == (4, 8.0, False)
+    steps = [line for line in lines(run, "learner.0") if "publish_kind" in line]
+    assert {line["publish_kind"] for line in steps} == {"adapter"}
+    assert any(line.get("weights_refused", 0) == 0 for line in lines(run, "rollout.0"))
+    # The behaviour log-probabilities of the engine, under its own merge, are the learner's under the adapter.
+    assert all(abs(float(line["ratio_mean"]) - 1) < 0.2 for line in steps if "ratio_mean" in line)
+    # What the engine makes of the newest version is what the learner exports.
+    held = map_version(run / "weights" / manifest.folder, manifest).tensors
+    base, exported = named(tiny / "model"), named(run / "model")
+    for module, names in adapted(manifest.adapter, held).items():
+        name = f"{module}.weight"
+        ours = merge(base[name], held[names.low], held[names.high], scale=manifest.adapter.scale)
+        np.testing.assert_allclose(ours.detach(), exported[name].detach(), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(exported[name], base[name])
+    assert torch.equal(exported["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert (run / "model" / "adapter" / "adapter_config.json").exists()
+    shown = cli("weights", "show", str(newest[1]), cwd=tmp_path)
+    assert "LoRA of rank 4, alpha 8" in shown.stdout
+    data = data_of(cli("weights", "show", str(newest[1]), "--json", cwd=tmp_path).stdout, "streamrl.weights.show/1")
+    assert (data["kind"], data["present"]) == ("adapter", True)
+
+
+@pytest.mark.slow
+def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):  # noqa: F811
+    run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.lora.dora=true", "learner.steps=2")
+    first = named(run / "model")
+    flags = ["--resume", "--screen", "plain", "--set", "learner.steps=4"]
+    done = process("up", str(tiny / "run.yaml"), *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert audited(tmp_path) == (16, 0, 0)
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in named(run / "model").items())
+    other = process("up", str(tiny / "run.yaml"), *flags[:-1], "learner.lora.alpha=16", cwd=tmp_path)
+    assert other.returncode != 0
+    assert "another adapter" in other.stdout + other.stderr
+
+
+@pytest.mark.slow
+def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):  # noqa: F811
+    run = up(tiny, tmp_path, "learner.steps=2", "learner.ranks=2", "weights.transport=shm")
+    assert audited(tmp_path) == (8, 0, 0)
+    assert {line["publish_kind"] for line in lines(run, "learner.0") if "publish_kind" in line} == {"full"}
+    assert (run / "model" / "adapter" / "adapter_model.safetensors").exists()
+    base, exported = named(tiny / "model"), named(run / "model")
+    assert any(not torch.equal(exported[name], base[name]) for name in base)
