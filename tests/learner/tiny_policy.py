@@ -26,8 +26,21 @@ _COMMON: dict[str, Any] = {
 KINDS: dict[str, Any] = {
     "Qwen2": {**_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "Qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    # Norms of queries and keys.
+    "Qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "Llama": {**_COMMON, "num_key_value_heads": 1, "tie_word_embeddings": False},
     "GPTNeoX": {**_COMMON, "attention_bias": False},
+    # Scaled embeddings, norms of 1 + weight, heads wider than the hidden size.
+    "Gemma": {**_COMMON, "num_key_value_heads": 1, "head_dim": 16},
+    # Both kinds of attention with their own rotary bases.
+    "Gemma3Text": {
+        **_COMMON,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # Soft caps on attention and logits, sliding window in every second layer, scaled embeddings.
     "Gemma2": {
         **_COMMON,
