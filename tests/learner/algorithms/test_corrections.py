@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
+from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.corrections import Corrections, check_combination, correct, old_logprobs
 from streamrl.learner.algorithms.loss import LossResult
@@ -272,6 +273,12 @@ def test_every_loss_but_reinforce_goes_with_bypass(loss):
 )
 def test_what_is_sound_is_let_through(learner, loss):
     check(learner, loss)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_sound(name):
+    learner = LearnerConfig.model_validate(PRESETS[name]["learner"])
+    check_combination(learner, Corrections.of(learner.correction), LOSSES.resolve(learner.loss.use, learner.loss.args))
 
 
 def test_the_configuration_knows_that_some_gates_must_be_there():
