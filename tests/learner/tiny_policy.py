@@ -26,8 +26,6 @@ _COMMON: dict[str, Any] = {
 KINDS: dict[str, Any] = {
     "Qwen2": {**_COMMON, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "Qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
-    # Norms of queries and keys.
-    "Qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "Llama": {**_COMMON, "num_key_value_heads": 1, "tie_word_embeddings": False},
     "GPTNeoX": {**_COMMON, "attention_bias": False},
     # Scaled embeddings, norms of 1 + weight, heads wider than the hidden size.
