@@ -1,5 +1,6 @@
 """The benchmarks run, with sizes that say nothing, and write what their tables show."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,19 @@ def test_engines(tmp_path):
     found = run("engines.py", "--kinds", "vllm", *sizes, path=tmp_path / "e.json")
     assert found["vllm"]["rollout"]["ratio_to_bare"]["median"] > 0
     assert found["vllm"]["pause"]["ratio_still_to_update"]["median"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(
+    not (BENCHMARKS.parent / ".crosscheck").exists() and not os.environ.get("CI"), reason="make crosscheck makes it"
+)
+def test_train(tmp_path):
+    found = run("train.py", "--quick", "--paths", "onednn", path=tmp_path / "t.json")
+    for kind in ("sort", "equal"):
+        figures = found[kind]["onednn"]
+        assert len(figures["speedup_vs_trl"]["runs"]) == 2
+        assert figures["tokens_streamrl_computes"] > 0
+        assert figures["tokens_trl_computes"] >= figures["tokens"]
+    assert found["speedup_vs_trl"] == found["sort"]["onednn"]["speedup_vs_trl"]["median"]
+    assert found["share_of_dense"] > 0
