@@ -11,9 +11,7 @@ import yaml
 from streamrl.config.learner import Preset
 from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.advantages import Estimator
-from streamrl.learner.algorithms.corrections import Corrections, check_combination
-from streamrl.learner.algorithms.losses import LOSSES
+from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.runfile import load
 
 PAGES = Path(__file__).parent.parent / "docs" / "presets"
@@ -42,11 +40,10 @@ def test_the_page_shows_exactly_the_preset(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_a_run_that_starts(name):
     config = load(None, [f"learner.preset={name}"], {}).config
-    learner = config.learner
-    assert learner.preset == name
-    assert Estimator.of(learner).name == learner.advantage.use
-    corrections = Corrections.of(learner.correction)
-    check_combination(learner, corrections, LOSSES.resolve(learner.loss.use, learner.loss.args))
+    assert config.learner.preset == name
+    recipe = Recipe.of(config)
+    assert recipe.estimator.name == config.learner.advantage.use
+    assert recipe.streams == (name in {"grpo", "egpo", "on_policy"})
 
 
 def leaves(node, path=()):

@@ -49,13 +49,14 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
         "collective_deadline": 30.0, **learner,
     }  # fmt: skip
     every, epochs = settings.pop("checkpoint_every", 2), settings.pop("epochs", 1)
+    greedy = settings.get("advantage", {}).get("use") == "remax"
     weights = {"transport": "directory", **settings.pop("weights", {})}
     config = RunConfig(
         name="played",
         redis=redis,
         model=ModelConfig(path=str(model), context=64),
         data=DataConfig(epochs=epochs),
-        sampling=SamplingConfig(group_size=3, min_group=2, max_new_tokens=8),
+        sampling=SamplingConfig(group_size=3, min_group=2, max_new_tokens=8, greedy_baseline=greedy),
         learner=LearnerConfig(**settings),
         checkpoint=CheckpointConfig(every=every),
         weights=WeightsConfig(**weights),
@@ -65,7 +66,7 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
     return config
 
 
-def response(gid: int, sample: int, version: int) -> wire.Sample:
+def response(gid: int, sample: int, version: int, greedy: bool = False) -> wire.Sample:
     """A made-up response, a function of its group and number."""
     chance = random.Random(f"{gid} {sample}")
     count = chance.randint(1, 8)
@@ -74,6 +75,7 @@ def response(gid: int, sample: int, version: int) -> wire.Sample:
         logprobs=wire.pack_float32([-chance.uniform(2.5, 4.5) for _ in range(count)]),
         runs=[(0, version)],
         finish="stop",
+        greedy=greedy,
     )
 
 
@@ -127,8 +129,8 @@ class Player:
         while cursor != self.end and admitted != limit:
             prompt = wire.Prompt(tokens=wire.pack_int32([1 + cursor % (VOCABULARY - 1), 2, 3]), line=cursor)
             answer = await self.ledger.admit(
-                cursor=cursor, fingerprint=FINGERPRINT, prompt=wire.encode(prompt), samples=config.sampling.group_size,
-                min_group=config.sampling.min_group, budget=config.budget, hard_cap=config.hard_cap,
+                cursor=cursor, fingerprint=FINGERPRINT, prompt=wire.encode(prompt), samples=config.sampling.responses,
+                min_group=config.sampling.min_responses, budget=config.budget, hard_cap=config.hard_cap,
                 max_dead=config.max_dead, version=state.version,
             )  # fmt: skip
             cursor = answer.cursor
@@ -145,7 +147,8 @@ class Player:
         for sample in work.missing if work else ():
             payload = self.spoil.get((lease.gid, sample))
             if payload is None:
-                payload = wire.encode(response(lease.gid, sample, version))
+                greedy = sample >= self.config.sampling.group_size
+                payload = wire.encode(response(lease.gid, sample, version, greedy))
             await self.ledger.emit(lease, sample, payload)
 
     async def _take(self, stream: str):
