@@ -199,6 +199,24 @@ def audit(run: RunOption = None, json: JsonOption = False) -> int:
 
 
 @app.command()
+def export(
+    *,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
+    run: RunOption = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", min=0, metavar="STEP", help="Step of the checkpoint; else the newest.")
+    ] = None,
+    average: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Write a checkpoint as a Hugging Face directory; the run need not be running."""
+    from streamrl.commands.export import export as command
+
+    return command(run, checkpoint, out, average=average, force=force, json=json)
+
+
+@app.command()
 def version(json: JsonOption = False) -> int:
     """Show the version of streamrl and of what it stands on."""
     from streamrl.commands.version import version as command

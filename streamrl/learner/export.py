@@ -93,7 +93,7 @@ def write_model(
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         copy.save_pretrained(draft)
-        _write_tokenizer(draft, tokenizer)
+        write_tokenizer(draft, tokenizer)
         if adapter is not None:
             write_adapter(draft / "adapter", *adapter)
         if folder.exists():
@@ -103,7 +103,8 @@ def write_model(
         raise CannotCreate(f"the model cannot be written to {folder}: {error}", "make room and export again") from error
 
 
-def _write_tokenizer(folder: Path, source: str) -> None:
+def write_tokenizer(folder: Path, source: str) -> None:
+    """Write the tokenizer of a model beside it; a warning where there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
