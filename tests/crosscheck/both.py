@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import CAP, CASES, LONGEST, Case
+from cases import CAP, CASES, LONGEST, REWARDS, Case
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -80,10 +80,12 @@ class Both:
             for name, case in CASES.items()
         }
         (self.folder / "cases.json").write_text(json.dumps(cases))
+        (self.folder / "rewards.json").write_text(json.dumps(REWARDS))
 
     def read(self) -> None:
         """Read what trl wrote."""
         self.losses: dict[str, float] = json.loads((self.folder / "losses.json").read_text())
+        self.advantages: dict[str, list[float]] = json.loads((self.folder / "advantages.json").read_text())
         self.gradients = load_file(self.folder / "gradients.safetensors")
         self.versions: dict[str, str] = json.loads((self.folder / "versions.json").read_text())
 

@@ -8,6 +8,8 @@ from typing import Any
 
 LONGEST = 12
 """Most tokens of a response: `sampling.max_new_tokens` here, `max_completion_length` there."""
+REWARDS = [1.0, 0.0, 0.25, None, 2.0, 2.0, -1.0, 0.5]
+"""Of two groups; the fourth response has no score."""
 CAP = 1.5
 """Of truncated importance sampling."""
 

@@ -4,13 +4,16 @@ Models, weights, tokens, advantages and old log-probabilities are the same; the 
 do not share on purpose, and why, is listed in docs/algorithms.md.
 """
 
+import numpy as np
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, REWARDS
 
+from streamrl.learner.algorithms.advantages import dr_grpo, grpo
+from streamrl.learner.algorithms.groupdata import GroupData
 from streamrl.learner.algorithms.losses import LOSSES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 TOLERANCE = 1e-5
 
 
@@ -47,3 +50,35 @@ def test_the_cases_say_something(both_sides):
     assert covered <= set(LOSSES.names)
     assert {"ppo", "gspo", "cispo", "sapo", "vespo"} <= covered
     assert both_sides.versions["trl"].startswith("1.")
+
+
+def groups():
+    """Usable rewards of the two groups, each with the places of its responses."""
+    for start in (0, 4):
+        places = [place for place in range(start, start + 4) if REWARDS[place] is not None]
+        yield places, np.asarray([REWARDS[place] for place in places], dtype=np.float64)
+
+
+def group_data(rewards):
+    return GroupData(rewards=rewards, lengths=np.ones(len(rewards), dtype=np.int64), behaviour=[[0.0]] * len(rewards))
+
+
+def test_advantages(both_sides):
+    """An unscored response is no part of its group on either side. What is added to the deviation differs."""
+    theirs = {scale: np.asarray(found) for scale, found in both_sides.advantages.items()}
+    for places, rewards in groups():
+        data, std = group_data(rewards), rewards.std(ddof=1)
+        centred = np.concatenate(dr_grpo(data))
+        assert theirs["none"][places] == pytest.approx(centred, rel=TOLERANCE, abs=1e-6)
+        scaled = np.concatenate(grpo(data)) * (std + 1e-6) / (std + 1e-4)
+        assert theirs["group"][places] == pytest.approx(scaled, rel=TOLERANCE, abs=1e-6)
+    assert theirs["group"][REWARDS.index(None)] == theirs["none"][REWARDS.index(None)] == 0
+
+
+def test_the_deviation_of_a_batch_is_another_one(both_sides):
+    """`scale_rewards: batch` divides by that of the rewards; grpo_batch_std (ScaleRL) by that of the advantages."""
+    known = np.asarray([reward for reward in REWARDS if reward is not None])
+    for places, rewards in groups():
+        centred = rewards - rewards.mean()
+        theirs = np.asarray(both_sides.advantages["batch"])[places]
+        assert theirs == pytest.approx(centred / (known.std(ddof=1) + 1e-4), rel=TOLERANCE, abs=1e-6)

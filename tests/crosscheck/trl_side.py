@@ -3,8 +3,10 @@
     .crosscheck/bin/python tests/crosscheck/trl_side.py FOLDER
 
 FOLDER holds `model` (a Hugging Face directory), `inputs.safetensors` (what `GRPOTrainer.compute_loss` takes) and
-`cases.json`: `{name: {"config": arguments of GRPOConfig, "inputs": [names of the optional inputs it gets]}}`. It gets
-`losses.json` (name: loss), `gradients.safetensors` (`name|logprobs` and `name|parameter`) and `versions.json`.
+`cases.json`: `{name: {"config": arguments of GRPOConfig, "inputs": [names of the optional inputs it gets]}}`, and
+`rewards.json`, the rewards of a batch, null where there is none. It gets `losses.json` (name: loss),
+`gradients.safetensors` (`name|logprobs` and `name|parameter`), `advantages.json` (`scale_rewards`: advantages) and
+`versions.json`.
 Nothing of streamrl is imported here.
 """
 
@@ -49,14 +51,30 @@ def main(folder: Path) -> None:
         loss, found = differentiate(trainer, chosen)
         losses[name] = loss
         gradients |= {f"{name}|{key}": value for key, value in found.items()}
+    rewards = json.loads((folder / "rewards.json").read_text())
+    advantages = {scale: advantages_of(folder, rewards, scale) for scale in ("group", "none", "batch")}
+    (folder / "advantages.json").write_text(json.dumps(advantages))
     (folder / "losses.json").write_text(json.dumps(losses))
     versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
     (folder / "versions.json").write_text(json.dumps(versions))
     save_file(gradients, folder / "gradients.safetensors")
 
 
-def make_trainer(folder: Path, batch: int, config: dict[str, Any]) -> trl.GRPOTrainer:
-    """A trainer with a fresh model; its data set and reward are never used."""
+def advantages_of(folder: Path, rewards: list[float | None], scale: str) -> list[float]:
+    """Advantages of a batch that the trainer generates itself, with these rewards."""
+    config = {"scale_rewards": scale, "max_completion_length": 4}
+    trainer = make_trainer(folder, len(rewards), config, rewards)
+    trainer.model.train()
+    found: list[float] = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rewards))[
+        "advantages"
+    ].tolist()
+    return found
+
+
+def make_trainer(
+    folder: Path, batch: int, config: dict[str, Any], rewards: list[float | None] | None = None
+) -> trl.GRPOTrainer:
+    """A trainer with a fresh model, and given rewards."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
     arguments = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -67,7 +85,7 @@ def make_trainer(folder: Path, batch: int, config: dict[str, Any]) -> trl.GRPOTr
     )
     return trl.GRPOTrainer(
         model=model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=lambda completions, **_: rewards or [0.0] * len(completions),
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * batch}),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model"),
