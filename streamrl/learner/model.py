@@ -260,9 +260,15 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
         if packed:
             logger.warning("rows are not packed: the model does not keep to the mask of such rows")
         shared = 0
+    longest = min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context)
+    if longest > learner.tokens_per_microbatch:
+        logger.warning(
+            "samples above learner.tokens_per_microbatch get a pass of their own, which that does not bound",
+            extra={"longest": longest, "tokens_per_microbatch": learner.tokens_per_microbatch},
+        )
     return Limits(
         tokens=learner.tokens_per_microbatch,
-        longest=min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context),
+        longest=longest,
         shared=shared,
         packed=min(shared, PACKED_PER_HIDDEN * text.hidden_size) if packed else 0,
         share_prompts=learner.share_prompts,

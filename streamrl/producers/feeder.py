@@ -18,7 +18,7 @@ from streamrl.errors import Refused, unwrap
 from streamrl.producers.admission import BURST, Admitter, Terms
 from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
-from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
+from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome
@@ -34,12 +34,14 @@ async def run_feeder(role: Role) -> None:
     A restart, also after kill -9, goes on at the cursor in Redis. Groups in flight need no feeder.
 
     Raises:
+        ConfigError: the tokenizer is none, or another model's.
         DataError: a prompt file is missing or has a line that cannot be used.
         Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters.
         Fenced: a newer feeder took over the held-out ledger.
     """
     config = role.config
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+    await asyncio.to_thread(check_tokenizer, tokenizer, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
     limits = Limits(config.data.max_prompt_tokens, config.model.context, vocabulary)
     data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
+from streamrl.producers.servers.dialect import PROBE
 from streamrl.wire import Int32Array
 
 
@@ -96,6 +97,29 @@ class Tokenizer:
         # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
         encoded = self._backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Compare the tokenizer that the configuration names with the model's own, if there are two. Slow.
+
+    Ids within the vocabulary tell nothing: a model reads those of another tokenizer as other words.
+
+    Raises:
+        ConfigError: they give a text different ids.
+    """
+    if config.tokenizer is None or config.tokenizer == config.path:
+        return
+    try:
+        own = Tokenizer.load(config.model_copy(update={"tokenizer": None}))
+    except ConfigError:
+        return  # a model without a tokenizer of its own
+    ours, theirs = tokenizer.plain_ids(PROBE), own.plain_ids(PROBE)
+    if theirs and ours != theirs:  # transformers makes an empty one where there is none
+        raise ConfigError(
+            f"model.tokenizer {config.tokenizer} is another model's: it writes {PROBE!r} as {ours}, the tokenizer of"
+            f" model.path {config.path} as {theirs}",
+            "leave model.tokenizer out, or name the one that the model was trained with",
+        )
 
 
 def vocabulary_of(config: ModelConfig) -> int | None:
