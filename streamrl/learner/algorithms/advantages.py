@@ -103,7 +103,7 @@ class Estimator:
             )
         try:
             estimator(_small_group(estimator.needs))
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f"learner.advantage.use {use}: {error}", "docs/algorithms.md lists the estimators and their arguments"
             ) from error
@@ -113,14 +113,19 @@ class Estimator:
         """Return the advantage of every token, one float64 array per response, in the order of the group.
 
         Raises:
-            ValueError: what it needs is not there, rewards too far apart for a finite advantage, or (an estimator of a
-                user) not one number per token.
+            ValueError: what it needs is not there, rewards too far apart for a finite advantage, or an estimator of a
+                user that raises or does not give one number per token.
         """
         missing = [need for need in self.needs if getattr(group, _FIELDS[need]) is None]
         if missing:
             raise ValueError(f"the estimator {self.name} needs {missing[0]}, which this group does not have")
-        with np.errstate(over="ignore", invalid="ignore"):
-            advantages = [np.asarray(array, dtype=np.float64) for array in self.compute(group)]
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                advantages = [np.asarray(array, dtype=np.float64) for array in self.compute(group)]
+        except ValueError:
+            raise
+        except Exception as error:  # whatever code of a user raises concerns this group, not the learner
+            raise ValueError(f"the estimator {self.name} failed: {error!r}") from error
         shapes, lengths = [array.shape for array in advantages], group.lengths.tolist()
         if shapes != [(length,) for length in lengths]:
             raise ValueError(f"the estimator {self.name} gave shapes {shapes} for responses of {lengths} tokens")

@@ -168,6 +168,7 @@ def test_the_order_of_the_responses_does_not_matter(use, responses, random):
         ({"use": "egpo", "args": {"lambda_min": 3}}, "lambda_min"),
         ({"use": "egpo", "args": {"part": "answer"}}, "boundary"),
         ({"use": f"{__name__}:one_number"}, "gave shapes"),
+        ({"use": f"{__name__}:careless"}, "failed: KeyError"),
         ({"use": f"{__name__}:odd_normalisation"}, "normalisation sometimes"),
         ({"use": "no.such.module:name"}, "cannot be imported"),
     ],
@@ -184,6 +185,10 @@ def weighted_by_entropy(group, *, scale=1.0):
 
 def one_number(group):
     return [np.zeros(1)]
+
+
+def careless(group):
+    return {}["reward"]
 
 
 @traits(normalise="sometimes")
