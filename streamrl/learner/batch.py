@@ -27,6 +27,7 @@ class TrainSample:
         steps: step of the version that sampled each token, shape (n,), at least 0.
         reward: of the response, finite.
         advantages: of each token, float32, shape (n,), finite.
+        baseline: reward of the greedy response to the prompt; None without one.
         proximal: log-probability under the policy of the start of the step, shape (n,); None until it is computed.
         reference: the same under the reference policy.
         entropy: of the distribution of each token under the policy of the start of the step, in nats; None likewise.
@@ -41,6 +42,7 @@ class TrainSample:
     steps: Int64Array
     reward: float
     advantages: Float32Array
+    baseline: float | None = None
     proximal: Float32Array | None = None
     reference: Float32Array | None = None
     entropy: Float32Array | None = None

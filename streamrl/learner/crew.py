@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
+from streamrl.learner.batch import TrainSample
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.steps import Trainer
 from streamrl.queues.turn import LearnerSwitch
@@ -32,7 +33,7 @@ class Command(IntEnum):
     TRAIN = 2
     """gid, owner, gid, owner, ...: a micro-batch."""
     APPLY = 3
-    """tokens: the update of the step."""
+    """tokens, responses: the updates of the step."""
     PUBLISH = 4
     """epoch, version, epoch and version of the base (`NO_BASE` twice: none): write this rank's share of a version."""
     DISCARD = 5
@@ -49,6 +50,8 @@ class Command(IntEnum):
     """Move weights and moments to the host: engines come onto the devices."""
     RELOAD = 11
     """Bring them back."""
+    HISTORY = 13
+    """version, step, version, step, ...: of the surviving branch, so that every rank knows the ages of tokens."""
     STOP = 8
     """Leave."""
 
@@ -168,16 +171,25 @@ class Crew:
         self._told_at = time.monotonic()
 
 
-def share(groups: Sequence[TrainGroup], world: int) -> list[int]:
+def share(
+    groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, streams: bool
+) -> list[int]:
     """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
 
     The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
+
+    Args:
+        groups: of one micro-batch.
+        world: ranks.
+        work: of the samples of a group, in any unit (`ShardedModule.work`).
+        streams: the step is not collected (`Recipe.streams`); else every group needs a rank that knows its rewards.
     """
     loads = [(0, rank) for rank in range(world)]
     owners = [NOBODY] * len(groups)
-    for index in sorted(range(len(groups)), key=lambda place: -groups[place].cost):
-        if not groups[index].zero_advantage:
+    costs = [0 if group.flat else work(group.samples) for group in groups]
+    for index in sorted(range(len(groups)), key=lambda place: -costs[place]):
+        if not (groups[index].flat and streams):
             load, rank = heapq.heappop(loads)
             owners[index] = rank
-            heapq.heappush(loads, (load + groups[index].cost, rank))
+            heapq.heappush(loads, (load + costs[index], rank))
     return owners

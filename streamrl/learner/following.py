@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamrl.config import RunConfig
@@ -12,7 +12,7 @@ from streamrl.learner.batch import TrainSample
 from streamrl.learner.chain import Branch
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.crew import NO_BASE, Command, TorchThread
-from streamrl.learner.groups import Unusable, open_group
+from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.parts import Parts
 from streamrl.learner.steps import Trainer
 from streamrl.queues.ledger import Ledger
@@ -34,8 +34,8 @@ class FollowingRank:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, ledger: Ledger, trainer: Trainer, torch: TorchThread) -> None:
-        self._scale_by_std = config.learner.advantage.args.get("scale_by_std", True)
         self._branch = Branch([], [], 0, 0)
+        self._open = GroupOpener(self._branch, trainer.recipe, trainer.misfit)
         self._run_dir, self._ledger = run_dir, ledger
         self._trainer, self._torch = trainer, torch
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
@@ -63,33 +63,37 @@ class FollowingRank:
             case Command.TRAIN:
                 await self._train(arguments[::2], arguments[1::2])
             case Command.APPLY:
-                await self._torch.compute(trainer.apply, arguments[0])
+                await self._torch.compute(trainer.apply, arguments[0], arguments[1])
+            case Command.HISTORY:
+                for version, step in zip(arguments[::2], arguments[1::2], strict=True):
+                    self._branch.note(version, step)
             case Command.PUBLISH:
                 await self._publish(arguments)
-            case Command.DISCARD:
-                await self._torch.run(trainer.discard)
             case Command.SAVE:
                 place = arguments[0], arguments[1]
                 await self._torch.run(trainer.state.save, self._checkpoints.draft(place))
-            case Command.SAVED:
-                await self._torch.run(trainer.state.saved)
             case Command.ADOPT:
                 folder = self._run_dir / PINNED / folder_name(arguments[0], arguments[1])
                 await self._torch.run(trainer.adopt, folder)
-            case Command.UNLOAD:
-                await self._torch.run(trainer.unload)
-            case Command.RELOAD:
-                await self._torch.run(trainer.reload)
             case Command.EXPORT:
                 await self._torch.run(trainer.export, self._run_dir / "model")
             case Command.LOAD:
                 folder = self._checkpoints.path((arguments[0], arguments[1]))
                 await self._torch.run(trainer.load, folder, self._checkpoints.read_meta(folder))
+            case Command.DISCARD | Command.SAVED | Command.UNLOAD | Command.RELOAD:
+                parts: dict[int, Callable[[], object]] = {
+                    Command.DISCARD: trainer.discard,
+                    Command.SAVED: trainer.state.saved,
+                    Command.UNLOAD: trainer.unload,
+                    Command.RELOAD: trainer.reload,
+                }
+                await self._torch.run(parts[command])
             case _:
                 pass
 
     async def _publish(self, numbers: Sequence[int]) -> None:
         pair, base = (numbers[0], numbers[1]), (numbers[2], numbers[3])
+        self._branch.note(pair[1], self._trainer.step)
         if self._parts.busy:
             await self._torch.run(self._trainer.skip_snapshot)
             await self._parts.refuse(pair)
@@ -113,7 +117,7 @@ class FollowingRank:
                 logger.warning("group is not there", extra={"group": gid})
                 return None
             try:
-                group = open_group(closed, self._branch, scale_by_std=self._scale_by_std, misfit=self._trainer.misfit)
+                group = self._open(closed)
             except Unusable as error:
                 logger.warning("group cannot be read", extra={"group": gid, "error": str(error)})
                 return None

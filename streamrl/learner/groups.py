@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
-from streamrl.learner.advantages import group_advantages
+from streamrl.learner.algorithms.groupdata import FloatArray, GroupData
+from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import Int64Array, TrainSample
 from streamrl.learner.chain import Branch
 from streamrl.queues.records import ClosedGroup
@@ -29,14 +30,14 @@ class TrainGroup:
         crashes: learners that died in a step with it.
         samples: its usable responses; the greedy one is not among them.
         spanning: responses whose tokens come from more than one version.
-        baseline_reward: reward of the greedy response; None without one.
+        flat: the gradient is exactly zero: no forward pass is needed.
     """
 
     gid: int
     crashes: int
     samples: tuple[TrainSample, ...]
     spanning: int
-    baseline_reward: float | None = None
+    flat: bool
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -54,14 +55,19 @@ class TrainGroup:
         return sum(len(sample.prompt) for sample in self.samples)
 
     @property
-    def zero_advantage(self) -> bool:
-        """Whether no token has an advantage: the gradient is exactly zero and no forward pass is needed."""
-        return not any(sample.has_advantage for sample in self.samples)
+    def responses(self) -> int:
+        """Responses with sampled tokens."""
+        return sum(len(sample.tokens) > 0 for sample in self.samples)
+
+    @property
+    def zero_variance(self) -> bool:
+        """Whether all rewards are equal, so that nothing is learnt from their contrast."""
+        return len(set(self.rewards)) < 2
 
     @property
     def cost(self) -> int:
         """Tokens that go through the model, padding not counted."""
-        return 0 if self.zero_advantage else sum(sample.width for sample in self.samples)
+        return 0 if self.flat else sum(sample.width for sample in self.samples)
 
     def staleness(self, step: int) -> Counter[int]:
         """Sampled tokens by their age in steps of the surviving branch, when they are trained at `step`."""
@@ -71,49 +77,92 @@ class TrainGroup:
 
 
 Misfit = Callable[[Sequence[TrainSample]], ValueError | None]
+"""Says why samples do not fit the model (`Actor.misfit`), None when they do."""
 
 
-def open_group(closed: ClosedGroup, branch: Branch, *, scale_by_std: bool, misfit: Misfit) -> TrainGroup:
-    """Decode and check one closed group.
+class GroupOpener:
+    """Decodes and checks closed groups.
 
     Args:
-        closed: as Redis holds it.
         branch: knows the step of each version.
-        scale_by_std: see `group_advantages`.
-        misfit: says why samples do not fit the model (`Actor.misfit`), None when they do.
-
-    Raises:
-        Unusable: a message that is none of ours, an empty prompt, no response but the greedy one, numbers that give no
-            finite advantage, or tokens that the model does not know.
+        recipe: the algorithm.
+        misfit: of the model.
     """
-    try:
+
+    def __init__(self, branch: Branch, recipe: Recipe, misfit: Misfit) -> None:
+        self.branch = branch
+        self._recipe, self._misfit = recipe, misfit
+
+    def __call__(self, closed: ClosedGroup) -> TrainGroup:
+        """Open one group. Advantages that need more than the group have to be computed later; they are 0 here.
+
+        Raises:
+            Unusable: a message that is none of ours, an empty prompt, no response but the greedy one, numbers that give
+                no finite advantage, or tokens that the model does not know.
+        """
+        try:
+            samples, spanning = self._decode(closed)
+            train = self._estimated(samples)
+            if (reason := self._misfit(train)) is not None:
+                raise reason
+        except (WireError, ValueError) as error:
+            raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
+        flat = self._recipe.skips_zero and not any(sample.has_advantage for sample in train)
+        return TrainGroup(closed.gid, closed.crashes, train, spanning, flat)
+
+    def _decode(self, closed: ClosedGroup) -> tuple[list[TrainSample], int]:
         prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
         parts = [closed.samples[number] for number in sorted(closed.samples)]
-        scored = [(wire.decode(sample, wire.Sample), wire.decode(score, wire.Score).value) for sample, score in parts]
-        baseline = next((reward for sample, reward in scored if sample.greedy), None)
-        samples = [sample for sample, _ in scored if not sample.greedy]
-        rewards = [reward for sample, reward in scored if not sample.greedy]
-        if not samples:
-            raise ValueError("no response but the greedy one")
-        advantages = group_advantages(rewards, scale_by_std=scale_by_std)
-        train = tuple(
+        samples = [wire.decode(payload, wire.Sample) for payload, _ in parts]
+        rewards = [wire.decode(score, wire.Score).value for _, score in parts]
+        both = list(zip(samples, rewards, strict=True))
+        baseline = next((reward for sample, reward in both if sample.greedy), None)
+        train = [
             TrainSample(
                 gid=closed.gid,
                 prompt=prompt,
                 tokens=sample.token_ids,
                 logprobs=sample.token_logprobs,
-                steps=token_steps(sample, branch),
+                steps=token_steps(sample, self.branch),
                 reward=reward,
-                advantages=np.full(len(sample.token_ids), advantage).astype(np.float32),
+                advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
+                baseline=baseline,
             )
-            for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
-        )
-        if (reason := misfit(train)) is not None:
-            raise reason
-    except (WireError, ValueError) as error:
-        raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
-    spanning = sum(len({version for _, version in sample.runs}) > 1 for sample in samples)
-    return TrainGroup(closed.gid, closed.crashes, train, spanning, baseline)
+            for sample, reward in both
+            if not sample.greedy
+        ]
+        if not train:
+            raise ValueError("no response but the greedy one")
+        spanning = sum(len({version for _, version in sample.runs}) > 1 for sample in samples if not sample.greedy)
+        return train, spanning
+
+    def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
+        if not self._recipe.estimator.needs <= {"baseline"}:
+            return tuple(samples)
+        with np.errstate(over="ignore"):
+            arrays = [array.astype(np.float32) for array in self._recipe.estimator(group_data(samples))]
+        return tuple(replace(sample, advantages=array) for sample, array in zip(samples, arrays, strict=True))
+
+
+def group_data(samples: Sequence[TrainSample], penalties: Sequence[FloatArray] | None = None) -> GroupData:
+    """What an estimator of advantages knows of a group.
+
+    Args:
+        samples: all usable responses of one group, at least one.
+        penalties: KL in the reward per token, times its coefficient; None: none.
+    """
+    values = [sample.values for sample in samples if sample.values is not None]
+    entropy = [sample.entropy for sample in samples if sample.entropy is not None]
+    return GroupData(
+        rewards=np.asarray([sample.reward for sample in samples]),
+        lengths=np.asarray([len(sample.tokens) for sample in samples]),
+        behaviour=[sample.logprobs for sample in samples],
+        penalties=penalties,
+        values=values if len(values) == len(samples) else None,
+        entropy=entropy if len(entropy) == len(samples) else None,
+        baseline_reward=samples[0].baseline if samples else None,
+        tokens=[sample.tokens for sample in samples],
+    )
 
 
 def token_steps(sample: wire.Sample, branch: Branch) -> Int64Array:

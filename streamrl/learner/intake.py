@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.learner.groups import Misfit, TrainGroup, Unusable, open_group
+from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.takeover import Start
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import ClosedGroup
@@ -23,6 +23,8 @@ from streamrl.queues.records import ClosedGroup
 logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD: Final = 2
+ZERO_VARIANCE: Final = "equal rewards"
+"""Why a group was dropped that nothing can be learnt from."""
 _DOORBELL_SECONDS: Final = 0.5
 _REST: Final = 4.0
 """Pause after a reading, in times of its length: reading takes a fifth of the loop at most, at any rate."""
@@ -38,7 +40,8 @@ class Intake:
         durable: ids in the chain of the newest durable checkpoint.
         fresh: ids trained since.
         in_step: groups with gradients that are not applied yet.
-        dropped: groups dropped by this learner.
+        dropped: groups dropped by this learner, for whatever reason.
+        zero_variance: of these, the ones with equal rewards (`learner.advantage.zero_variance`).
         held: closed groups in Redis that are trained and not retired, at the last reading.
         untrained: closed groups in Redis that are neither trained nor in the step, at the last reading.
         changed: set after each reading; who waits for it clears it.
@@ -47,21 +50,22 @@ class Intake:
         ledger: the training ledger.
         config: of the run.
         start: where this learner goes on.
-        misfit: says why samples do not fit the model.
+        opener: decodes and checks groups.
     """
 
-    def __init__(self, ledger: Ledger, config: RunConfig, start: Start, misfit: Misfit) -> None:
+    def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener) -> None:
         self.durable = set(start.trained)
         self.fresh: set[int] = set()
         self.in_step: list[TrainGroup] = []
-        self.dropped = 0
+        self.dropped = self.zero_variance = 0
         self.held = 0
         self.changed = asyncio.Event()
         self.untrained = 0
         self._closed = 0
-        self._ledger, self._nonce, self._config, self._branch = ledger, start.nonce, config, start.branch
+        self._ledger, self._nonce, self._config = ledger, start.nonce, config
         self._checkpoint = start.checkpoint
-        self._misfit = misfit
+        self._opener = opener
+        self._lengths: list[int] = []
         self._candidates: dict[int, TrainGroup] = {}
         self._oldest_live: list[int] = []
         self._lock = asyncio.Lock()
@@ -125,6 +129,26 @@ class Intake:
                     del self._candidates[gid]
                     if await self._ledger.drop(self._nonce, gid, "stale"):
                         self.dropped += 1
+
+    async def drop_equal(self, room: int) -> int:
+        """Drop the groups with equal rewards among the oldest candidates; returns how many.
+
+        Args:
+            room: so many candidates are looked at.
+        """
+        async with self._lock:
+            equal = [gid for gid, group in list(self._candidates.items())[:room] if group.zero_variance]
+            for gid in equal:
+                del self._candidates[gid]
+                if await self._ledger.drop(self._nonce, gid, ZERO_VARIANCE):
+                    self.dropped += 1
+                    self.zero_variance += 1
+        return len(equal)
+
+    def take_lengths(self) -> list[int]:
+        """Lengths of all responses that were read since the last call, whatever becomes of them."""
+        lengths, self._lengths = self._lengths, []
+        return lengths
 
     # ---- the step
 
@@ -209,11 +233,12 @@ class Intake:
             await self._bury(closed.gid, f"learner: {closed.crashes} learners died in steps with this group")
             return None
         try:
-            scale = self._config.learner.advantage.args.get("scale_by_std", True)
-            return open_group(closed, self._branch, scale_by_std=scale, misfit=self._misfit)
+            group = self._opener(closed)
         except Unusable as error:
             await self._bury(closed.gid, error.message)
             return None
+        self._lengths += [len(sample.tokens) for sample in group.samples]
+        return group
 
     async def _bury(self, gid: int, why: str) -> None:
         logger.warning("group is dead", extra={"group": gid, "why": why})

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,7 +25,7 @@ from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.crew import NO_BASE, Command, Crew, TorchThread, share
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.following import FollowingRank
-from streamrl.learner.groups import TrainGroup
+from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.intake import Intake
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
@@ -117,7 +116,10 @@ class Leader:
         self._acquittable: list[TrainGroup] = []
         self._repeat_at = 0.0
         self._version = start.version
-        self._skipped, self._unread = 0, 0
+        self._skipped, self._unread, self._skipped_updates = 0, 0, 0
+        self._places_lost = 0  # in this step, to groups that were dropped for their equal rewards
+        self._published_step = -1
+        self._starved_since: float | None = None
         self._start = start
         self._intake: Intake
         self._publishing: Publishing
@@ -131,7 +133,8 @@ class Leader:
         if start.meta is not None:
             meta, folder = start.meta, checkpoints.path(start.meta.position)
             await self._crew.order(Command.LOAD, meta.position, lambda: self._trainer.load(folder, meta))
-        self._intake = Intake(self._role.ledgers.train, self._config, start, self._trainer.misfit)
+        opener = GroupOpener(start.branch, self._trainer.recipe, self._trainer.misfit)
+        self._intake = Intake(self._role.ledgers.train, self._config, start, opener)
         desk = RollbackDesk(self._role.ledgers.train.connection, self._role.ledgers.train.keys)
         self._rollbacks = Rollbacks(desk, start.nonce, self._crew, self._role.run_dir)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
@@ -162,6 +165,8 @@ class Leader:
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
         talking = tasks.create_task(self._crew.keep_alive(self._config.learner.collective_deadline), name="keep alive")
+        history = [number for pair in self._start.branch.pairs for number in pair]
+        await self._crew.order(Command.HISTORY, history, lambda: None)
         await self._publish()
         await self._publishing.settle()
         self._role.ready()
@@ -169,6 +174,8 @@ class Leader:
         reason = await self._train()
         if self._intake.in_step:
             await self._abandon()
+        if self._trainer.step != self._published_step:
+            await self._publish()  # the last steps, where not each is published
         if not await self._saver.save(self._version):
             raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
         await self._rollbacks.look(published=self._publishing.version, saved=self._saver.saved_step)
@@ -182,19 +189,18 @@ class Leader:
 
     async def _train(self) -> Reason | None:
         """Train until the run is over (returns why) or the role is to stop (returns None)."""
-        room = self._config.learner.groups_per_step
         while not self._role.stop.is_set():
             in_step = self._intake.in_step
             if not in_step:
                 await self._roll_back()
                 if reason := await self._ending.reason(self._trainer.step):
                     return reason
-            if len(in_step) >= room:
+            if self._room <= 0:
                 await self._update()
                 continue
-            groups = await self._choose(room - len(in_step), last=False)
-            if not groups and await self._intake.ended():
-                groups = await self._choose(room - len(in_step), last=True)
+            groups = await self._choose(last=False)
+            if not groups and self._room > 0 and await self._intake.ended():
+                groups = await self._choose(last=True)
                 if not groups and in_step:
                     await self._update()
                     continue
@@ -202,20 +208,35 @@ class Leader:
                     return "data"
             if groups:
                 await self._micro_batch(groups)
-            else:
+            elif self._room > 0:
                 await self._starve()
         return None
 
-    async def _choose(self, room: int, *, last: bool) -> list[TrainGroup]:
+    @property
+    def _room(self) -> int:
+        """Free places in the step."""
+        return self._config.learner.groups_per_step - self._places_lost - len(self._intake.in_step)
+
+    async def _choose(self, *, last: bool) -> list[TrainGroup]:
         self._intake.changed.clear()
         await self._intake.drop_stale(self._trainer.step)
+        zero_variance = self._trainer.recipe.zero_variance
+        if zero_variance != "keep":
+            drops = zero_variance == "drop"
+            dropped = await self._intake.drop_equal(self._room if drops else sys.maxsize)
+            self._places_lost += dropped if drops else 0
         cost = self._config.learner.tokens_per_microbatch * self._trainer.ranks.world
         if self._crew.alternates:
             cost = sys.maxsize  # engines stand still from the first micro-batch on: begin with all of the step
-        return self._intake.choose(room, cost, last=last)
+        return self._intake.choose(self._room, cost, last=last) if self._room > 0 else []
 
     async def _starve(self) -> None:
         """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
+        now = time.monotonic()
+        self._starved_since = self._starved_since or now
+        if self._trainer.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
+            # Engines may wait for it: what they sample with older weights may be too old to be trained.
+            await self._publish()
         if not self._intake.in_step and self._saver.due:
             await self._saver.begin(self._version)
         await self._crew.release()
@@ -248,10 +269,11 @@ class Leader:
     async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
         """Train one micro-batch; meanwhile the groups of the one before are acquitted."""
         world = self._trainer.ranks.world
-        owners = share(groups, world)
+        owners = share(groups, world, self._trainer.work, streams=self._trainer.recipe.streams)
         gids = [group.gid for group in groups]
         mine = [sample for group, owner in zip(groups, owners, strict=True) if owner == 0 for sample in group.samples]
         self._meter.begin()
+        self._starved_since = None
         await self._intake.begin(groups)
         pairs = [number for pair in zip(gids, owners, strict=True) for number in pair]
 
@@ -290,10 +312,17 @@ class Leader:
         return self._role.stop.is_set()
 
     async def _update(self) -> None:
-        """Apply the step, write it down, free its places, publish, and save when due."""
+        """Apply the step, write it down, free its places, publish when it is its turn, and save when due."""
+        self._places_lost = 0
+        if not self._intake.in_step:
+            return  # all of its groups were dropped
         tokens = max(1, sum(group.tokens for group in self._intake.in_step))
-        stats = await self._crew.order(Command.APPLY, [tokens], lambda: self._trainer.apply(tokens), computes=True)
+        responses = sum(group.responses for group in self._intake.in_step)
+        stats = await self._crew.order(
+            Command.APPLY, [tokens, responses], lambda: self._trainer.apply(tokens, responses), computes=True
+        )
         self._acquittable = []
+        self._skipped_updates += stats.skipped_updates
         step = self._trainer.step
         if stats.skipped:
             await self._skip()
@@ -306,10 +335,15 @@ class Leader:
         self._saver.trained(gids, (group_frame(group, epoch=epoch, step=step, version=number) for group in groups))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
-            tasks.create_task(self._publish())
-        ages: Counter[int] = sum((group.staleness(step - 1) for group in groups), Counter())
-        line = self._meter.line(groups, stats, ages, self._torch.take_busy())
-        self._show(step, {**line, "dropped": self._intake.dropped, **self._publishing.record})
+            if step - self._published_step >= self._config.learner.publish_every:
+                tasks.create_task(self._publish())
+        line = self._meter.line(groups, stats, step, self._torch.take_busy(), self._intake.take_lengths())
+        counts = {
+            "skipped_updates": self._skipped_updates,
+            "dropped": self._intake.dropped,
+            "dropped_zero_variance": self._intake.zero_variance,
+        }
+        self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:
             await self._saver.begin(self._version)
 
@@ -332,7 +366,8 @@ class Leader:
         """Give the present weights a number and publish them in the background; waits for the version before."""
         await self._publishing.settle()
         self._version += 1
-        self._start.branch.note(self._version, self._trainer.step)
+        self._published_step = self._trainer.step
+        self._start.branch.note(self._version, self._published_step)
         base = self._publishing.next_base()
         numbers = [self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))]
         snapshot = await self._crew.order(Command.PUBLISH, numbers, self._trainer.snapshot, computes=True)

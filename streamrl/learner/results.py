@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,19 +72,6 @@ class UpdateStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogProbs:
-    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
-
-    Attributes:
-        logprobs: float32, shape (completion tokens,) each.
-        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
-    """
-
-    logprobs: list[Float32Array]
-    entropy: list[Float32Array] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CriticStats:
     """One update of the critic; the same on all ranks.
 
@@ -98,3 +86,75 @@ class CriticStats:
     lr: float
     skipped: bool
     sums: ValueSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """What all updates of a step did; the same on all ranks. Means are over the updates that were applied.
+
+    Attributes:
+        updates: updates of the actor that were applied.
+        skipped_updates: of actor and critic, whose gradient was not finite.
+        skipped: nothing of the step is in the weights.
+        loss: mean loss.
+        grad_norm: mean norm of the gradient before clipping.
+        lr: mean learning rate.
+        kl_coefficient: factor of the KL term in this step.
+        trained: sums over all trained tokens; a token counts in each update that it had a part in.
+        critic: updates of the critic that were applied.
+    """
+
+    updates: int
+    skipped_updates: int
+    skipped: bool
+    loss: float
+    grad_norm: float
+    lr: float
+    kl_coefficient: float
+    trained: TokenSums
+    critic: tuple[CriticStats, ...]
+
+    @classmethod
+    def of(
+        cls,
+        updates: Sequence[UpdateStats],
+        *,
+        kl_coefficient: float,
+        critic: Sequence[CriticStats] = (),
+        failed: bool = False,
+    ) -> StepStats:
+        """Put the updates of a step together.
+
+        Args:
+            updates: of the actor, applied or not; none while only the critic learns.
+            kl_coefficient: factor of the KL term.
+            critic: updates of the critic, applied or not.
+            failed: the step could not be computed.
+        """
+        applied = [stats for stats in updates if not stats.skipped]
+        learnt = tuple(stats for stats in critic if not stats.skipped)
+        count = max(1, len(applied))
+        return cls(
+            updates=len(applied),
+            skipped_updates=len(updates) - len(applied) + len(critic) - len(learnt),
+            skipped=failed or not (applied or learnt),
+            loss=sum(stats.loss for stats in applied) / count,
+            grad_norm=sum(stats.grad_norm for stats in applied) / count,
+            lr=sum(stats.lr for stats in applied) / count,
+            kl_coefficient=kl_coefficient,
+            trained=sum((stats.trained for stats in applied), TokenSums()),
+            critic=learnt,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
+
+    Attributes:
+        logprobs: float32, shape (completion tokens,) each.
+        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
+    """
+
+    logprobs: list[Float32Array]
+    entropy: list[Float32Array] | None

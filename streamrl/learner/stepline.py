@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.results import UpdateStats
+from streamrl.learner.results import CriticStats, StepStats
 
 
 class StepMeter:
@@ -35,51 +35,106 @@ class StepMeter:
     def line(
         self,
         groups: Sequence[TrainGroup],
-        stats: UpdateStats,
-        ages: Counter[int],
+        stats: StepStats,
+        step: int,
         busy: Sequence[tuple[float, float]],
+        read: Sequence[int],
     ) -> dict[str, Any]:
-        """Close the step and describe it.
+        """Close the step and describe it (docs/algorithms.md, what a step logs).
 
         Args:
             groups: of the step.
-            stats: of its update.
-            ages: sampled tokens by staleness in steps.
+            stats: of its updates.
+            step: its number, from 1.
             busy: intervals of computing since the last line, pairs of `time.monotonic()`.
+            read: lengths of the responses that were read since the last line, trained or not.
         """
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         computed = sum(end - start for start, end in busy)
         self._computed += computed
         tokens = sum(group.tokens for group in groups)
-        rewards = np.asarray([reward for group in groups for reward in group.rewards])
-        sums = stats.trained
         return {
-            "loss": stats.loss,
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "groups": len(groups),
-            "zero_advantage_groups": sum(group.zero_advantage for group in groups),
-            "tokens": tokens,
-            "prompt_tokens": sum(group.prompt_tokens for group in groups),
-            "ess": sums.ess,
-            "mean_squared_log_ratio": sums.mean("squared_log_ratio"),
-            "clip_fraction": sums.mean("clipped"),
-            "capped_fraction": sums.mean("capped"),
-            "kl_k1": sums.mean("kl_k1"),
-            "kl_k3": sums.mean("kl_k3"),
-            "grad_norm": stats.grad_norm,
-            "lr": stats.lr,
-            "skipped": stats.skipped,
-            "staleness": {str(age): ages[age] for age in sorted(ages)},
-            "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, tokens),
-            "staleness_max": max(ages, default=0),
-            "samples_spanning_versions": sum(group.spanning for group in groups),
+            **_groups(groups, step),
+            **_learnt(stats),
+            "length_read": float(np.mean(read)) if read else None,
+            "lengths_read": histogram(read),
             "idle_seconds": max(0.0, seconds - computed),
             "busy": [[round(start, 6), round(end, 6)] for start, end in busy],
             "step_seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9),
         }
+
+
+def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
+    """What the groups of a step were."""
+    tokens = sum(group.tokens for group in groups)
+    rewards = np.asarray([reward for group in groups for reward in group.rewards])
+    lengths = [len(sample.tokens) for group in groups for sample in group.samples]
+    ages: Counter[int] = sum((group.staleness(step - 1) for group in groups), Counter())
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "groups": len(groups),
+        "zero_advantage_groups": sum(group.flat for group in groups),
+        "zero_variance_groups": sum(group.zero_variance for group in groups),
+        "tokens": tokens,
+        "prompt_tokens": sum(group.prompt_tokens for group in groups),
+        "length_trained": float(np.mean(lengths)),
+        "lengths_trained": histogram(lengths),
+        "staleness": {str(age): ages[age] for age in sorted(ages)},
+        "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, tokens),
+        "staleness_max": max(ages, default=0),
+        "samples_spanning_versions": sum(group.spanning for group in groups),
+    }
+
+
+def _learnt(stats: StepStats) -> dict[str, Any]:
+    """What the updates of a step did."""
+    sums = stats.trained
+    return {
+        "loss": stats.loss,
+        "updates": stats.updates,
+        "ess": sums.ess,
+        "response_ess": sums.response_ess,
+        "mean_squared_log_ratio": sums.mean("squared_log_ratio"),
+        "clip_fraction": sums.mean("clipped"),
+        "capped_fraction": sums.mean("capped"),
+        "masked_fraction": sums.mean("masked"),
+        "masked_by_staleness": sums.masked_by_age,
+        "kl_k1": sums.mean("kl_k1"),
+        "kl_k3": sums.mean("kl_k3"),
+        "kl_reference": sums.mean("kl_reference"),
+        "kl_coefficient": stats.kl_coefficient,
+        "entropy": sums.mean("entropy"),
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "skipped": stats.skipped,
+        **(_criticised(stats.critic) if stats.critic else {}),
+    }
+
+
+def _criticised(critic: Sequence[CriticStats]) -> dict[str, Any]:
+    """What the updates of the critic did; means over the updates."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(critic)
+
+    return {
+        "critic_loss": mean(stats.sums.mean("loss") for stats in critic),
+        "critic_clip_fraction": mean(stats.sums.mean("clipped") for stats in critic),
+        "critic_explained_variance": mean(stats.sums.explained_variance for stats in critic),
+        "critic_value": mean(stats.sums.mean("values") for stats in critic),
+        "critic_return": mean(stats.sums.mean("returns") for stats in critic),
+        "critic_grad_norm": mean(stats.grad_norm for stats in critic),
+        "critic_lr": mean(stats.lr for stats in critic),
+    }
+
+
+def histogram(lengths: Sequence[int]) -> dict[str, int]:
+    """Responses by length: the upper end of the bucket, a power of two, and how many are in it."""
+    counts = Counter(1 << max(0, length - 1).bit_length() for length in lengths)
+    return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
 def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> dict[str, Any]:

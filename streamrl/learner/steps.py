@@ -10,42 +10,70 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from streamrl.config import RunConfig
 from streamrl.errors import WeightsError
 from streamrl.learner.actor import Actor
+from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.chain import TrainedDigest
 from streamrl.learner.checkpoint import Meta
+from streamrl.learner.collected import Collected
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import UpdateStats
+from streamrl.learner.results import StepStats
 from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
 from streamrl.learner.state import Part, RankState
+from streamrl.learner.streaming import Models, Streaming, Way
+
+if TYPE_CHECKING:
+    from streamrl.learner.critic import Critic
+    from streamrl.learner.reference import Reference
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank's actor with what was trained into it.
+    """One rank's models with what was trained into them.
+
+    A step goes one of two ways, as its recipe says: streaming (streaming.py) or collected (collected.py).
 
     All methods but those that say otherwise are collective: every rank calls the same one in the same order, in its
     torch thread.
 
     Attributes:
-        step: updates applied so far.
+        step: steps applied so far.
+        recipe: the algorithm.
         digest: groups whose gradients are in the weights.
         state: this rank's share of checkpoints.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, actor: Actor) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        actor: Actor,
+        *,
+        critic: Critic | None = None,
+        reference: Reference | None = None,
+    ) -> None:
         self.step = 0
         self.digest = TrainedDigest()
         self.ranks = ranks
+        self.recipe = actor.recipe
         self._config, self._actor = config, actor
-        adapter: dict[str, Part] = {} if actor.lora is None else {"lora": actor.lora}
-        self.state = RankState(ranks, {"actor": actor, **adapter})
+        self._models = Models(actor=actor, critic=critic, reference=reference, kl=KlController(config.learner.kl))
+        self._way: Way = Streaming(self._models) if actor.recipe.streams else Collected(self._models, ranks)
+        parts: dict[str, Part] = {"actor": actor}
+        if actor.lora is not None:
+            parts["lora"] = actor.lora
+        if critic is not None:
+            parts["critic"] = critic
+        if config.learner.kl.controller == "adaptive":
+            parts["kl"] = self._models.kl
+        self.state = RankState(ranks, parts)
         self._accumulated: list[int] = []
         weights = config.weights
         # With deltas the version before is what the next one is compared with.
@@ -63,26 +91,37 @@ class Trainer:
         if self.ranks.all_min(int(samples is not None)) != [1] or samples is None:
             return False
         if not idle:
-            self._actor.accumulate(samples)
+            self._way.add(gids, samples, self.step)
         self._accumulated.extend(gids)
         return True
+
+    def work(self, samples: Sequence[TrainSample]) -> int:
+        """What the samples of one group cost, in arbitrary units; not collective."""
+        return self._actor.work(samples)
 
     def misfit(self, samples: Sequence[TrainSample]) -> ValueError | None:
         """Why samples do not fit the model, None when they do; not collective."""
         return self._actor.misfit(samples)
 
-    def apply(self, tokens: int) -> UpdateStats:
-        """Apply the update of the step, normalised by `tokens` sampled tokens of all ranks."""
-        stats = self._actor.apply_update(tokens)
+    def apply(self, tokens: int, responses: int) -> StepStats:
+        """Apply the updates of the step.
+
+        Args:
+            tokens: sampled tokens of the step on all ranks.
+            responses: of the step on all ranks.
+        """
+        stats = self._way.apply(self.step, tokens=tokens, responses=responses)
         if not stats.skipped:
             self.digest.add(self._accumulated)
             self.step += 1
+            if stats.updates:
+                self._models.kl.update(stats.trained.mean("kl_reference"), responses)
         self._accumulated.clear()
         return stats
 
     def discard(self) -> None:
         """Forget the gradients of a partial step."""
-        self._actor.discard()
+        self._way.discard()
         self._accumulated.clear()
 
     def snapshot(self) -> Snapshot:
@@ -130,8 +169,10 @@ class Trainer:
 
     def unload(self) -> None:
         """Move weights and moments to the host; not collective. A repeat does nothing."""
-        self._actor.to_host()
+        for model in self._models.movable:
+            model.to_host()
 
     def reload(self) -> None:
         """Bring them back to the device; not collective. A repeat does nothing."""
-        self._actor.to_device()
+        for model in self._models.movable:
+            model.to_device()

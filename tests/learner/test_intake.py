@@ -9,10 +9,12 @@ import pytest
 from playing import Player, make_config, reward
 
 from streamrl import wire
+from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
+from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.chain import Branch, TrainedDigest, TrainedLog
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
-from streamrl.learner.groups import Unusable, open_group
+from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.intake import Intake
 from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.ledgers import open_ledgers
@@ -39,7 +41,9 @@ class Table:
         self.config = self.config.model_copy(update={"learner": section})
 
     async def intake(self, misfit=lambda _: None) -> Intake:
-        return Intake(self.ledger, self.config, await self.start(), misfit)
+        start = await self.start()
+        opener = GroupOpener(start.branch, Recipe.of(self.config), misfit)
+        return Intake(self.ledger, self.config, start, opener)
 
     async def start(self) -> Start:
         return await take_over(self.ledger, self.checkpoints, kind="model", model="tiny")
@@ -140,7 +144,7 @@ async def test_old_tokens_are_dropped_not_trained(table):
     table.configure(max_token_staleness=2)
     intake = await table.intake()
     for version in range(1, 4):
-        intake._branch.note(version, version - 1)
+        intake._opener.branch.note(version, version - 1)
     await table.play()  # sampled by version 0: step 0
     await intake.refresh()
     await intake.drop_stale(2)
@@ -293,6 +297,11 @@ async def test_the_doorbell_rings(table):
         following.cancel()
 
 
+def opened(closed, branch, **advantage):
+    config = RunConfig.model_validate({"model": {"path": "none"}, "learner": {"advantage": advantage}})
+    return GroupOpener(branch, Recipe.of(config), lambda _: None)(closed)
+
+
 def test_a_group_is_opened_with_its_numbers():
     sample = wire.Sample(
         tokens=wire.pack_int32([4, 5, 6]),
@@ -312,7 +321,7 @@ def test_a_group_is_opened_with_its_numbers():
     branch = Branch([], [], 1, 0)
     branch.note(3, 10)
     branch.note(5, 20)
-    group = open_group(closed, branch, scale_by_std=False, misfit=lambda _: None)
+    group = opened(closed, branch, use="dr_grpo")
     assert (group.tokens, group.prompt_tokens, group.spanning) == (4, 4, 1)
     assert [sample.steps.tolist() for sample in group.samples] == [[10, 20, 20], [20]]
     assert group.staleness(22) == {12: 1, 2: 3}
@@ -321,14 +330,13 @@ def test_a_group_is_opened_with_its_numbers():
     assert group.cost == 4 + 2  # prompt and response, without the last token, of each
     equal = msgspec.structs.replace(wire.Score(value=1.0))
     same = {number: (payload, wire.encode(equal)) for number, (payload, _) in closed.samples.items()}
-    flat = open_group(
-        ClosedGroup(**{**vars(closed), "samples": same}), branch, scale_by_std=True, misfit=lambda _: None
-    )
-    assert flat.zero_advantage
+    flat = opened(ClosedGroup(**{**vars(closed), "samples": same}), branch)
+    assert flat.flat
+    assert flat.zero_variance
     assert flat.cost == 0
     broken = ClosedGroup(**{**vars(closed), "prompt": wire.encode(wire.Prompt(tokens=b""))})
     with pytest.raises(Unusable, match="prompt"):
-        open_group(broken, branch, scale_by_std=True, misfit=lambda _: None)
+        opened(broken, branch)
 
 
 def test_played_rewards_have_both_kinds():

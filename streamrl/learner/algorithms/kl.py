@@ -16,7 +16,8 @@ makes that of k1 and k3 the gradient of KL(policy || reference).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,10 +137,10 @@ class KlController:
         """What a checkpoint holds of it."""
         return {"kl_coefficient": self.coefficient}
 
-    def load(self, state: dict[str, float]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Put back what `state` returned; a state without a coefficient, or controller fixed, changes nothing.
 
         With controller fixed the configuration is what counts, as it is for the learning rate.
         """
         if self._config.controller == "adaptive":
-            self.coefficient = state.get("kl_coefficient", self.coefficient)
+            self.coefficient = float(state.get("kl_coefficient", self.coefficient))

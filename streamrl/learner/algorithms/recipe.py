@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,7 +34,7 @@ _KEEPS_ZEROS = frozenset({"none", "std", "nonzero"})
 """Normalisations over a step that leave an advantage of 0 what it is."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What a learner does with a step; the same on all ranks.
 
@@ -114,18 +115,18 @@ class Recipe:
             and self.kl.where != "reward"
         )
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether a micro-batch is differentiated as soon as its groups are there: nothing needs the whole step."""
         whole = self.updates > 1 or self.corrections.whole_step or self.critic
         return self.early and self.estimator.normalise == "none" and not whole
 
-    @property
+    @cached_property
     def skips_zero(self) -> bool:
         """Whether a response without an advantage has no gradient at all, so that leaving it out is exact."""
         return self.early and not self.critic and not reaches_zero_advantage(self)
 
-    @property
+    @cached_property
     def computes(self) -> frozenset[Computed]:
         """What is computed without gradient before the updates: the proximal policy where it is not the present one."""
         found: set[Computed] = set()

@@ -143,7 +143,7 @@ def test_fixed_stays():
     control = KlController(KlConfig(coefficient=0.01))
     control.update(100.0, 1000)
     assert control.coefficient == 0.01
-    control.load({"kl_coefficient": 5.0})
+    control.load_state({"kl_coefficient": 5.0})
     assert control.coefficient == 0.01
 
 
@@ -172,9 +172,9 @@ def test_the_state_goes_through_a_checkpoint():
     config = KlConfig(coefficient=0.1, controller="adaptive", horizon=10)
     control, again = KlController(config), KlController(config)
     control.update(1.0, 7)
-    again.load(control.state())
+    again.load_state(control.state())
     assert again.coefficient == control.coefficient != 0.1
-    again.load({})
+    again.load_state({})
     assert again.coefficient == control.coefficient
 
 
