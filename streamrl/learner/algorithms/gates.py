@@ -222,7 +222,10 @@ def m2po(
             "over is step or microbatch, only is outward or all, tau is at least 0",
         )
     movable, squares = second_moments(log_ratio, tokens.advantages, tokens.ages, gate.tighten, only)
-    cut = squares.new_tensor(limit) if over == "step" and limit is not None else smallest_masked(squares, movable, tau)
+    if over == "step" and limit is not None:
+        cut = squares.new_full((), limit)
+    else:
+        cut = smallest_masked(squares, movable, tau)
     return GateResult(keep=~movable | (squares < cut))
 
 

@@ -142,7 +142,8 @@ def token_sums(
     ones, none = torch.ones_like(wide), torch.zeros_like(wide)
     masked = (~keep).double()
     ages = tokens.ages.to(wide.device)
-    bucket = torch.bucketize(ages, torch.tensor(_AGE_STARTS, device=ages.device), right=True)
+    # A table of the starts would have to be copied to the device, and the host would wait for that.
+    bucket = torch.stack([ages >= start for start in _AGE_STARTS]).sum(dim=0)
     by_age = wide.new_zeros(2, len(AGE_BUCKETS)).index_add(1, bucket, torch.stack([ones, masked]))
     response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp()
     columns = (
