@@ -1,0 +1,116 @@
+"""Recordings: what is synced is read back, each group once, and what a crash or a fool leaves gives a clear end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import CannotCreate, ConfigError, WireError
+from streamrl.queues.recording import (
+    Header,
+    RecordedGroup,
+    RecordingWriter,
+    read_groups,
+    read_header,
+    recording_files,
+)
+
+HEADER = Header(id="one", run="r", model="m", temperature=1.0)
+
+
+def group(gid: int, size: int = 3) -> RecordedGroup:
+    return RecordedGroup(gid=gid, prompt=b"p%d" % gid, samples=[(b"\x00\xff" * size, b"s%d" % k) for k in range(size)])
+
+
+def record(folder, gids, *, epoch=1, header=HEADER, file_bytes=1 << 20, each=2):
+    writer = RecordingWriter(folder, epoch, header, file_bytes)
+    links = []
+    for place, gid in enumerate(gids, 1):
+        writer.add(group(gid))
+        if place % each == 0:
+            links = writer.sync()
+    links = writer.sync()
+    writer.close()
+    return links
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 400), st.integers(1, 4))
+def test_groups_come_back_in_order_and_once(tmp_path_factory, gids, file_bytes, each):
+    folder = tmp_path_factory.mktemp("recording")
+    links = record(folder, gids, file_bytes=file_bytes, each=each)
+    assert list(read_groups(folder)) == [group(gid) for gid in dict.fromkeys(gids)]
+    assert [(file.name, file.stat().st_size) for file in recording_files(folder)][: len(links)] == links
+    assert read_header(folder) == HEADER
+
+
+def test_files_of_several_recorders_are_one_recording(tmp_path):
+    folder = tmp_path / "run" / "recording"
+    record(folder, range(3), epoch=2)
+    record(folder, range(2, 12), epoch=10, file_bytes=150)
+    assert [found.gid for found in read_groups(tmp_path / "run")] == list(range(12))
+    last = recording_files(folder)[-1]
+    assert recording_files(last) == [last]
+    with pytest.raises(CannotCreate):
+        record(folder, [1], epoch=2)
+
+
+def test_a_file_that_a_crash_cut_off_ends_where_it_was_whole(tmp_path):
+    """At any byte; the next recorder's file goes on, also where not even the header was written."""
+    record(tmp_path, range(4), each=2)
+    first = recording_files(tmp_path)[0]
+    whole = first.read_bytes()
+    record(tmp_path, range(2, 6), epoch=2)
+    for cut in range(len(whole)):
+        first.write_bytes(whole[:cut])
+        found = [each.gid for each in read_groups(tmp_path)]
+        assert found == sorted(set(found))
+        assert set(found) >= {2, 3, 4, 5}
+        assert read_header(tmp_path) == HEADER
+
+
+def test_a_changed_byte_is_an_error(tmp_path):
+    record(tmp_path, range(6), each=2)
+    (file,) = recording_files(tmp_path)
+    whole = bytearray(file.read_bytes())
+    for place in range(0, len(whole), 5):
+        changed = bytearray(whole)
+        changed[place] ^= 0x41
+        file.write_bytes(changed)
+        with pytest.raises((WireError, ConfigError)):
+            list(read_groups(tmp_path))
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    assert read_header(tmp_path) is None
+    assert list(read_groups(tmp_path)) == []
+    record(tmp_path / "a", [1])
+    record(tmp_path / "a", [2], epoch=2, header=Header(id="two", run="r", model="m", temperature=1.0))
+    with pytest.raises(ConfigError, match="another recording"):
+        list(read_groups(tmp_path / "a"))
+    record(tmp_path / "b", [1], header=Header(schema="streamrl.recording/9", id="x", run="r", model="m", temperature=1))
+    with pytest.raises(ConfigError, match="schema"):
+        read_header(tmp_path / "b")
+    (tmp_path / "c.txt").write_text("hello")
+    with pytest.raises(ConfigError, match="no file of a recording"):
+        read_header(tmp_path / "c.txt")
+
+
+def test_a_full_disk_forgets_nothing(tmp_path, monkeypatch):
+    writer = RecordingWriter(tmp_path, 1, HEADER, 1 << 20)
+    writer.add(group(1))
+    real = __import__("os").pwrite
+    calls = iter([4, OSError(28, "No space left on device")])
+
+    def pwrite(descriptor, data, offset):
+        answer = next(calls, None)
+        if isinstance(answer, OSError):
+            raise answer
+        return real(descriptor, data[:answer] if answer else data, offset)
+
+    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    with pytest.raises(OSError, match="No space"):
+        writer.sync()
+    writer.add(group(2))
+    writer.sync()
+    assert [each.gid for each in read_groups(tmp_path)] == [1, 2]
