@@ -233,8 +233,8 @@ class Actor(Sharded):
 
     def _wrap(self, base: PreTrainedModel) -> tuple[LogProbModel, Sequence[nn.Module]]:
         """The module of a model, and its parts that run in float32 whatever the type of the model is."""
-        options = {"temperature": self.config.sampling.temperature, "chunk": self.config.learner.logprob_chunk}
-        return LogProbModel(base, **options), ()
+        sampling, learner = self.config.sampling, self.config.learner
+        return LogProbModel(base, temperature=sampling.temperature, chunk=learner.logprob_chunk), ()
 
     def _loss(
         self, part: Microbatch, step: int, kl_coefficient: float, limits: Sequence[float | None] | None

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
-from streamrl.learner.actor import Actor
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.crew import NO_BASE, Command, Crew, TorchThread, share
@@ -27,12 +26,12 @@ from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_fin
 from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.intake import Intake
+from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
 from streamrl.learner.stepline import StepMeter, group_frame
-from streamrl.learner.steps import Trainer
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
 from streamrl.queues.role import Role
@@ -82,7 +81,7 @@ async def run_learner(role: Role) -> None:
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
     async with on_devices(role, ranks.rank) as switch:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
-        trainer = Trainer(role.config, ranks, await torch.run(Actor, role.config, ranks))
+        trainer = await torch.run(make_trainer, role.config, ranks)
         if ranks.rank == 0:
             await _lead(role, Crew(trainer, torch, switch))
             return
@@ -291,17 +290,18 @@ class Leader:
             await self._give_back(groups)
 
     async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
-        """A rank could not read its share, so nobody trained: the groups are candidates again, after a pause.
+        """A rank lacks its share or the reference of it, so nobody trained: they are candidates again, after a pause.
 
         Raises:
             Unreachable: that happened too often in a row.
         """
         await self._intake.release(groups, self._publishing.version)
         self._unread += 1
-        logger.warning("micro-batch skipped: a rank could not read its groups", extra={"groups": len(groups)})
+        logger.warning("micro-batch skipped: a rank lacks its groups or their reference", extra={"groups": len(groups)})
         if self._unread >= _MAX_UNREAD:
             raise Unreachable(
-                f"a rank could not read its groups {self._unread} times in a row", "the log of that rank says why"
+                f"a rank lacked its groups or their reference {self._unread} times in a row",
+                "the log of that rank says why",
             )
         await self._stops_within(_UNREAD_SECONDS * 2**self._unread)
 

@@ -31,6 +31,10 @@ _REST_SECONDS: Final = 10.0
 """How long a server that failed is asked after all the others."""
 
 
+class NoReference(Unreachable):
+    """No server gave log-probabilities in time; on all ranks, and nothing was computed."""
+
+
 @dataclass(slots=True)
 class _Server:
     """One server, as this rank knows it.
@@ -67,7 +71,7 @@ class Remote:
 
     Raises:
         ConfigError: a server is none of vLLM and SGLang, its context is too short, or the key cannot be read.
-        Unreachable: no server answers this rank, or another one.
+        NoReference: no server answers this rank, or another one.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
@@ -87,7 +91,7 @@ class Remote:
             float32, shape (completion tokens,) each, in the order of the batch.
 
         Raises:
-            Unreachable: no server answered this rank in time, or another one.
+            NoReference: no server answered this rank in time, or another one.
             DataError: the servers refuse a response.
             WireError: no server answers with log-probabilities.
         """
@@ -108,8 +112,14 @@ class Remote:
             asyncio.run(self._within(work))
         except StreamrlError as error:
             failure = error
-        if self._ranks.all_min(int(failure is None)) != [1]:
-            raise failure or Unreachable("another rank got no reference log-probabilities", "its log says why")
+        # 2: done; 1: to be tried again; 0: trying again is no use.
+        outcome = 2 if failure is None else int(isinstance(failure, NoReference))
+        (worst,) = self._ranks.all_min(outcome)
+        if failure is not None and outcome == worst:
+            raise failure
+        if worst < 2:
+            kind = NoReference if worst else StreamrlError
+            raise kind("another rank got no reference log-probabilities", "its log says why")
 
     async def _within(self, work: Callable[[Clients], Awaitable[None]]) -> None:
         key = await asyncio.to_thread(_read_key, self._key_file)
@@ -120,7 +130,7 @@ class Remote:
                 await work(clients)
         except TimeoutError as error:
             said = "; ".join(server.failure or f"{server.url}: too slow" for server in self._servers)
-            raise Unreachable(
+            raise NoReference(
                 f"no reference log-probabilities within {self._deadline:g} s: {said}",
                 "start the servers at learner.reference.url, or raise learner.reference.deadline",
             ) from error

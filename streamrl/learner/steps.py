@@ -23,14 +23,16 @@ from streamrl.learner.chain import TrainedDigest
 from streamrl.learner.checkpoint import Meta
 from streamrl.learner.collected import Collected
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.remote import NoReference
 from streamrl.learner.results import StepStats
 from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
-from streamrl.learner.state import Part, RankState
+from streamrl.learner.state import Part, RankState, Tensors
 from streamrl.learner.streaming import Models, Streaming, Way
 
 if TYPE_CHECKING:
     from streamrl.learner.critic import Critic
     from streamrl.learner.reference import Reference
+    from streamrl.learner.value_head import Head
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Trainer:
         ranks: Ranks,
         actor: Actor,
         *,
-        critic: Critic | None = None,
+        critic: Critic | Head | None = None,
         reference: Reference | None = None,
     ) -> None:
         self.step = 0
@@ -69,7 +71,7 @@ class Trainer:
         parts: dict[str, Part] = {"actor": actor}
         if actor.lora is not None:
             parts["lora"] = actor.lora
-        if critic is not None:
+        if isinstance(critic, Tensors):  # a head is saved with its actor
             parts["critic"] = critic
         if config.learner.kl.controller == "adaptive":
             parts["kl"] = self._models.kl
@@ -81,7 +83,7 @@ class Trainer:
         self._copies = Copies(actor.published, getattr(torch, weights.dtype), sets, actor.adapter)
 
     def train(self, gids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool) -> bool:
-        """Accumulate the gradients of one micro-batch; False when some rank has not got its samples: nothing happened.
+        """Take in one micro-batch; False when a rank lacks its samples or their reference: nothing happened.
 
         Args:
             gids: all groups of the micro-batch, on all ranks.
@@ -90,8 +92,12 @@ class Trainer:
         """
         if self.ranks.all_min(int(samples is not None)) != [1] or samples is None:
             return False
-        if not idle:
-            self._way.add(gids, samples, self.step)
+        try:
+            if not idle:
+                self._way.add(gids, samples, self.step)
+        except NoReference as error:
+            logger.warning("micro-batch not trained", extra={"error": error.message})
+            return False
         self._accumulated.extend(gids)
         return True
 

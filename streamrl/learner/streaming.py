@@ -14,6 +14,7 @@ from streamrl.learner.results import StepStats
 if TYPE_CHECKING:
     from streamrl.learner.critic import Critic
     from streamrl.learner.reference import Reference
+    from streamrl.learner.value_head import Head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +30,11 @@ class Models:
 
     actor: Actor
     kl: KlController
-    critic: Critic | None = None
+    critic: Critic | Head | None = None
     reference: Reference | None = None
 
     @property
-    def movable(self) -> list[Actor | Critic | Reference]:
+    def movable(self) -> list[Actor | Critic | Head | Reference]:
         """Those that can leave their device."""
         return [model for model in (self.actor, self.critic, self.reference) if model is not None]
 

@@ -106,8 +106,8 @@ class HeadedActor(Actor):
         super().adopt(lambda name: self._parameters[name].to_local() if name.startswith(_HEAD) else rows(name))
 
     def _wrap(self, base: PreTrainedModel) -> tuple[LogProbModel, Sequence[nn.Module]]:
-        options = self.config.sampling.temperature, self.config.learner.logprob_chunk
-        model = LogProbValueModel(base, temperature=options[0], chunk=options[1])
+        sampling, learner = self.config.sampling, self.config.learner
+        model = LogProbValueModel(base, temperature=sampling.temperature, chunk=learner.logprob_chunk)
         return model, (model.value_head,)
 
     def _name_of(self, name: str) -> str:
