@@ -60,11 +60,11 @@ def cli(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = N
     return Done(code, out.getvalue(), err.getvalue())
 
 
-def process(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Done:
+def process(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None, seconds: float = 60) -> Done:
     """One command in a process of its own."""
     command = [sys.executable, "-m", "streamrl", *arguments]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=_environment(env), cwd=cwd, timeout=60
+        command, check=False, capture_output=True, text=True, env=_environment(env), cwd=cwd, timeout=seconds
     )
     return Done(done.returncode, done.stdout, done.stderr)
 

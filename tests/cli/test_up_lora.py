@@ -16,12 +16,15 @@ from streamrl.weight_sync.mapping import map_version
 from .run_kit import cli, data_of, process
 from .test_up import tiny  # noqa: F401  (a fixture)
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+LONGEST = 300
+"""Seconds for a whole run on busy cores."""
 SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
 
 
 def up(tiny: Path, folder: Path, *settings: str) -> Path:  # noqa: F811
     flags = [part for setting in (*SETTINGS, *settings) for part in ("--set", setting)]
-    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder)
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder, seconds=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "tiny"
 
@@ -41,7 +44,6 @@ def named(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
 
 
-@pytest.mark.slow
 def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):  # noqa: F811
     run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.steps=4")
     assert audited(tmp_path) == (16, 0, 0)
@@ -70,21 +72,19 @@ def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):  # noqa
     assert (data["kind"], data["present"]) == ("adapter", True)
 
 
-@pytest.mark.slow
 def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):  # noqa: F811
     run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.lora.dora=true", "learner.steps=2")
     first = named(run / "model")
     flags = ["--resume", "--screen", "plain", "--set", "learner.steps=4"]
-    done = process("up", str(tiny / "run.yaml"), *flags, cwd=tmp_path)
+    done = process("up", str(tiny / "run.yaml"), *flags, cwd=tmp_path, seconds=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr
     assert audited(tmp_path) == (16, 0, 0)
     assert any(not torch.equal(tensor, first[name]) for name, tensor in named(run / "model").items())
-    other = process("up", str(tiny / "run.yaml"), *flags[:-1], "learner.lora.alpha=16", cwd=tmp_path)
+    other = process("up", str(tiny / "run.yaml"), *flags[:-1], "learner.lora.alpha=16", cwd=tmp_path, seconds=LONGEST)
     assert other.returncode != 0
     assert "another adapter" in other.stdout + other.stderr
 
 
-@pytest.mark.slow
 def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):  # noqa: F811
     run = up(tiny, tmp_path, "learner.steps=2", "learner.ranks=2", "weights.transport=shm")
     assert audited(tmp_path) == (8, 0, 0)
