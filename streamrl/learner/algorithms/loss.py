@@ -63,9 +63,10 @@ def policy_loss(name: str, *, uses_ratio: bool, any_data: bool = False) -> Calla
     """
 
     def add(function: _F) -> _F:
-        flags = cast("PolicyLoss", function)
+        flags: PolicyLoss = cast("Any", function)
         flags.uses_ratio, flags.any_data = uses_ratio, any_data
-        return LOSSES.register(name)(function)
+        LOSSES.register(name)(function)
+        return function
 
     return add
 
