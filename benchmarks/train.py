@@ -133,8 +133,11 @@ def measure(kind: str, path: str, arguments: argparse.Namespace) -> dict[str, An
 
 def best_rows(folder: Path, options: dict[str, Any], count: int) -> int:
     """Rows of a micro-batch with which trl is fastest here, by a trial."""
+    candidates = sorted({min(rows, count) for rows in TRL_ROWS})
+    if len(candidates) == 1:
+        return candidates[0]
     found = {}
-    for rows in sorted({min(rows, count) for rows in TRL_ROWS}):
+    for rows in candidates:
         with trl(folder, options | {"rows": rows}) as side:
             side.step()
             found[rows] = min(side.step()["seconds"] for _ in range(2))

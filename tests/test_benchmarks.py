@@ -55,11 +55,10 @@ def test_engines(tmp_path):
     not (BENCHMARKS.parent / ".crosscheck").exists() and not os.environ.get("CI"), reason="make crosscheck makes it"
 )
 def test_train(tmp_path):
-    found = run("train.py", "--quick", "--paths", "onednn", path=tmp_path / "t.json")
-    for kind in ("sort", "equal"):
-        figures = found[kind]["onednn"]
-        assert len(figures["speedup_vs_trl"]["runs"]) == 2
-        assert figures["tokens_streamrl_computes"] > 0
-        assert figures["tokens_trl_computes"] >= figures["tokens"]
-    assert found["speedup_vs_trl"] == found["sort"]["onednn"]["speedup_vs_trl"]["median"]
+    found = run("train.py", "--quick", "--kinds", "sort", "--paths", "onednn", path=tmp_path / "t.json")
+    figures = found["sort"]["onednn"]
+    assert len(figures["speedup_vs_trl"]["runs"]) == 2
+    assert figures["tokens_streamrl_computes"] > 0
+    assert figures["tokens_trl_computes"] > figures["tokens"]
+    assert found["speedup_vs_trl"] == figures["speedup_vs_trl"]["median"]
     assert found["share_of_dense"] > 0
