@@ -26,6 +26,11 @@ class Offload:
         self._kept: list[torch.UntypedStorage] = []
 
     @property
+    def away(self) -> bool:
+        """Whether the tensors are on the host."""
+        return self._copies is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes that move."""
         return sum(storage.nbytes() for storage in self._copies or self._storages)

@@ -192,12 +192,14 @@ class ShardedAdamW:
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
-        """Moments and average on the device."""
+        """Moments and average on the device; afterwards they are where they were."""
+        away = self._offload.away
         self._offload.to_device()
         try:
             yield
         finally:
-            self._offload.to_host()
+            if away:
+                self._offload.to_host()
 
     def _swap(self) -> None:
         for name, average in self._average.items():

@@ -1,0 +1,136 @@
+"""Options that change how a step is computed, on a whole actor: the same weights, and what else they promise."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from test_actor import assert_bits, assert_same, gradients, weights
+from tiny_policy import make_batch, run_config
+from transformers import AutoModelForCausalLM
+
+from streamrl.learner.actor import Actor
+
+
+@pytest.fixture
+def make(one_rank, model_of):
+    def actor(kind="Qwen2", *, small=1 << 26, dtype="float32", **learner):
+        return Actor(run_config(model_of(kind), dtype=dtype, **learner), one_rank, small=small)
+
+    return actor
+
+
+@pytest.mark.parametrize("small", [0, 1 << 26])
+def test_recomputed_activations_change_no_bit(make, small):
+    plainly, recomputing = (make(small=small, checkpoint_activations=option) for option in (False, True))
+    for seed in range(2):
+        for actor in (plainly, recomputing):
+            actor.update_policy(make_batch(seed))
+    assert_bits(recomputing.shard_state(), plainly.shard_state())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("small", [0, 1 << 26])
+def test_compiled_layers_train_the_same(make, small, caplog):
+    plainly, compiled = make(small=small), make(small=small, compile=True)
+    batch = make_batch(0)
+    with caplog.at_level(logging.WARNING, "streamrl"):
+        for actor in (plainly, compiled):
+            actor.compute_log_prob(batch)
+            actor.accumulate(batch)
+    assert not [record for record in caplog.records if record.name == "streamrl.learner.layers"]
+    assert_same(gradients(compiled), gradients(plainly))
+
+
+def test_the_average_is_exported_beside_the_model_and_the_model_goes_on_as_before(make, tmp_path):
+    averaging, plainly = make(ema=0.5), make()
+    start = weights(averaging)
+    for actor in (averaging, plainly):
+        actor.update_policy(make_batch(0))
+    middle = weights(averaging)
+    averaging.export(tmp_path / "model")
+    for actor in (averaging, plainly):
+        actor.update_policy(make_batch(1))
+    assert_same(weights(averaging), weights(plainly), tolerance=0)
+    model, average = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "model-ema"))
+    assert_same(dict(model.named_parameters()), middle, tolerance=0)
+    expected = {name: (start[name] + middle[name]) / 2 for name in start}
+    assert_same(dict(average.named_parameters()), expected, tolerance=1e-6)
+    plainly.export(tmp_path / "other")
+    assert not (tmp_path / "other-ema").exists()
+
+
+def test_a_checkpoint_with_its_average_goes_on_bit_for_bit(make):
+    first, second = make(ema=0.9), make(ema=0.9)
+    first.update_policy(make_batch(0))
+    second.load_shard_state(first.shard_state())
+    for actor in (first, second):
+        actor.update_policy(make_batch(1))
+    assert_bits(second.shard_state(), first.shard_state())
+
+
+def test_the_learning_rate_follows_the_schedule(make):
+    actor = make(lr=0.01, schedule="cosine", steps=4, warmup_steps=1, lr_floor=0.1)
+    rates = [actor.update_policy(make_batch(seed))[1].lr for seed in range(5)]
+    # Warm-up 1 of 1; then x = 0, 1/3, 2/3 and 1 after the last step.
+    assert rates == pytest.approx([0.01, 0.01, 0.01 * (0.1 + 0.9 * 0.75), 0.01 * (0.1 + 0.9 * 0.25), 0.001])
+
+
+def test_an_output_layer_in_float32_trains(make):
+    """What it computes is judged by test_layers.py; here that it is the one that a sharded bfloat16 model uses."""
+    batch = make_batch(0)
+    exact, rough = (make("Llama", dtype="bfloat16", head_float32=option) for option in (True, False))
+    fine, coarse = (np.concatenate(actor.compute_log_prob(batch).logprobs) for actor in (exact, rough))
+    assert 1e-4 < np.abs(fine - coarse).max() < 0.3
+    before = weights(exact)
+    for actor in (exact, rough):
+        assert not actor.update_policy(batch)[1].skipped
+    ours, theirs = (
+        torch.cat([(weights(actor)[name] - before[name]).flatten() for name in before]) for actor in (exact, rough)
+    )
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9
+
+
+@pytest.mark.parametrize("offload", [["parameters"], ["optimizer"], ["parameters", "optimizer"]])
+def test_on_a_cpu_offload_has_nowhere_to_go_and_changes_nothing(make, offload):
+    plainly, offloading = make(), make(offload=offload)
+    for actor in (plainly, offloading):
+        actor.update_policy(make_batch(0))
+    assert_bits(offloading.shard_state(), plainly.shard_state())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", [["parameters"], ["optimizer"], ["parameters", "optimizer"]])
+def test_on_a_gpu_offload_lowers_what_lies_on_the_device_and_changes_nothing(model_of, offload, tmp_path):
+    from streamrl.learner.ranks import Ranks
+
+    ranks = Ranks(rank=0, world=1, device=torch.device("cuda:0"), deadline=60)
+    try:
+        actors, held = [], []
+        for options in ({}, {"offload": offload}):
+            before = torch.cuda.memory_allocated()
+            actors.append(Actor(run_config(model_of("Llama"), **options), ranks, small=0))
+            actors[-1].update_policy(make_batch(0))
+            actors[-1].to_host()
+            actors[-1].to_device()
+            held.append(torch.cuda.memory_allocated() - before)
+        assert held[1] < held[0]
+        assert_same(weights(actors[1]), weights(actors[0]))
+    finally:
+        ranks.close()
+
+
+def test_the_precision_of_matrices_is_set_from_the_trial(make, monkeypatch):
+    import streamrl.learner.matmul as module
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        for verdict in ("medium", "highest"):
+            monkeypatch.setattr(module, "_trial", lambda *_, verdict=verdict, **__: verdict)
+            monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+            make(matmul_precision="auto")
+            assert torch.get_float32_matmul_precision() == verdict
+    finally:
+        torch.set_float32_matmul_precision(before)
