@@ -1,0 +1,97 @@
+"""Learners as processes with a critic, a value head and a reference: they train, stop, and go on where they were."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+import torch
+from loop_kit import Run, Zygote
+from playing import make_model
+from safetensors.torch import load_file
+
+GAE = {"advantage": {"use": "gae"}, "mini_batches": 2}
+FROZEN = {"reference": {"kind": "frozen"}}
+RECIPES = {
+    "model": {**GAE, "critic": {"kind": "model", "lr": 1e-3, "warmup_steps": 1}},
+    "head": {**GAE, "critic": {"kind": "head", "warmup_steps": 1}, "weight_decay": 0.1},
+    "kl in the reward": {**FROZEN, "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1}},
+    "kl in the loss": {**FROZEN, "kl": {"where": "loss", "coefficient": 0.1, "controller": "adaptive"}},
+    "base": {"reference": {"kind": "base"}, "lora": {"rank": 2}, "kl": {"where": "loss"}},
+}
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    made = Zygote()
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def run(redis_run, model, zygote):
+    made = Run(redis_run, model, zygote)
+    yield made
+    for pid in made.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def shard(run):
+    """What the newest checkpoint of one rank holds."""
+    meta = run.newest()
+    return load_file(run.run_dir / "checkpoints" / f"ckpt-{meta.epoch}-{meta.step}" / "rank-0-of-1.safetensors")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+async def test_a_run_trains_and_goes_on_after_a_stop(run, recipe):
+    run.configure(**RECIPES[recipe], steps=2)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        run.configure(**RECIPES[recipe], steps=4)
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    lines = run.steps()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert not any(line["skipped"] for line in lines)
+    assert found.trained == 16
+    if "critic" in RECIPES[recipe]:
+        assert [line["updates"] for line in lines] == [0, 2, 2, 2]
+        assert all(line["critic_loss"] > 0 for line in lines)
+        assert lines[0]["critic_value"] == 0
+        assert lines[-1]["critic_value"] != 0
+    else:
+        assert lines[0]["kl_reference"] == pytest.approx(0, abs=1e-6)
+        assert lines[-1]["kl_reference"] != 0
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+async def test_in_the_warm_up_the_policy_does_not_move_and_the_critic_is_saved(run, model, kind):
+    recipe = {**RECIPES[kind], "critic": {**RECIPES[kind]["critic"], "warmup_steps": 2}}
+    run.configure(**recipe, steps=2)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+    held, start = shard(run), load_file(model / "model.safetensors")
+    prefix = "actor/weight/"
+    policy = {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+    assert policy.keys() >= start.keys()
+    assert all(torch.equal(policy[name], start[name]) for name in start)
+    head = held[f"{'critic' if kind == 'model' else 'actor'}/weight/value_head.weight"]
+    assert head.any()
+
+
+async def test_a_checkpoint_without_the_critic_is_refused_by_name(run):
+    run.configure(steps=1)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        run.configure(**RECIPES["model"], steps=2)
+        assert await run.learn() == 78
+    assert "has no state of critic" in run.log()
