@@ -285,7 +285,7 @@ class RunConfig(Section):
         limit = self.learner.max_token_staleness
         if limit is None and self.recording.mode == "read":
             return sys.maxsize
-        return 4 * (self.max_staleness + 1) if limit is None else limit
+        return 4 * (self.max_staleness + self.learner.publish_every) if limit is None else limit
 
     @property
     def slots(self) -> int:
@@ -357,8 +357,11 @@ class RunConfig(Section):
                 "learner.reference.kind remote: servers score a prompt at temperature 1, sampling.temperature is"
                 f" {sampling.temperature}"
             )
-        if self.token_staleness_limit < self.max_staleness:
-            raise ValueError("learner.max_token_staleness is below max_staleness: everything would be dropped")
+        if self.token_staleness_limit < self.max_staleness + self.learner.publish_every - 1:
+            raise ValueError(
+                "learner.max_token_staleness is below max_staleness + learner.publish_every - 1: groups of the usual"
+                " age would be dropped"
+            )
         if self.evaluation.every and self.data.held_out is None:
             raise ValueError("evaluation.every is set, but data.held_out names no file")
         if self.learner.stop_at_accuracy is not None and not self.evaluation.every:

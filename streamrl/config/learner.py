@@ -151,7 +151,9 @@ class LearnerConfig(Section):
     groups_per_step: Positive = Field(8, description="complete groups in one step")
     passes: Positive = Field(1, description="times that each step goes over its groups")
     mini_batches: Positive = Field(1, description="updates per pass: the groups of a step are dealt out to so many")
-    publish_every: Positive = Field(1, description="steps between published versions")
+    publish_every: Positive = Field(
+        1, description="steps between published versions; a learner that waits for groups publishes earlier"
+    )
     steps: Positive | None = Field(None, description="steps of the run; empty: until the data ends")
     stop_at_accuracy: Fraction | None = Field(None, description="end when held-out accuracy reaches this")
     lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="AdamW learning rate")
@@ -178,7 +180,8 @@ class LearnerConfig(Section):
     )
     max_token_staleness: Natural | None = Field(
         None,
-        description="a group with a token older than this many steps is dropped; empty: 4 x (max_staleness + 1)",
+        description="a group with a token older than this many steps is dropped; empty:"
+        " 4 x (max_staleness + publish_every)",
     )
     tokens_per_microbatch: Positive = Field(4096, description="tokens, padding included, of one forward pass per rank")
     rows: Literal["buckets", "packed"] = Field(
@@ -197,6 +200,9 @@ class LearnerConfig(Section):
     matmul_precision: Literal["auto", "highest", "high", "medium"] = Field(
         "highest",
         description="torch float32 matmul precision; medium uses oneDNN on CPUs; auto: the faster, by a trial",
+    )
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"
     )
     device: str = Field("auto", description="auto, cpu or cuda")
     threads: Positive | None = Field(None, description="CPU threads per rank; empty: torch's choice")

@@ -31,6 +31,7 @@ from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
+from streamrl.learner.sinks import Sinks
 from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
@@ -123,6 +124,7 @@ class Leader:
         self._intake: Intake
         self._publishing: Publishing
         self._saver: Saver
+        self._sinks: Sinks
         self._rollbacks: Rollbacks
 
     async def run(self) -> None:
@@ -136,6 +138,7 @@ class Leader:
         self._intake = Intake(self._role.ledgers.train, self._config, start, opener)
         desk = RollbackDesk(self._role.ledgers.train.connection, self._role.ledgers.train.keys)
         self._rollbacks = Rollbacks(desk, start.nonce, self._crew, self._role.run_dir)
+        sinks = self._sinks = Sinks(self._config, self._role.run_dir)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
@@ -161,6 +164,7 @@ class Leader:
                     self._saver.close()
         finally:
             versions.close()
+            await asyncio.to_thread(sinks.close)
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
         talking = tasks.create_task(self._crew.keep_alive(self._config.learner.collective_deadline), name="keep alive")
@@ -421,3 +425,4 @@ class Leader:
             }
         )
         self._role.record({**head, **line})
+        self._sinks.log(step, line)

@@ -102,7 +102,9 @@ def summarize(
 
 def read_rounds(run_dir: Path, learner: LearnerFigures) -> list[tuple[int, float, int]]:
     """Complete rounds as `(step, accuracy, responses)`, ascending; the step is the one that made the version."""
-    made = {int(line["version"]): step for step, line in learner.steps.items()}
+    made: dict[int, int] = {}
+    for step, line in sorted(learner.steps.items()):
+        made.setdefault(int(line["version"]), step)  # the later ones train on before the next version
     rounds: dict[int, tuple[int, float, int]] = {}
     for line in read_lines(run_dir / "metrics" / "feeder.0.jsonl"):
         if line.get("kind") == "evaluation":
