@@ -21,9 +21,11 @@ from pathlib import Path
 
 from streamrl import runfile
 from streamrl.errors import Fenced, StreamrlError
-from streamrl.learner import loop
+from streamrl.learner import loop, recorder
+from streamrl.producers import player
 from streamrl.queues.role import open_role
 
+RUNNERS = {"learner": loop.run_learner, "recorder": recorder.run_recorder, "player": player.run_player}
 FENCED = 40
 """Exit status of a fenced learner here, to tell it from one that finished (both are 0 for the shell)."""
 
@@ -86,7 +88,7 @@ async def learn(run_dir: Path, name: str) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     try:
         async with open_role(name, loaded.config, run_dir, stop) as role:
-            await loop.run_learner(role)
+            await RUNNERS[name.partition(".")[0]](role)
     except Fenced as error:
         print(f"Fenced: {error}", flush=True)
         return FENCED

@@ -1,0 +1,131 @@
+"""Kill -9 in every phase of a step and of a checkpoint: what goes on is bit for bit what was never interrupted.
+
+One group is a step, in the order of admission, so that two runs cut a step into the same pieces: float sums depend on
+them. The rate follows a schedule and an average of the weights is kept, so that all of the state matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+import torch
+from loop_kit import Run, Zygote
+from playing import make_model
+
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.shard_files import open_shards
+from tests.redis_kit import RedisRun
+
+STEPS = 8
+SETTINGS = {
+    "groups_per_step": 1, "order": "strict", "steps": STEPS, "checkpoint_every": 2, "lr": 1e-2, "warmup_steps": 3,
+    "schedule": "cosine", "lr_floor": 0.1, "ema": 0.9,
+}  # fmt: skip
+FILES = "streamrl.learner.shard_files"
+PHASES = {
+    "after backward": "streamrl.learner.actor:Actor.accumulate:after:3",
+    "before the update": "streamrl.learner.steps:Trainer.apply:before:4",
+    "after the update": "streamrl.learner.actor:Actor.apply_update:after:4",
+    "after the log": "streamrl.learner.chain:TrainedLog.append:after:5",
+    "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
+    "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
+    "state copied, nothing written": "streamrl.learner.state:RankState.save:after:2",
+    "in the background write, before the file": f"{FILES}:write_shard:before:2",
+    "in the background write, file not read back": f"{FILES}:describe:before:2",
+    "shard written": f"{FILES}:write_shard:after:2",
+    "all ranks have written": "streamrl.learner.saving:take_notes:before:2",
+    "before the rename": "streamrl.learner.checkpoint:fsync_directory:before:3",
+    "after the rename": "streamrl.learner.checkpoint:fsync_directory:before:4",
+    "after the rename is durable": "streamrl.learner.checkpoint:fsync_directory:after:4",
+    "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
+    "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
+    "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:3",
+    "while the last checkpoint is written": f"{FILES}:write_shard:before:4",
+    "before the end is written": "streamrl.learner.loop:write_finished:before:1",
+}
+QUICK = ("after backward", "in the background write, before the file", "after the rename")
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    made = Zygote()
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, model, zygote):
+    """State and learning rates of a run that nobody kills."""
+    redis = RedisRun(tmp_path_factory.mktemp("uninterrupted") / "run")
+    redis.start()
+
+    async def play():
+        run = Run(redis, model, zygote)
+        run.configure(**SETTINGS)
+        async with run.play():
+            assert await run.learn() == 0, run.log()
+        return state(run), rates(run)
+
+    yield asyncio.run(play())
+    redis.kill()
+
+
+@pytest.fixture
+def run(redis_run, model, zygote):
+    made = Run(redis_run, model, zygote)
+    made.configure(**SETTINGS)
+    yield made
+    for pid in made.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def state(run) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint: weights, moments, average, counters."""
+    meta = run.newest()
+    with open_shards(Checkpoints(run.run_dir / "checkpoints").path(meta.position), meta.world) as shards:
+        return shards.rows(0, 1)
+
+
+def rates(run) -> dict[int, float]:
+    """Learning rate by step, of whoever made the step last."""
+    return {line["step"]: line["lr"] for line in run.steps()}
+
+
+def same(ours, theirs) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8))
+        for name, tensor in ours.items()
+    )
+
+
+def test_the_state_is_all_of_it(uninterrupted):
+    found, lr = uninterrupted
+    assert {name.split("/")[1] for name in found} >= {"weight", "exp_avg", "exp_avg_sq", "ema", "updates"}
+    assert int(found["actor/updates"]) == STEPS
+    assert len(set(lr.values())) == STEPS - 1  # up for three steps, down after them: step 3 and 4 are at the top
+
+
+@pytest.mark.parametrize(
+    "phase", [*QUICK, *(pytest.param(p, marks=pytest.mark.slow) for p in PHASES if p not in QUICK)]
+)
+async def test_killed_in_a_phase_it_goes_on_bit_for_bit(run, uninterrupted, phase):
+    async with run.play():
+        assert await run.learn(PHASES[phase]) == -signal.SIGKILL, run.log()
+        await run.audit()
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    assert (found.trained, found.dead, found.dropped) == (STEPS, 0, 0)
+    expected, lr = uninterrupted
+    assert same(state(run), expected)
+    assert rates(run) == lr
