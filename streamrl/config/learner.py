@@ -94,7 +94,7 @@ class CriticConfig(Section):
         "none", description="model: a model of its own; head: a value head on the policy"
     )
     path: str | None = Field(None, description="model that the critic starts from; empty: model.path")
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of a critic of its own")
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the critic, or of the head alone")
     clip: Coefficient = Field(
         0.5, description="values move at most this far from those of the start of the step; 0: as far as they like"
     )

@@ -34,13 +34,21 @@ class ShardedAdamW:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
         config: learning rate and its schedule, betas, weight decay, decay of the average.
         offload: moments and average lie on the host but for the time of an update.
+        factors: of the learning rate, by the name of a parameter; 1 where there is none.
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
         decays: weights decay (`learner.weight_decay`); False: one without gradients and moments stays what it is.
     """
 
-    def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig, *, offload: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, DTensor],
+        config: LearnerConfig,
+        *,
+        offload: bool = False,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
         self.updates = 0
         self.decays = True
         self._config = config
@@ -51,8 +59,11 @@ class ShardedAdamW:
         self._average = {name: shard.clone() for name, shard in self._shards.items()} if config.ema else {}
         self._decay = config.ema ** (1 / updates_per_step(config))
         self._restarted = 0
+        alike: dict[float, list[torch.Tensor]] = {}
+        for name, shard in self._shards.items():
+            alike.setdefault((factors or {}).get(name, 1.0), []).append(shard)
         self._adamw = torch.optim.AdamW(
-            list(self._shards.values()),
+            [{"params": shards, "factor": factor} for factor, shards in alike.items()],
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -99,7 +110,8 @@ class ShardedAdamW:
         rate = self.lr * lr_scale
         torch._foreach_mul_(self._gradients(), scale)
         for group in self._adamw.param_groups:
-            group["lr"], group["weight_decay"] = rate, self._config.weight_decay if self.decays else 0.0
+            group["lr"] = rate * group["factor"]
+            group["weight_decay"] = self._config.weight_decay if self.decays else 0.0
         with self._at_hand():
             self._adamw.step()
             if self._average:

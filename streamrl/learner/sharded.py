@@ -70,9 +70,13 @@ class Sharded(ShardedModule):
         frozen = (parameter.to_local() for parameter in self._frozen.values())
         # On a CPU there is no other memory to go to.
         offload = "optimizer" in config.offload and ranks.device.type != "cpu"
-        self._optimizer = ShardedAdamW(self._parameters, config, offload=offload)
+        self._optimizer = ShardedAdamW(self._parameters, config, offload=offload, factors=self._lr_factors())
         there = (*self._optimizer.live().values(), *frozen)
         self._offload = Offload(tensor for tensor in there if tensor.device.type == ranks.device.type)
+
+    def _lr_factors(self) -> dict[str, float]:
+        """Parameters with a learning rate of their own, as a factor on that of the configuration."""
+        return {}
 
     @property
     def updates(self) -> int:

@@ -28,7 +28,8 @@ class HeadedActor(Actor):
     """An actor whose model has a value head (`learner.critic.kind: head`).
 
     The objective of a sample has `coefficient x value loss` added to it, with the weights of `learner.loss.aggregate`,
-    and its gradient flows into all of the model. The head is in checkpoints and in no version of the weights.
+    and its gradient flows into all of the model. The head learns at `critic.lr`, everything else at `learner.lr`. It is
+    in checkpoints and in no version of the weights.
 
     Args:
         config: the run.
@@ -85,14 +86,16 @@ class HeadedActor(Actor):
             self._optimizer.decays = True
         self._value_sums.zero_()
         sums = ValueSums.from_tensor(applied.sums)
-        return CriticStats(grad_norm=applied.grad_norm, lr=applied.lr, skipped=applied.skipped, sums=sums)
+        rate = applied.lr * self._head_factor
+        return CriticStats(grad_norm=applied.grad_norm, lr=rate, skipped=applied.skipped, sums=sums)
 
     def apply_update(self, size: int) -> UpdateStats:
         """See `Actor.apply_update`; the values learn in the same update (`learnt`). One more all-reduce."""
         stats = super().apply_update(size)
         sums = ValueSums.from_tensor(self.ranks.all_sum(self._value_sums))
         self._value_sums.zero_()
-        self.learnt = CriticStats(grad_norm=stats.grad_norm, lr=stats.lr, skipped=stats.skipped, sums=sums)
+        rate = stats.lr * self._head_factor
+        self.learnt = CriticStats(grad_norm=stats.grad_norm, lr=rate, skipped=stats.skipped, sums=sums)
         return stats
 
     def discard(self) -> None:
@@ -109,6 +112,13 @@ class HeadedActor(Actor):
         sampling, learner = self.config.sampling, self.config.learner
         model = LogProbValueModel(base, temperature=sampling.temperature, chunk=learner.logprob_chunk)
         return model, (model.value_head,)
+
+    def _lr_factors(self) -> dict[str, float]:
+        return {name: self._head_factor for name in self._parameters if name.startswith(_HEAD)}
+
+    @property
+    def _head_factor(self) -> float:
+        return self._critic.lr / self.config.learner.lr
 
     def _name_of(self, name: str) -> str:
         return name if name.startswith(_HEAD) else super()._name_of(name)

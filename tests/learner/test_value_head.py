@@ -79,6 +79,23 @@ def test_one_update_learns_both_and_says_so(make):
     assert not torch.equal(before["weight/lm_head.weight"], after["weight/lm_head.weight"])
 
 
+def test_the_head_has_a_learning_rate_of_its_own(make):
+    """The first update of AdamW moves every weight by its learning rate."""
+    actor = make(lr=1e-3, critic={"lr": 0.2})
+    batch = value_batch(7)
+    before = actor.shard_state()
+    actor.accumulate(batch)
+    stats = actor.apply_update(count_tokens(batch))
+    after = actor.shard_state()
+
+    def moved(name):
+        return float((after[f"weight/{name}"] - before[f"weight/{name}"]).abs().max())
+
+    assert moved("value_head.weight") == pytest.approx(0.2, rel=1e-3)
+    assert moved("lm_head.weight") == pytest.approx(1e-3, rel=1e-3)
+    assert (stats.lr, actor.learnt.lr) == (1e-3, pytest.approx(0.2))
+
+
 def test_in_the_warm_up_only_the_head_learns(make):
     actor = make(weight_decay=0.1, lr=5e-2)
     critic = Head(actor)
