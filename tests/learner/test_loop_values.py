@@ -11,6 +11,7 @@ import torch
 from loop_kit import Run, Zygote
 from playing import make_model
 from safetensors.torch import load_file
+from test_remote import Server, fails
 
 GAE = {"advantage": {"use": "gae"}, "mini_batches": 2}
 FROZEN = {"reference": {"kind": "frozen"}}
@@ -95,3 +96,25 @@ async def test_a_checkpoint_without_the_critic_is_refused_by_name(run):
         run.configure(**RECIPES["model"], steps=2)
         assert await run.learn() == 78
     assert "has no state of critic" in run.log()
+
+
+async def test_reference_servers_that_are_gone_for_a_while_cost_time_and_nothing_else(run):
+    server = Server(wrong=fails)
+    with server.running() as url:
+        reference = {"kind": "remote", "url": [url], "deadline": 0.5}
+        run.configure(reference=reference, kl={"where": "loss"}, steps=2)
+        async with run.play():
+            pid = run.start()
+            await run.until(lambda: "micro-batch skipped" in run.log())
+            server.wrong = None
+            assert await run.wait(pid) == 0, run.log()
+            found = await run.audit()
+    assert found.trained == 8
+    assert all(line["kl_reference"] > 0 and line["grad_norm"] > 0 for line in run.steps())
+
+
+async def test_without_a_reference_server_the_learner_ends_with_the_reason(run):
+    run.configure(reference={"kind": "remote", "url": ["http://127.0.0.1:9"], "deadline": 0.5}, kl={"where": "loss"})
+    assert await run.learn() == 69
+    assert "learner.reference.url" in run.log()
+    assert "Connection refused" in run.log()

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from tiny_policy import make_batch, run_config
 
-from streamrl.errors import ConfigError, DataError, Unreachable, WireError
+from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.learner import remote
-from streamrl.learner.remote import Remote
+from streamrl.learner.remote import NoReference, Remote
 
 KINDS = ["vllm", "sglang"]
 
@@ -212,6 +212,41 @@ def test_answers_that_make_no_sense_are_refused_when_all_servers_give_them(make,
 def test_servers_that_do_not_fit_are_refused_at_the_start(make, server, message):
     with pytest.raises(ConfigError, match=message):
         make(server)
+
+
+class OtherRank:
+    """A second rank that did as well as `outcome` says (remote.py), behind the one all-reduce of each call."""
+
+    def __init__(self) -> None:
+        self.outcome = 2
+
+    def all_min(self, *values):
+        return [min(value, self.outcome) for value in values]
+
+
+@pytest.mark.parametrize(("outcome", "kind"), [(1, NoReference), (0, StreamrlError)])
+def test_what_fails_on_another_rank_fails_here(make, outcome, kind):
+    reference = make(Server())
+    reference._ranks = other = OtherRank()
+    batch = make_batch(7)
+    assert_scored(reference.compute_ref_log_prob(batch), batch)
+    other.outcome = outcome
+    with pytest.raises(kind, match="another rank") as raised:
+        reference.compute_ref_log_prob(batch)
+    assert type(raised.value) is kind
+
+
+def test_what_is_worse_wins_over_ranks(make):
+    """Here the answer may come later, but the other rank was refused for good."""
+    reference = make(Server(wrong=hangs), deadline=0.5)
+    reference._ranks = other = OtherRank()
+    batch = make_batch(8)
+    with pytest.raises(NoReference, match=r"within 0\.5 s"):
+        reference.compute_ref_log_prob(batch)
+    other.outcome = 0
+    with pytest.raises(StreamrlError, match="another rank") as raised:
+        reference.compute_ref_log_prob(batch)
+    assert type(raised.value) is StreamrlError
 
 
 def test_the_key_is_sent_and_a_missing_file_is_named(make, tmp_path):
