@@ -22,9 +22,6 @@ class ValueHead(nn.Linear):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, dtype=torch.float32)
-
-    def reset_parameters(self) -> None:
-        """Zeros."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
