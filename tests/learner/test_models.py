@@ -1,0 +1,63 @@
+"""The trainer of a run holds what its algorithm needs, and all of it leaves the devices and comes back."""
+
+import numpy as np
+import pytest
+from tiny_policy import make_batch, run_config
+
+from streamrl.learner.critic import Critic
+from streamrl.learner.models import make_trainer
+from streamrl.learner.reference import Base, Frozen
+from streamrl.learner.value_head import Head, HeadedActor
+
+GAE = {"advantage": {"use": "gae"}}
+KL = {"kl": {"where": "loss"}}
+CASES = {
+    "policy": ({}, type(None), type(None), ["actor"]),
+    "critic and frozen": (
+        {**GAE, **KL, "critic": {"kind": "model"}, "reference": {"kind": "frozen"}},
+        Critic,
+        Frozen,
+        ["actor", "critic"],
+    ),
+    "head": ({**GAE, "critic": {"kind": "head"}}, Head, type(None), ["actor"]),
+    "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Base, ["actor", "lora"]),
+}
+
+
+@pytest.fixture
+def make(one_rank, model_of):
+    return lambda case: make_trainer(run_config(model_of("Llama"), **CASES[case][0]), one_rank)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_has_what_the_algorithm_needs(make, case):
+    _, critic, reference, parts = CASES[case]
+    trainer = make(case)
+    models = trainer._models
+    assert type(models.critic) is critic
+    assert type(models.reference) is reference
+    assert isinstance(models.actor, HeadedActor) == (case == "head")
+    assert sorted(trainer.state.parts) == parts
+
+
+def shards(trainer):
+    models = (trainer._models.actor, trainer._models.critic, trainer._models.reference)
+    modules = [model._module for model in models if hasattr(model, "_module")]
+    return [parameter.to_local() for module in modules for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_leaves_the_devices_and_comes_back(make, case):
+    stays, leaves = make(case), make(case)
+    held, batch = shards(leaves), make_batch(0)
+    for trainer in (stays, leaves):
+        assert trainer.train([0, 1, 2, 3], batch, idle=False)
+    for _ in range(2):
+        leaves.unload()
+    assert sum(shard.untyped_storage().nbytes() for shard in held) == 0
+    for _ in range(2):
+        leaves.reload()
+    tokens = sum(len(sample.tokens) for sample in batch)
+    assert stays.apply(tokens, len(batch)) == leaves.apply(tokens, len(batch))
+    ours, theirs = (trainer._models.actor.compute_log_prob(make_batch(1)).logprobs for trainer in (stays, leaves))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
