@@ -15,6 +15,7 @@ from streamrl.learner.actor import Actor
 from streamrl.learner.lora import Lora
 from streamrl.learner.sharding import load_model
 from streamrl.learner.snapshot import Copies, rows_reader
+from streamrl.learner.value_head import HeadedActor
 from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.catalog import read_manifest
@@ -236,6 +237,30 @@ def test_an_export_holds_the_merged_model_and_the_adapter(make, model_of, tmp_pa
     torch.testing.assert_close(theirs(ids).logits, plain(tmp_path / "out")(ids).logits, rtol=1e-4, atol=1e-5)
     held = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
     assert held.keys() == actor.parameters.keys()
+
+
+@pytest.mark.parametrize("small", [1 << 26, 0])
+@pytest.mark.parametrize("dora", [False, True])
+def test_recomputed_activations_give_the_same_adapter(make, dora, small):
+    actors = [make(lora={**LORA, "dora": dora}, small=small, checkpoint_activations=again) for again in (False, True)]
+    for actor in actors:
+        train(actor)
+    ours, theirs = map(adapter_of, actors)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_a_value_head_is_no_part_of_the_adapter(one_rank, model_of, tmp_path):
+    learner = {"advantage": {"use": "gae"}, "critic": {"kind": "head"}}
+    config = run_config(model_of("Qwen2"), lora={**LORA, "publish": "adapter"}, **learner)
+    actor = HeadedActor(config, one_rank)
+    assert all("lora_" in name for name in actor.published)
+    assert any(name.startswith("weight/value_head") for name in actor.shard_state())
+    manifest = read_manifest(publish(actor, tmp_path))
+    assert {entry.name for entry in manifest.tensors} == set(actor.published)
+    actor.export(tmp_path / "out")
+    held = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert held.keys() == actor.published.keys()
 
 
 def test_off_the_device_and_back(make):
