@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -33,7 +34,8 @@ FENCED = 40
 def kill_at(point: str) -> None:
     """`module:Class.function:before|after|pause|none|never:N`: kill -9 myself before or after the N-th call.
 
-    `pause` stops before it, `none` lets it return None, `never` it and all later ones.
+    `pause` stops before it, `none` lets it return None, `never` it and all later ones. `wait:FILE` has every call of a
+    function wait until there is such a file.
     """
     module_name, path, when, count = point.split(":")
     owner = importlib.import_module(module_name)
@@ -48,7 +50,11 @@ def kill_at(point: str) -> None:
 
     def due() -> bool:
         nonlocal calls
+        while when == "wait" and not Path(count).exists():
+            time.sleep(0.01)
         calls += 1
+        if when == "wait":
+            return False
         return calls == int(count) or (when == "never" and calls > int(count))
 
     if inspect.iscoroutinefunction(original):
