@@ -101,6 +101,8 @@ class Estimator:
                 f"learner.advantage.use {use} asks for the normalisation {estimator.normalise}",
                 f"one of {', '.join(NORMALISATIONS)}",
             )
+        if odd := sorted(estimator.needs - set(_FIELDS)):
+            raise ConfigError(f"learner.advantage.use {use} needs {odd[0]}", f"it may need {', '.join(_FIELDS)}")
         try:
             estimator(_small_group(estimator.needs))
         except ValueError as error:

@@ -169,6 +169,7 @@ def test_the_order_of_the_responses_does_not_matter(use, responses, random):
         ({"use": "egpo", "args": {"part": "answer"}}, "boundary"),
         ({"use": f"{__name__}:one_number"}, "gave shapes"),
         ({"use": f"{__name__}:careless"}, "failed: KeyError"),
+        ({"use": f"{__name__}:odd_need"}, "needs luck"),
         ({"use": f"{__name__}:odd_normalisation"}, "normalisation sometimes"),
         ({"use": "no.such.module:name"}, "cannot be imported"),
     ],
@@ -185,6 +186,11 @@ def weighted_by_entropy(group, *, scale=1.0):
 
 def one_number(group):
     return [np.zeros(1)]
+
+
+@traits(needs=["luck"])
+def odd_need(group):
+    return group.constant(group.rewards)
 
 
 def careless(group):
