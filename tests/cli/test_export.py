@@ -1,0 +1,119 @@
+"""`streamrl export` and the ways of `up` that record rollouts and train a recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta, shard_name
+from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter
+
+from .run_kit import cli, data_of, make_run, process
+from .test_up import tiny  # noqa: F401  (a fixture)
+
+
+@pytest.fixture
+def trained(tmp_path: Path, tiny: Path) -> Path:  # noqa: F811
+    """A run with one checkpoint, whose weights are those of the model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from streamrl.learner.shard_files import take_notes, write_shard
+
+    run_dir = tmp_path / "run"
+    make_run(run_dir, f"model.path={tiny / 'model'}")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    draft = checkpoints.begin((1, 4))
+    write_shard(draft / shard_name(0, 1), {f"actor/weight/{n}": p for n, p in model.named_parameters()})
+    checkpoints.finish(Meta(epoch=1, step=4, version=5, format=FORMAT, parts=["actor"], shards=take_notes(draft, 1)))
+    return run_dir
+
+
+def test_export_writes_what_transformers_loads_and_never_over_something(tmp_path: Path, trained: Path):
+    out = tmp_path / "out"
+    arguments = ("export", "--run", str(trained), "--out", str(out))
+    done = cli(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    data = data_of(done.stdout, "streamrl.export/1")
+    assert (data["checkpoint"], data["step"], data["average"]) == ("1-4", 4, False)
+    assert data["bytes"] == sum((out / file).stat().st_size for file in data["files"]) > 0
+    assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    again = cli(*arguments)
+    assert again.returncode == 73
+    assert "is not empty" in again.stderr
+    assert "--force" in again.stderr
+    assert cli(*arguments, "--force", "--checkpoint", "4").returncode == 0
+
+
+def test_exports_that_are_refused(tmp_path: Path, trained: Path):
+    def export(*more: str) -> tuple[int, str]:
+        done = cli("export", "--run", str(trained), "--out", str(tmp_path / "out"), *more)
+        return done.returncode, done.stderr
+
+    code, said = export("--checkpoint", "5")
+    assert (code, "no checkpoint of step 5" in said, "steps with a checkpoint: 4" in said) == (78, True, True)
+    code, said = export("--ema")
+    assert (code, "no average" in said) == (78, True)
+    assert cli("export", "--run", str(trained)).returncode == 2  # nowhere to write to
+    (tmp_path / "file").touch()
+    assert cli("export", "--run", str(trained), "--out", str(tmp_path / "file")).returncode == 73
+
+
+def test_the_plan_of_a_recording(tiny: Path, tmp_path: Path):  # noqa: F811
+    run_file = str(tiny / "run.yaml")
+    done = cli("up", run_file, "--dry-run", "--rollout-only", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    started = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("start ")]
+    assert started == ["redis", "recorder.0", "rollout.0", "reward.0", "feeder.0"]
+    missing = cli("up", run_file, "--dry-run", "--train-only", str(tmp_path / "none"), cwd=tmp_path)
+    assert missing.returncode == 78
+    assert "has no recording" in missing.stderr
+    header = Header(id="a", run="tiny", model=str(tiny / "model"), temperature=1.0)
+    writer = RecordingWriter(tmp_path / "rec", 1, header, 1 << 20)
+    writer.add(RecordedGroup(gid=0, prompt=b"", samples=[]))
+    writer.sync()
+    writer.close()
+    done = cli("up", run_file, "--dry-run", "--train-only", str(tmp_path / "rec"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    started = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("start ")]
+    assert started == ["redis", "learner.0", "player.0"]
+    assert "value  data.epochs = 1  (--set)" in done.stdout
+    other = cli(
+        "up", run_file, "--dry-run", "--train-only", str(tmp_path / "rec"), "--set", "sampling.temperature=0.5",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert other.returncode == 78
+    assert "sampled at temperature 1" in other.stderr
+    assert cli("up", run_file, "--rollout-only", "--train-only", "x", cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_recording_is_made_and_trained(tiny: Path, tmp_path: Path):  # noqa: F811
+    run_file = str(tiny / "run.yaml")
+    done = process("up", run_file, "--rollout-only", "--screen", "logs", cwd=tmp_path, seconds=200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "groups recorded / dead   12 / 0" in done.stdout
+    recorded = tmp_path / "runs" / "tiny" / "recording"
+    trace = cli("trace", "3", "--run", str(recorded.parent), "--json")
+    assert data_of(trace.stdout, "streamrl.trace/1")["record"]["gid"] == 3
+    again = process("up", run_file, "--train-only", str(recorded), cwd=tmp_path)
+    assert again.returncode == 78  # the directory of the run that recorded
+    assert "recording.mode was 'write' and is 'read'" in again.stderr
+    fresh = process("up", run_file, "--train-only", str(recorded), "--fresh", cwd=tmp_path)
+    assert (fresh.returncode, "would put" in fresh.stderr) == (2, True)
+    assert recorded.is_dir()
+    done = process(
+        "up", run_file, "--train-only", str(recorded), "--run", "t", "--screen", "logs", cwd=tmp_path, seconds=200
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = orjson.loads((tmp_path / "t" / "summary.json").read_bytes())
+    assert (summary["steps"], summary["groups_trained"], summary["groups_admitted"]) == (3, 12, 12)
+    audit = data_of(cli("audit", "--run", str(tmp_path / "t"), "--json").stdout, "streamrl.audit/1")
+    assert (audit["trained"], audit["lost"], audit["twice"], audit["faults"]) == (12, 0, 0, [])
+    status = data_of(cli("status", "--run", str(tmp_path / "t"), "--json").stdout, "streamrl.status/1")
+    assert [role["name"] for role in status["roles"]] == ["redis", "learner.0", "player.0"]
+    assert cli("export", "--run", str(tmp_path / "t"), "--out", str(tmp_path / "m")).returncode == 0
