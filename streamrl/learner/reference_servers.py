@@ -23,6 +23,10 @@ _LOWEST: Final = -9000.0
 """vLLM writes -9999 for a log-probability of minus infinity."""
 _HIGHEST: Final = 1e-3
 """Rounding lifts a log-probability above 0 by less; a server that answers with logits goes far beyond."""
+_SPARE: Final[Mapping[str, int]] = {"vllm": 1, "sglang": 7}
+"""Places of a server's context that no prompt may take: the token that it samples, and what SGLang keeps free."""
+_SGLANG_LAST: Final = 0
+"""What SGLang calls the last token of its vocabulary; the value is the right one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,17 @@ class About:
     Attributes:
         kind: which of the two it is.
         model: name under which it serves its model.
-        context: longest sequence it takes, the token that it samples included; None when it does not say.
+        context: tokens that it keeps of a request at most; None when it does not say.
     """
 
     kind: Literal["vllm", "sglang"]
     model: str
     context: int | None
+
+    @property
+    def longest(self) -> int | None:
+        """Longest prompt plus response that it scores; None when it does not say."""
+        return None if self.context is None else self.context - _SPARE[self.kind]
 
 
 def read_about(answer: Any, url: str) -> About:
@@ -91,7 +100,8 @@ def read_scores(about: About, answer: Any, sample: TrainSample) -> Float32Array:
         tokens, values = zip(*pairs, strict=True)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"no log-probabilities of a prompt in the answer of {about.kind}: {error!r}") from error
-    if list(tokens) != sample.tokens.tolist():
+    unnamed = {_SGLANG_LAST} if about.kind == "sglang" else set()
+    if any(said != sent and said not in unnamed for said, sent in zip(tokens, sample.tokens.tolist(), strict=True)):
         raise WireError(f"{about.kind} answered with the log-probabilities of other tokens")
     if not all(math.isfinite(value) and _LOWEST < value < _HIGHEST for value in values):
         raise WireError(

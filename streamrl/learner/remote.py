@@ -161,11 +161,12 @@ class Remote:
         if server.about is None:
             answer = await clients[server.url].call(MODELS, self._patience, retry=False)
             about = read_about(answer, server.url)
-            if about.context is not None and about.context <= self._context:
+            if about.longest is not None and about.longest < self._context:
+                assert about.context is not None
                 raise ConfigError(
-                    f"the reference server {server.url} takes {about.context} tokens: too few for model.context"
-                    f" {self._context} and the one that it samples",
-                    f"start it with a context of {self._context + 1} or more",
+                    f"the reference server {server.url} scores {about.longest} tokens at most: too few for"
+                    f" model.context {self._context}",
+                    f"start it with a context of {self._context + about.context - about.longest} or more",
                 )
             server.about = about
         return server.about

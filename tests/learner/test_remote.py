@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from tiny_policy import make_batch, run_config
+from tiny_policy import VOCABULARY, make_batch, run_config
 
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.learner import remote
@@ -47,7 +47,8 @@ class Server:
         body = orjson.loads(await request.read())
         assert body["return_logprob"] is True
         tail = body["input_ids"][body["logprob_start_len"] :]
-        entries = [[None, tail[0], None]] + [[score(token), token, None] for token in tail[1:]]
+        # As the real one does, it calls the last token of its vocabulary 0.
+        entries = [[None, tail[0], None]] + [[score(token), token % (VOCABULARY - 1), None] for token in tail[1:]]
         return await self.answer({"text": "", "meta_info": {"input_token_logprobs": entries}})
 
     async def answer(self, whole) -> web.Response:
@@ -207,7 +208,11 @@ def test_answers_that_make_no_sense_are_refused_when_all_servers_give_them(make,
 
 @pytest.mark.parametrize(
     ("server", "message"),
-    [(Server("llamacpp"), "server of 'llamacpp'"), (Server(context=128), "takes 128 tokens(.|\n)*129 or more")],
+    [
+        (Server("llamacpp"), "server of 'llamacpp'"),
+        (Server(context=128), "scores 127 tokens(.|\n)*129 or more"),
+        (Server("sglang", context=134), "scores 127 tokens(.|\n)*135 or more"),
+    ],
 )
 def test_servers_that_do_not_fit_are_refused_at_the_start(make, server, message):
     with pytest.raises(ConfigError, match=message):
