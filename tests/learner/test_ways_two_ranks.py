@@ -1,0 +1,56 @@
+"""Both ways through a step on two real processes under FSDP against one: the same weights and figures."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import orjson
+import pytest
+import torch
+import way_process
+from safetensors.torch import load_file
+from test_two_ranks import start
+from tiny_policy import without_key_biases
+
+from streamrl.learner.ranks import RENDEZVOUS
+
+pytestmark = pytest.mark.timeout(400)
+SCRIPT = Path(__file__).parent / "way_process.py"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, model_of, one_rank):
+    model = model_of("Qwen2")
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    rendezvous = {"WORLD_SIZE": "2", RENDEZVOUS: f"file://{two / 'rendezvous'}"}
+    processes = [start([SCRIPT, model, two], RANK=str(rank), **rendezvous) for rank in (0, 1)]
+    way_process.play(model, one, one_rank)
+    outputs = [process.communicate(timeout=360)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = [
+        orjson.loads((folder / f"found-{rank}.json").read_bytes()) for folder, rank in ((one, 0), (two, 0), (two, 1))
+    ]
+    return SimpleNamespace(folders={"one": one, "two": two}, one=found[0], two=found[1:])
+
+
+@pytest.mark.parametrize("name", way_process.RECIPES)
+def test_two_ranks_learn_what_one_learns(runs, name):
+    number = list(way_process.RECIPES).index(name)
+    assert runs.two[0][name] == runs.two[1][name]
+    for ours, theirs in zip(runs.two[0][name], runs.one[name], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    ours, theirs = (
+        without_key_biases(load_file(runs.folders[world] / f"{number}-0.safetensors")) for world in ("two", "one")
+    )
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_each_recipe_did_something(runs):
+    masked = [record[4] for record in runs.one["m2po over the step"]]
+    assert min(masked) > 0
+    first, second = runs.one["kl in the reward, adaptive"]
+    assert second[3] < first[3] == 0.1, "there is no distance yet, so the coefficient falls"
+    warm, learning = runs.one["gae with a critic"]
+    assert warm[1] == 0, "the policy waits for the critic"
+    assert learning[1] > 0
+    assert len(warm) == len(learning) == 5 + 2, "one value loss per pass"
