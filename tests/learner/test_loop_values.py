@@ -89,6 +89,25 @@ async def test_in_the_warm_up_the_policy_does_not_move_and_the_critic_is_saved(r
     assert head.any()
 
 
+KILLS = {
+    "the actor has learnt, its critic not": "streamrl.learner.actor:Actor.apply_update:after:4",
+    "both have learnt": "streamrl.learner.critic:Critic.apply_update:after:4",
+    "values are computed": "streamrl.learner.critic:Critic.compute_values:after:3",
+}
+
+
+@pytest.mark.parametrize("point", KILLS)
+async def test_killed_between_actor_and_critic_nothing_is_lost_and_both_go_on_together(run, point):
+    run.configure(**GAE, critic={"kind": "model", "lr": 1e-3}, steps=4, checkpoint_every=1)
+    async with run.play():
+        assert await run.learn(KILLS[point]) == -signal.SIGKILL, run.log()
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    held = shard(run)
+    assert found.trained == 16
+    assert int(held["actor/updates"]) == int(held["critic/updates"]) == 8
+
+
 async def test_a_checkpoint_without_the_critic_is_refused_by_name(run):
     run.configure(steps=1)
     async with run.play():
