@@ -34,13 +34,13 @@ class Critic(Sharded):
         small: models with fewer parameters than this are one FSDP unit.
 
     Raises:
-        ConfigError: the model is missing, is no causal language model, or does not fit the policy.
+        ConfigError: the model is missing, or is no causal language model.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
-        model = ValueModel(load_model(source))
+        model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
         limits = row_limits(config, model)
         # A value head is no output layer: it is in float32 anyway.
         set_up_layers(model.model, learner.model_copy(update={"head_float32": False}))

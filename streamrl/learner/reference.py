@@ -63,9 +63,10 @@ class Frozen(ShardedModule):
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, path = config.learner, config.learner.reference.path or config.model.path
+        key = "learner.reference.path" if learner.reference.path else "model.path"
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         model = LogProbModel(
-            load_model(config.model.model_copy(update={"path": path})),
+            load_model(config.model.model_copy(update={"path": path}), key),
             temperature=config.sampling.temperature,
             chunk=learner.logprob_chunk,
         )

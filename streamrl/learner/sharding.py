@@ -22,8 +22,12 @@ SMALL = 1 << 26
 while each unit costs a gather and a scatter."""
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
+def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
     """Load the causal language model of a run in float32 on the CPU: the master weights.
+
+    Args:
+        config: path and attention implementation.
+        key: of the run's configuration that names the path, for messages.
 
     Raises:
         ConfigError: the directory is missing or holds no causal language model, a file of it is cut off, or a weight is
@@ -34,13 +38,13 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             config.path, dtype=torch.float32, attn_implementation=config.attention
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        hint = "set model.path to a directory of a Hugging Face causal language model"
+        hint = f"set {key} to a directory of a Hugging Face causal language model"
         where = "exists" if Path(config.path).exists() else "does not exist"
-        raise ConfigError(f"model.path {config.path} ({where}) cannot be loaded: {error}", hint) from error
+        raise ConfigError(f"{key} {config.path} ({where}) cannot be loaded: {error}", hint) from error
     broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
     if broken:
         raise ConfigError(
-            f"model.path {config.path}: {', '.join(broken[:3])} has values that are not finite",
+            f"{key} {config.path}: {', '.join(broken[:3])} has values that are not finite",
             "take another checkpoint of this model: nothing can be sampled or learned from this one",
         )
     return model

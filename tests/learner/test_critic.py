@@ -173,3 +173,8 @@ def test_a_critic_that_does_not_fit_the_policy_is_refused(one_rank, model_of):
     config = run_config(model_of("Qwen2"), **settings)
     with pytest.raises(ConfigError, match=r"learner.critic.path .* takes 70 tokens, the policy 128"):
         make_critic(config, one_rank, Actor(config, one_rank))
+
+
+def test_a_critic_that_is_not_there_is_named_by_its_key(make, tmp_path):
+    with pytest.raises(ConfigError, match=r"learner.critic.path .*does not exist"):
+        make(critic={"path": str(tmp_path / "nowhere")})
