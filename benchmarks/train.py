@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each side")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--size", type=int, default=8, help="responses of a group")
+    parser.add_argument("--trl-rows", type=int, help="rows of a micro-batch of trl; left out: the fastest, by a trial")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--paths", default=",".join(PATHS))
     parser.add_argument("--quick", action="store_true", help="4 groups, 2 rounds of a step: does it run?")
@@ -95,7 +96,7 @@ def measure(kind: str, path: str, arguments: argparse.Namespace) -> dict[str, An
         folder = Path(directory)
         write_model(folder / "model")
         save_file(padded(batch), folder / "padded.safetensors")
-        rows = best_rows(folder, options, len(batch))
+        rows = arguments.trl_rows or best_rows(folder, options, len(batch))
         running = {
             "streamrl": sides.enter_context(ours("actor", folder, options)),
             "trl": sides.enter_context(trl(folder, options | {"rows": rows})),
@@ -115,19 +116,21 @@ def measure(kind: str, path: str, arguments: argparse.Namespace) -> dict[str, An
         f"{name}_tokens_per_second": spread([tokens / one for one in runs]) for name, runs in seconds.items()
     }
     return figures | {
-        "speedup_vs_trl": ratios(seconds["trl"], seconds["streamrl"]),
-        "share_of_dense": ratios(seconds["dense"], seconds["streamrl"]),
-        "share_of_dense_per_computed_token": ratios(
-            [one * computed / tokens for one in seconds["dense"]], seconds["streamrl"]
-        ),
-        "by_cpu_time": {
-            "speedup_vs_trl": ratios(cpu["trl"], cpu["streamrl"]),
-            "share_of_dense": ratios(cpu["dense"], cpu["streamrl"]),
-        },
+        **shares(seconds, computed / tokens),
+        "by_cpu_time": shares(cpu, computed / tokens),
         "tokens": tokens,
         "tokens_streamrl_computes": computed,
         "tokens_trl_computes": sum(padded(batch)[key].numel() for key in ("prompt_ids", "completion_ids")),
         "rows_of_a_micro_batch_of_trl": rows,
+    }
+
+
+def shares(seconds: dict[str, list[float]], computed: float) -> dict[str, Any]:
+    """Speed next to the others; `computed` is the part of the tokens that streamrl computes, padding included."""
+    return {
+        "speedup_vs_trl": ratios(seconds["trl"], seconds["streamrl"]),
+        "share_of_dense": ratios(seconds["dense"], seconds["streamrl"]),
+        "share_of_dense_per_computed_token": ratios([one * computed for one in seconds["dense"]], seconds["streamrl"]),
     }
 
 
