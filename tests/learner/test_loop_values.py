@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -115,6 +116,44 @@ async def test_a_checkpoint_without_the_critic_is_refused_by_name(run):
         run.configure(**RECIPES["model"], steps=2)
         assert await run.learn() == 78
     assert "has no state of critic" in run.log()
+
+
+async def learn_together(run, rendezvous):
+    """Two ranks; both have to end well."""
+    environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{rendezvous}"}
+    pids = [run.start(name=f"learner.{rank}", environ={**environ, "RANK": str(rank)}) for rank in range(2)]
+    assert [await run.wait(pid) for pid in pids] == [0, 0], run.log() + run.log("learner.1")
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+async def test_two_ranks_go_on_with_the_critic_of_one_and_one_with_that_of_two(run, tmp_path, kind):
+    async with run.play():
+        run.configure(**RECIPES[kind], **FROZEN, kl={"where": "reward", "estimator": "k1"}, steps=2)
+        recipe = run.config.learner.model_dump(exclude={"ranks", "steps"})
+        assert await run.learn() == 0, run.log()
+        run.configure(**recipe, ranks=2, steps=4)
+        await learn_together(run, tmp_path / "meet")
+        run.configure(**recipe, steps=6)
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    assert found.trained == 24
+    lines = run.steps()
+    assert [line["updates"] for line in lines] == [0, 2, 2, 2, 2, 2]
+    assert all(line["critic_value"] != 0 for line in lines[1:])
+
+
+async def test_two_ranks_wait_together_for_a_reference_server(run, tmp_path):
+    server = Server(wrong=fails)
+    with server.running() as url:
+        reference = {"kind": "remote", "url": [url], "deadline": 0.5}
+        run.configure(reference=reference, kl={"where": "loss"}, steps=2, ranks=2)
+        async with run.play():
+            learning = asyncio.create_task(learn_together(run, tmp_path / "meet"))
+            await run.until(lambda: "micro-batch skipped" in run.log())
+            server.wrong = None
+            await learning
+            found = await run.audit()
+    assert found.trained == 8
 
 
 async def test_reference_servers_that_are_gone_for_a_while_cost_time_and_nothing_else(run):
