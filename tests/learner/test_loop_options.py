@@ -1,0 +1,142 @@
+"""A learner as a process: versions every k steps, equal rewards, passes over a step; the audit stays exact."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+from loop_kit import Run, Zygote
+from playing import make_model, reward
+
+from streamrl.learner.intake import ZERO_VARIANCE
+from streamrl.queues.ledgers import open_ledgers
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    made = Zygote()
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def run(redis_run, model, zygote):
+    made = Run(redis_run, model, zygote)
+    yield made
+    for pid in made.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def equal(gid: int) -> bool:
+    """Whether the played rewards of a group are all the same."""
+    return len({reward(gid, sample) for sample in range(3)}) == 1
+
+
+async def dropped(run) -> tuple[list[int], dict[bytes, bytes]]:
+    async with open_ledgers(run.config, run.run_dir) as ledgers:
+        state = await ledgers.connection.read("HGETALL", ledgers.train.keys.state)
+        return await ledgers.train.dropped(), state
+
+
+async def test_versions_every_third_step_and_the_last(run):
+    """Staleness goes on counting steps: with versions that come rarely tokens are older."""
+    run.configure(publish_every=3, steps=8)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+    steps = run.steps()
+    versions = {line["step"]: line["version"] for line in steps}
+    made = [step for step in range(2, 9) if versions[step] > versions[step - 1]]
+    # A wait of seconds publishes earlier; nothing else does.
+    assert all(later - earlier <= 3 for earlier, later in zip([0, *made], made, strict=False))
+    assert len(made) < 7
+    assert run.finished()["version"] > versions[8], "the weights of the end are published"
+    assert max(line["staleness_max"] for line in steps) >= 2
+    assert (await run.audit()).trained == 32
+
+
+async def test_a_killed_learner_between_two_versions_goes_on(run):
+    run.configure(publish_every=3, steps=6, checkpoint_every=1)
+    async with run.play():
+        kill = "streamrl.learner.actor:Actor.apply_update:after:3"
+        assert await run.learn(kill) == -signal.SIGKILL, run.log()
+        assert await run.learn() == 0, run.log()
+    assert (await run.audit()).trained == 24
+
+
+async def test_equal_rewards_are_dropped_and_take_their_place_in_the_step(run):
+    run.configure(advantage={"zero_variance": "drop"}, steps=5)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    gone, state = await dropped(run)
+    assert gone
+    assert all(equal(gid) for gid in gone)
+    assert int(state[f"dropped:{ZERO_VARIANCE}".encode()]) == len(gone) == found.dropped
+    steps = run.steps()
+    assert min(line["groups"] for line in steps) < 4
+    assert all(line["groups"] >= 1 and line["zero_variance_groups"] == 0 for line in steps)
+    assert steps[-1]["dropped_zero_variance"] <= len(gone)
+
+
+async def test_resample_fills_every_step_with_contrast(run):
+    run.configure(advantage={"zero_variance": "resample"}, steps=5)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    gone, _ = await dropped(run)
+    assert found.dropped == len(gone) > 0
+    assert all(equal(gid) for gid in gone)
+    assert [line["groups"] for line in run.steps()] == [4] * 5
+    assert all(line["zero_variance_groups"] == 0 for line in run.steps())
+
+
+async def test_data_without_any_contrast_ends(run, monkeypatch):
+    """Every group is dropped: no step, and the run ends with its data."""
+    monkeypatch.setattr("playing.reward", lambda gid, sample: 1.0)
+    run.configure(advantage={"zero_variance": "drop"}, steps=None)
+    async with run.play(end=10):
+        assert await run.learn() == 0, run.log()
+    assert run.steps() == []
+    assert run.finished()["reason"] == "data"
+    found = await run.audit()
+    assert (found.admitted, found.trained, found.dropped) == (10, 0, 10)
+
+
+async def test_passes_and_mini_batches(run):
+    run.configure(passes=2, mini_batches=2, steps=4)
+    async with run.play():
+        kill = "streamrl.learner.actor:Actor.apply_update:after:6"
+        assert await run.learn(kill) == -signal.SIGKILL, run.log()
+        assert await run.learn() == 0, run.log()
+    steps = run.steps()
+    assert all(line["updates"] == 4 and line["skipped_updates"] == 0 for line in steps)
+    assert all(line["entropy"] > 0 for line in steps)
+    assert steps[0]["length_read"] > 0
+    assert (await run.audit()).trained == 16
+
+
+async def test_two_ranks_know_the_ages_of_tokens(run, tmp_path):
+    """Without the history of versions the second rank would take every token for fresh."""
+    run.configure(ranks=2, steps=4, correction={"lr_scale": "staleness"})
+    async with run.play():
+        environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{tmp_path}/meet"}
+        pids = [run.start(name=f"learner.{rank}", environ={**environ, "RANK": str(rank)}) for rank in range(2)]
+        assert [await run.wait(pid) for pid in pids] == [0, 0], run.log() + run.log("learner.1")
+    for line in run.steps():
+        trained = {age: tokens for age, tokens in line["staleness"].items() if tokens}
+        if line["zero_advantage_groups"] == 0:
+            assert line["lr"] == pytest.approx(1e-3 / (1 + line["staleness_mean"]), rel=1e-6), trained
+        elif len(trained) == 1:
+            assert line["lr"] == pytest.approx(1e-3 / (1 + int(next(iter(trained)))), rel=1e-6)
+    assert (await run.audit()).trained == 16
