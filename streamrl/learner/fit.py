@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -48,6 +49,11 @@ def check_fit(key: str, path: str, module: ShardedModule, actor: ShardedModule, 
 
 
 def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+    folder = Path(path)
+    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+        # transformers would make up an empty one.
+        logger.info("tokenizers not compared", extra={"path": path, "reason": "it has none"})
+        return None
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
