@@ -13,13 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-Name = Literal["tensorboard", "wandb", "trackio"]
 PROJECT: Final = "streamrl"
 _MOST_WAITING: Final = 256
 """Lines that wait for slow sinks; further ones are left out."""
