@@ -23,10 +23,14 @@ SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
 
 
 def up(tiny: Path, folder: Path, *settings: str) -> Path:  # noqa: F811
-    flags = [part for setting in (*SETTINGS, *settings) for part in ("--set", setting)]
+    flags = sets(*SETTINGS, *settings)
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder, seconds=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "tiny"
+
+
+def sets(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
 
 
 def audited(folder: Path) -> tuple[int, int, int]:
@@ -73,16 +77,18 @@ def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):  # noqa
 
 
 def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):  # noqa: F811
-    run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.lora.dora=true", "learner.steps=2")
+    adapter = ["learner.lora.publish=adapter", "learner.lora.dora=true"]
+    run = up(tiny, tmp_path, *adapter, "learner.steps=2")
     first = named(run / "model")
-    flags = ["--resume", "--screen", "plain", "--set", "learner.steps=4"]
-    done = process("up", str(tiny / "run.yaml"), *flags, cwd=tmp_path, seconds=LONGEST)
+    flags = ["--resume", *sets(*SETTINGS, *adapter, "learner.steps=4")]
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=tmp_path, seconds=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr
     assert audited(tmp_path) == (16, 0, 0)
     assert any(not torch.equal(tensor, first[name]) for name, tensor in named(run / "model").items())
-    other = process("up", str(tiny / "run.yaml"), *flags[:-1], "learner.lora.alpha=16", cwd=tmp_path, seconds=LONGEST)
-    assert other.returncode != 0
-    assert "another adapter" in other.stdout + other.stderr
+    flags += sets("learner.lora.alpha=16", "learner.steps=5")
+    other = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=tmp_path, seconds=LONGEST)
+    assert other.returncode == 78
+    assert "the checkpoint is of another adapter: alpha differ" in other.stdout + other.stderr
 
 
 def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):  # noqa: F811
