@@ -263,6 +263,19 @@ def test_a_value_head_is_no_part_of_the_adapter(one_rank, model_of, tmp_path):
     assert held.keys() == actor.published.keys()
 
 
+def test_the_average_of_an_adapter_is_exported_merged(make, model_of, tmp_path):
+    actor = make(ema=0.5)
+    train(actor)
+    now = adapter_of(actor)
+    actor.export(tmp_path / "out")
+    assert all(torch.equal(tensor, now[name]) for name, tensor in adapter_of(actor).items())
+    held = load_file(tmp_path / "out-ema" / "adapter" / "adapter_model.safetensors")
+    assert all(not torch.equal(held[name], tensor) for name, tensor in now.items())
+    theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out-ema" / "adapter").merge_and_unload()
+    for name, tensor in plain(tmp_path / "out-ema").named_parameters():
+        torch.testing.assert_close(tensor, theirs.get_parameter(name), rtol=1e-6, atol=1e-6, msg=name)
+
+
 def test_off_the_device_and_back(make):
     actor, batch = make(), make_batch(2)
     train(actor)
