@@ -16,7 +16,7 @@ from streamrl.weight_sync.mapping import map_version
 from .run_kit import cli, data_of, process
 from .test_up import tiny  # noqa: F401  (a fixture)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 LONGEST = 300
 """Seconds for a whole run on busy cores."""
 SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
@@ -85,10 +85,6 @@ def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):  # noq
     assert done.returncode == 0, done.stdout + done.stderr
     assert audited(tmp_path) == (16, 0, 0)
     assert any(not torch.equal(tensor, first[name]) for name, tensor in named(run / "model").items())
-    flags += sets("learner.lora.alpha=16", "learner.steps=5")
-    other = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=tmp_path, seconds=LONGEST)
-    assert other.returncode == 78
-    assert "the checkpoint is of another adapter: alpha differ" in other.stdout + other.stderr
 
 
 def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):  # noqa: F811
