@@ -25,6 +25,12 @@ SETTINGS = {
     "groups_per_step": 1, "order": "strict", "steps": STEPS, "checkpoint_every": 2, "lr": 1e-2, "warmup_steps": 3,
     "schedule": "cosine", "lr_floor": 0.1, "ema": 0.9,
 }  # fmt: skip
+EVERYTHING = {
+    **SETTINGS, "passes": 2, "advantage": {"use": "gae"}, "critic": {"kind": "model", "lr": 1e-2},
+    "reference": {"kind": "frozen"},
+    "kl": {"where": "loss", "controller": "adaptive", "coefficient": 0.1, "horizon": 50},
+}  # fmt: skip
+"""Several updates per step, and all parts that keep state: critic and controller of the KL as well."""
 FILES = "streamrl.learner.shard_files"
 PHASES = {
     "after backward": "streamrl.learner.actor:Actor.accumulate:after:3",
@@ -64,20 +70,38 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, model, zygote):
-    """State and learning rates of a run that nobody kills."""
-    redis = RedisRun(tmp_path_factory.mktemp("uninterrupted") / "run")
-    redis.start()
+def undisturbed(tmp_path_factory, model, zygote):
+    """State, numbers and learning rates of a run that nobody kills, by its settings; each is made once."""
+    made = {}
 
-    async def play():
+    def get(name, settings):
+        if name not in made:
+            redis = RedisRun(tmp_path_factory.mktemp(name) / "run")
+            redis.start()
+            try:
+                made[name] = asyncio.run(play(redis, settings))
+            finally:
+                redis.kill()
+        return made[name]
+
+    async def play(redis, settings):
         run = Run(redis, model, zygote)
-        run.configure(**SETTINGS)
+        run.configure(**settings)
         async with run.play():
             assert await run.learn() == 0, run.log()
-        return state(run), rates(run)
+        return state(run), run.newest().numbers, rates(run)
 
-    yield asyncio.run(play())
-    redis.kill()
+    return get
+
+
+@pytest.fixture
+def uninterrupted(undisturbed):
+    return undisturbed("one", SETTINGS)
+
+
+@pytest.fixture
+def with_everything(undisturbed):
+    return undisturbed("everything", EVERYTHING)
 
 
 @pytest.fixture
@@ -110,7 +134,7 @@ def same(ours, theirs) -> bool:
 
 
 def test_the_state_is_all_of_it(uninterrupted):
-    found, lr = uninterrupted
+    found, _, lr = uninterrupted
     assert {name.split("/")[1] for name in found} >= {"weight", "exp_avg", "exp_avg_sq", "ema", "updates"}
     assert int(found["actor/updates"]) == STEPS
     assert len(set(lr.values())) == STEPS - 1  # up for three steps, down after them: step 3 and 4 are at the top
@@ -120,12 +144,26 @@ def test_the_state_is_all_of_it(uninterrupted):
     "phase", [*QUICK, *(pytest.param(p, marks=pytest.mark.slow) for p in PHASES if p not in QUICK)]
 )
 async def test_killed_in_a_phase_it_goes_on_bit_for_bit(run, uninterrupted, phase):
+    await goes_on(run, phase, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["before the update", "after consume", "shard written", "after the rename"])
+async def test_so_do_a_critic_and_a_controller(run, with_everything, phase):
+    run.configure(**EVERYTHING)
+    await goes_on(run, phase, with_everything)
+    assert run.newest().parts == ["actor", "critic", "kl"]
+    assert run.newest().numbers["kl"]
+
+
+async def goes_on(run, phase, undisturbed):
     async with run.play():
         assert await run.learn(PHASES[phase]) == -signal.SIGKILL, run.log()
         await run.audit()
         assert await run.learn() == 0, run.log()
         found = await run.audit()
     assert (found.trained, found.dead, found.dropped) == (STEPS, 0, 0)
-    expected, lr = uninterrupted
+    expected, numbers, lr = undisturbed
     assert same(state(run), expected)
+    assert run.newest().numbers == numbers
     assert rates(run) == lr
