@@ -66,8 +66,7 @@ class Actor(Sharded):
         torch.set_float32_matmul_precision(agreed_precision(config, ranks, base))
         set_up_layers(base, learner)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
-        # On a CPU there is no other memory to go to.
-        offload = "parameters" in learner.offload and ranks.device.type != "cpu"
+        offload = "parameters" in learner.offload
         whole = shard(model, ranks.mesh, dtype, small=small, exact=exact, offload=offload)
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
         super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)

@@ -45,8 +45,7 @@ class Critic(Sharded):
         # A value head is no output layer: it is in float32 anyway.
         set_up_layers(model.model, learner.model_copy(update={"head_float32": False}))
         dtype: torch.dtype = getattr(torch, config.model.dtype)
-        # On a CPU there is no other memory to go to.
-        offload = "parameters" in learner.offload and ranks.device.type != "cpu"
+        offload = "parameters" in learner.offload
         whole = shard(model, ranks.mesh, dtype, small=small, exact=(model.value_head,), offload=offload)
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
         self._clip = critic.clip

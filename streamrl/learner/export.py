@@ -45,7 +45,7 @@ def full_tensors(
             yield name, shard.to(device="cpu", dtype=dtype, copy=True)
             continue
         cast = DTensor.from_local(
-            shard.to(dtype),
+            shard.to(parameter.device_mesh.device_type, dtype),  # it may lie on the host
             parameter.device_mesh,
             parameter.placements,
             run_check=False,

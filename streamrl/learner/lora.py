@@ -157,8 +157,14 @@ class Lora:
 
 
 def _whole(parameter: DTensor) -> torch.Tensor:
-    whole: torch.Tensor = parameter.full_tensor() if parameter.device_mesh.size() > 1 else parameter.to_local()
-    return whole.detach()
+    mesh, own = parameter.device_mesh, parameter.to_local()
+    if mesh.size() == 1:
+        return own.detach()
+    # Rows that lie on the host are gathered on the device.
+    there = parameter.detach().to(mesh.device_type)
+    assert isinstance(there, DTensor)
+    whole: torch.Tensor = there.full_tensor()
+    return whole.to(own.device)
 
 
 def _check(model: PreTrainedModel, layers: Mapping[str, Any], linear: set[str]) -> None:

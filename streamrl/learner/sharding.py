@@ -69,13 +69,15 @@ def shard(
         dtype: type of forward and backward.
         small: models with fewer parameters than this become one unit.
         exact: modules of the model that run in float32 whatever `dtype` is; they do not overlap.
-        offload: shards and gradients lie on the host, and each unit is on the device only while it computes.
+        offload: shards and gradients lie on the host, and each unit is on the device only while it computes. On a CPU
+            there is no other memory to go to, and nothing changes.
 
     Returns:
         True when the model became one unit that stays whole between forward and backward.
     """
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    offload = offload and mesh.device_type != "cpu"
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
     whole = not offload and sum(parameter.numel() for parameter in model.parameters()) < small
     if not whole:
         for layer in reversed(decoder_layers(model.model)):
