@@ -58,7 +58,7 @@ class Collected:
     def apply(self, step: int, *, tokens: int, responses: int) -> StepStats:
         """See `Way.apply`. When advantages cannot be computed on some rank, no update is applied: `skipped`."""
         del tokens, responses  # each update has its own
-        coefficient = self._models.kl.coefficient
+        coefficient = self._models.kl_coefficient
         gids, samples = sorted(self._gids), self._samples
         self.discard()
         estimated = self._estimate(samples, coefficient)

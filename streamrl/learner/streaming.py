@@ -34,6 +34,11 @@ class Models:
     reference: Reference | None = None
 
     @property
+    def kl_coefficient(self) -> float:
+        """Present factor of the KL term; 0 where there is none."""
+        return self.kl.coefficient if self.actor.recipe.kl.where != "none" else 0.0
+
+    @property
     def movable(self) -> list[Actor | Critic | Head | Reference]:
         """Those that can leave their device."""
         return [model for model in (self.actor, self.critic, self.reference) if model is not None]
@@ -85,13 +90,13 @@ class Streaming:
         """See `Way.add`: the gradient is accumulated at once."""
         del gids
         batch = self._models.with_reference(samples)
-        self._actor.accumulate(batch, step=step, kl_coefficient=self._models.kl.coefficient)
+        self._actor.accumulate(batch, step=step, kl_coefficient=self._models.kl_coefficient)
 
     def apply(self, step: int, *, tokens: int, responses: int) -> StepStats:
         """See `Way.apply`."""
         del step
         size = self._actor.recipe.normaliser(tokens=tokens, responses=responses)
-        return StepStats.of([self._actor.apply_update(size)], kl_coefficient=self._models.kl.coefficient)
+        return StepStats.of([self._actor.apply_update(size)], kl_coefficient=self._models.kl_coefficient)
 
     def discard(self) -> None:
         """See `Way.discard`."""
