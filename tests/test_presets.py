@@ -43,7 +43,7 @@ def test_each_is_a_run_that_starts(name):
     assert config.learner.preset == name
     recipe = Recipe.of(config)
     assert recipe.estimator.name == config.learner.advantage.use
-    assert recipe.streams == (name in {"grpo", "egpo", "on_policy"})
+    assert recipe.streams == (name in {"grpo", "egpo", "high_staleness", "on_policy"})
 
 
 def leaves(node, path=()):
@@ -71,7 +71,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("way", ["file", "environment", "set"])
 def test_a_preset_may_be_named_anywhere_and_lies_beneath_all(tmp_path: Path, way):
-    text = "learner: {loss: {args: {clip_low: 0.1}}, correction: {gates: [{use: mask}]}}\n"
+    text = "learner: {loss: {args: {k_pos: 1.5}}, correction: {gates: [{use: mask}]}}\n"
     if way == "file":
         text += "max_staleness: 3\n"
         text = text.replace("learner: {", "learner: {preset: high_staleness, ")
@@ -79,15 +79,15 @@ def test_a_preset_may_be_named_anywhere_and_lies_beneath_all(tmp_path: Path, way
     overrides = ["learner.preset=high_staleness"] if way == "set" else []
     loaded = load(write(tmp_path, text), [*overrides, "learner.loss.aggregate=sequence_mean"], environ)
     learner, origins = loaded.config.learner, loaded.origins
-    assert learner.loss.args == {"clip_low": 0.1, "clip_high": 0.28}
+    assert learner.loss.args == {"k_pos": 1.5, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
     assert learner.loss.aggregate == "sequence_mean"
     assert learner.correction.gates is not None
     assert [gate.use for gate in learner.correction.gates] == ["mask"]
-    assert learner.correction.lr_scale == "ess"
-    assert origins["learner.loss.args.clip_low"].startswith("file")
-    assert origins["learner.loss.args.clip_high"] == "preset high_staleness"
+    assert learner.correction.base == "bypass"
+    assert origins["learner.loss.args.k_pos"].startswith("file")
+    assert origins["learner.loss.args.lambda_pos"] == "preset high_staleness"
     assert origins["learner.loss.aggregate"] == "--set"
-    assert origins["learner.correction.lr_scale"] == "preset high_staleness"
+    assert origins["learner.correction.base"] == "preset high_staleness"
 
 
 def test_the_newest_name_wins(tmp_path: Path):

@@ -46,12 +46,12 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "high_staleness": {
             "learner": {
                 "advantage": {"use": "grpo"},
-                "loss": _CLIP,
-                "correction": {
-                    "base": "decoupled",
-                    "gates": [{"use": "m2po", "args": {"tau": 0.04}}, *_TRUNCATED["gates"]],
-                    "lr_scale": "ess",
+                "loss": {
+                    "use": "vespo",
+                    "args": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+                    "aggregate": "token_mean",
                 },
+                "correction": {"base": "bypass", "gates": [], "lr_scale": "none"},
             }
         },
         "on_policy": {
