@@ -21,14 +21,12 @@ ALGORITHMS: Final[dict[str, tuple[str, ...]]] = {
     "naive": ("learner.correction.base=uncorrected",),
     "decoupled": _preset("grpo"),
     "tis_sequence": ("learner.correction.gates=[{use: tis, level: sequence}]",),
-    "tis_geometric": ("learner.correction.gates=[{use: tis, level: geometric}]",),
     "icepop": ("learner.correction.gates=[{use: icepop}]",),
     "opsm": ("learner.correction.gates=[{use: opsm, level: sequence, low: 0.5}, {use: tis}]",),
     "m2po": ("learner.correction.gates=[{use: m2po}, {use: tis}, {use: veto}]",),
     "cispo": ("learner.loss.use=cispo", "learner.correction.base=bypass"),
     "dppo": ("learner.loss.use=dppo", "learner.correction.base=bypass"),
     "topr": ("learner.loss.use=topr", "learner.correction.base=bypass"),
-    "vespo": ("learner.loss.use=vespo", "learner.correction.base=bypass"),
     "vcpo": ("learner.correction.gates=[{use: tis, level: sequence}]", "learner.correction.lr_scale=ess"),
 }
 """Settings by name, as one would give them to `--set`, on top of examples/sort/run.yaml."""
@@ -59,7 +57,7 @@ class Cell:
     staleness: int
     seed: int
     rule: str = "own"
-    lr: float = 2e-4
+    lr: float = 1e-4
     steps: int = 150
     groups: int = 32
     size: int = 8
