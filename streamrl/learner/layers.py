@@ -65,10 +65,11 @@ class _Fallback:
     def give_up(self, error: Exception) -> None:
         """Say why, once, and go on without."""
         if self.compiled:
-            first = str(error).strip().split("\n", 1)[0]
+            # The first line names the compiler, the second one what it said.
+            said = " ".join(line for line in str(error).splitlines()[:2] if line.strip())
             logger.warning(
                 "layers run uncompiled: torch.compile failed; set learner.compile to false, or mend what it says",
-                extra={"error": f"{type(error).__name__}: {first}"},
+                extra={"error": f"{type(error).__name__}: {said}"},
             )
         self.compiled = False
 
