@@ -2,6 +2,7 @@
 
     python benchmarks/staleness.py                                   the grid of docs/staleness.md; a repeat goes on
     python benchmarks/staleness.py --report                          the same, then the table and picture in docs/
+    python benchmarks/staleness.py --report --dry                    only of the cells that are there
     python benchmarks/staleness.py --staleness 64 --seeds 0,1,2 --algorithms high_staleness --jobs 1
     python benchmarks/staleness.py --algorithms m2po --set learner.lr=5e-5      one more setting for all of them
 
@@ -173,6 +174,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at a time")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "staleness.jsonl")
+    parser.add_argument("--dry", action="store_true", help="run nothing: take what is there")
     parser.add_argument("--report", action="store_true", help="then write the figures into --docs")
     parser.add_argument(
         "--docs", type=Path, default=HERE.parent / "docs", help="where staleness.md and its picture are"
@@ -191,8 +193,12 @@ def main() -> int:
     results = Results(args.results)
     asked = grid(args)
     done = {Cell.of(line).key for line in results.lines()}
-    todo = [cell for cell in asked if cell.key not in done]
-    print(f"{len(asked)} cells, {len(asked) - len(todo)} of them done before", file=sys.stderr, flush=True)
+    todo = [] if args.dry else [cell for cell in asked if cell.key not in done]
+    print(
+        f"{len(asked)} cells, {len(done & {cell.key for cell in asked})} of them done before",
+        file=sys.stderr,
+        flush=True,
+    )
     if todo and not (EXAMPLE / "cache").exists():
         subprocess.run([sys.executable, EXAMPLE / "prepare.py"], check=True)
     failed = run_cells(todo, args.jobs, results)

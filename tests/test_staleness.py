@@ -38,9 +38,11 @@ def test_a_grid_is_run_once_and_reported(tmp_path):
         assert line["series"]["age"] == [0.0, float(line["staleness"] > 0)]
         assert 0 <= line["final"] <= 1
     page = tmp_path / "docs" / "staleness.md"
-    again = run(tmp_path, "--algorithms", "on_policy,high_staleness", "--staleness", "0,16", "--report")
+    again = run(tmp_path, "--algorithms", "on_policy,high_staleness", "--staleness", "0,16")
     assert again["ran"] == 0
     assert again["rows"] == first["rows"]
+    part = run(tmp_path, "--algorithms", "high_staleness,naive", "--staleness", "16", "--dry", "--report")
+    assert [row["algorithm"] for row in part["rows"]] == ["high_staleness"]
     assert "| `high_staleness` |" in page.read_text()
     assert (tmp_path / "docs" / "staleness.png").read_bytes().startswith(b"\x89PNG")
 
