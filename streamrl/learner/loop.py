@@ -337,10 +337,7 @@ class Leader:
         epoch = self._start.epoch
         number = self._version + 1
         self._saver.trained(gids, (group_frame(group, epoch=epoch, step=step, version=number) for group in groups))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
-            if step - self._published_step >= self._config.learner.publish_every:
-                tasks.create_task(self._publish())
+        await self._make_room(gids)
         line = self._meter.line(groups, stats, step, self._torch.take_busy(), self._intake.take_lengths())
         counts = {
             "skipped_updates": self._skipped_updates,
@@ -350,6 +347,20 @@ class Leader:
         self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:
             await self._saver.begin(self._version)
+
+    async def _make_room(self, gids: Sequence[int]) -> None:
+        """Free the places of trained groups, and publish when it is this step's turn."""
+        due = self._trainer.step - self._published_step >= self._config.learner.publish_every
+        if due and not self._config.max_staleness:
+            # Nobody may begin the next step with the weights before: they have to know of the new ones first.
+            await self._publish()
+            await self._publishing.settle()
+            await self._intake.consume(self._publishing.version, None, gids)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
+            if due:
+                tasks.create_task(self._publish())
 
     async def _skip(self) -> None:
         """The gradient was not finite, so the update was not applied: drop the step's groups, with that reason.

@@ -39,7 +39,7 @@ async def test_lag_of_a_live_run_counts_what_waits_and_what_is_held(live_run: Pa
     assert streams["scored"]["depth"] == 1
     assert (data["train"]["cursor"], data["train"]["live"]) == (5, 4)
     assert data["train"]["dead"] >= 1
-    assert (data["budget"], data["hard_cap"]) == (8, 48)
+    assert (data["budget"], data["hard_cap"]) == (8, 88)
     assert streams["prompts"]["oldest_waiting_seconds"] >= 0
     assert [c["pending"] for c in streams["prompts"]["consumers"]] == [1]
     assert streams["rollouts"]["out_per_second"] == 12.5
@@ -74,7 +74,7 @@ async def test_lag_as_a_table_is_not_cut_in_a_pipe_and_has_no_colour(live_run: P
     assert lines[1].split()[:5] == ["STREAM", "DEPTH", "LAG", "PENDING", "IN/s"]
     assert lines[1].split()[-1] == "CONSUMERS"
     assert re.match(r"prompts\s+3\s+2\s+1\s", lines[2])
-    assert "admitted 5  untrained 4/8  live 4/48" in done.stdout
+    assert "admitted 5  untrained 4/8  live 4/88" in done.stdout
 
 
 async def test_colour_can_be_forced_and_no_color_is_honoured(live_run: Path):
