@@ -69,7 +69,7 @@ class CorrectionConfig(Section):
     lr_scale: Literal["none", "ess", "staleness"] = Field(
         "none",
         description="learning rate times the square root of the normalised effective sample size, or times"
-        " 1 / (1 + mean staleness)",
+        " 1 / sqrt(1 + mean staleness in steps)",
     )
 
 

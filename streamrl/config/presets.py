@@ -51,7 +51,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                     "args": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
                     "aggregate": "token_mean",
                 },
-                "correction": {"base": "bypass", "gates": [], "lr_scale": "none"},
+                "correction": {"base": "bypass", "gates": [], "lr_scale": "staleness"},
             }
         },
         "on_policy": {

@@ -280,7 +280,7 @@ def test_the_learning_rate_by_hand():
     assert lr_factor("none", sums) == 1
     assert lr_factor("ess", sums) == lr_factor("ess", sums, "geometric") == pytest.approx(math.sqrt(49 / 100))
     assert lr_factor("ess", sums, "sequence") == pytest.approx(math.sqrt(16 / 20))
-    assert lr_factor("staleness", sums) == pytest.approx(1 / 2.5)
+    assert lr_factor("staleness", sums) == pytest.approx(1 / math.sqrt(2.5))
     assert [lr_factor(rule, TokenSums()) for rule in ("none", "ess", "staleness")] == [1, 1, 1]
 
 
