@@ -112,17 +112,31 @@ class EpochFile:
         """Write what is left, make the file durable, and return its link of the chain.
 
         Raises:
-            OSError: the disk is full or broken; nothing is forgotten, call again later.
+            OSError: the disk is full or broken: nothing is forgotten, call again later; or the file is closed.
         """
         with self._lock:
             self._write()
-            written = self._written
-        os.fsync(self._descriptor)
+            written, descriptor = self._written, os.dup(self._descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         return self.file, written
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the file; a repeat does nothing.
+
+        A thread that syncs never meets another file under the same descriptor: it has one of its own, or fails. While
+        one writes the file stays open, for a disk that hangs would hold up whoever closes.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
+        finally:
+            self._lock.release()
 
     def _write(self) -> None:
         while self._unwritten:

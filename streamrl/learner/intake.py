@@ -1,9 +1,10 @@
 """What the learner trains next, and what it has trained: the learner's side of the ledger.
 
-`Intake` is the only place of the learner that writes to the ledger after the start. It knows three kinds of groups:
+`Intake` is the only place of the learner that writes to the ledger after the start. It knows four kinds of groups:
 *durable* ones are in the chain of a checkpoint, *fresh* ones were trained since, those *in the step* have gradients
-that are not applied yet. Everything else that is closed is a candidate. `scored` is read whole each time, so that
-nothing depends on remembered positions; a group that comes back after Redis lost some seconds is known by its id.
+that are not applied yet, *lost* ones take a place of the step and are dropped at its end. Everything else that is
+closed is a candidate. `scored` is read whole each time, so that nothing depends on remembered positions; a group that
+comes back after Redis lost some seconds is known by its id.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class Intake:
         durable: ids in the chain of the newest durable checkpoint.
         fresh: ids trained since.
         in_step: groups with gradients that are not applied yet.
+        lost: ids with equal rewards that are not dropped yet; of a learner that dies the next one finds them closed.
         dropped: groups dropped by this learner, for whatever reason.
         zero_variance: of these, the ones with equal rewards (`learner.advantage.zero_variance`).
-        held: closed groups in Redis that are trained and not retired, at the last reading.
-        untrained: closed groups in Redis that are neither trained nor in the step, at the last reading.
+        held: closed groups in Redis that are trained, not retired, and whose places are free, at the last reading.
+        untrained: closed groups in Redis that are neither trained nor in the step nor lost, at the last reading.
         changed: set after each reading; who waits for it clears it.
 
     Args:
@@ -57,6 +59,7 @@ class Intake:
         self.durable = set(start.trained)
         self.fresh: set[int] = set()
         self.in_step: list[TrainGroup] = []
+        self.lost: set[int] = set()
         self.dropped = self.zero_variance = 0
         self.held = 0
         self.changed = asyncio.Event()
@@ -68,6 +71,7 @@ class Intake:
         self._lengths: list[int] = []
         self._candidates: dict[int, TrainGroup] = {}
         self._oldest_live: list[int] = []
+        self._taken: set[int] = set()  # fresh groups whose places nobody may have yet
         self._lock = asyncio.Lock()
 
     # ---- reading
@@ -110,10 +114,7 @@ class Intake:
             cost: tokens that make a micro-batch worth a pass; fewer are taken when they fill the step.
             last: nothing more will come: take what there is.
         """
-        groups = list(self._candidates.values())[:room]
-        if self._config.learner.order == "strict":
-            first = [gid for gid in self._oldest_live if not self._known(gid)][:room]
-            groups = [group for group in groups if group.gid in first]
+        groups = self._nearest(room)
         suspects = [group for group in groups if group.crashes]
         if suspects:
             return suspects[:1]
@@ -124,26 +125,31 @@ class Intake:
         """Drop every candidate with a token that is too old to be trained at `step`."""
         limit = self._config.token_staleness_limit
         async with self._lock:
-            for gid, group in list(self._candidates.items()):
-                if max(group.staleness(step), default=0) > limit:
-                    del self._candidates[gid]
-                    if await self._ledger.drop(self._nonce, gid, "stale"):
-                        self.dropped += 1
+            groups = list(self._candidates.values())
+            stale = [group.gid for group in groups if max(group.staleness(step), default=0) > limit]
+            await self._drop(stale, "stale")
 
-    async def drop_equal(self, room: int) -> int:
-        """Drop the groups with equal rewards among the oldest candidates; returns how many.
+    def lose_equal(self, room: int) -> int:
+        """Take out the groups with equal rewards among those that `choose` looks at; returns how many.
+
+        They keep their places until `drop_lost`: whoever fills one while the step is open samples with the weights
+        before, and a step with fewer groups than places would leave those samples one step more to age.
 
         Args:
-            room: so many candidates are looked at.
+            room: free places in the step.
         """
-        async with self._lock:
-            equal = [gid for gid, group in list(self._candidates.items())[:room] if group.zero_variance]
-            for gid in equal:
-                del self._candidates[gid]
-                if await self._ledger.drop(self._nonce, gid, ZERO_VARIANCE):
-                    self.dropped += 1
-                    self.zero_variance += 1
+        equal = [group.gid for group in self._nearest(room) if group.zero_variance]
+        self.lost.update(equal)
+        for gid in equal:
+            del self._candidates[gid]
         return len(equal)
+
+    async def drop_lost(self) -> None:
+        """Drop what `lose_equal` took out."""
+        async with self._lock:
+            lost = sorted(self.lost)
+            self.zero_variance += await self._drop(lost, ZERO_VARIANCE)
+            self.lost.difference_update(lost)
 
     def take_lengths(self) -> list[int]:
         """Lengths of all responses that were read since the last call, whatever becomes of them."""
@@ -171,22 +177,25 @@ class Intake:
 
     async def discard(self, groups: Sequence[TrainGroup], why: str) -> None:
         """Drop groups of the step whose update could not be applied."""
+        gone = [group.gid for group in groups]
         async with self._lock:
-            for group in groups:
-                await self._ledger.drop(self._nonce, group.gid, why)
-        gone = {group.gid for group in groups}
+            await self._drop(gone, why)
         self.in_step = [group for group in self.in_step if group.gid not in gone]
-        self.dropped += len(gone)
 
     def applied(self) -> list[TrainGroup]:
-        """The update of the step is in the weights: its groups are trained. Returns them."""
+        """The update of the step is in the weights: its groups are trained. Returns them.
+
+        Their places are taken until `consume` names them, whatever else tells Redis what is held in between.
+        """
         groups, self.in_step = self.in_step, []
-        self.fresh.update(group.gid for group in groups)
+        self._taken = {group.gid for group in groups}
+        self.fresh |= self._taken
         return groups
 
     async def consume(self, version: int, manifest: bytes | None, trained: Sequence[int] = ()) -> None:
-        """Tell Redis how many groups are trained and not retired, and publish `version` when given a manifest."""
+        """Free the places of `trained`, and publish `version` when given a manifest."""
         async with self._lock:
+            self._taken.difference_update(trained)
             await self._look()
             await self._ledger.consume(self._nonce, self.held, version, manifest, trained)
 
@@ -201,6 +210,16 @@ class Intake:
 
     # ---- inside the lock
 
+    async def _drop(self, gids: Sequence[int], why: str) -> int:
+        """Drop closed groups; returns how many were there."""
+        count = 0
+        for gid in gids:
+            count += await self._ledger.drop(self._nonce, gid, why)
+            self._candidates.pop(gid, None)
+        self._oldest_live = [gid for gid in self._oldest_live if gid not in gids]
+        self.dropped += count
+        return count
+
     async def _look(self) -> None:
         closed = await self._ledger.closed()
         self._count(closed)
@@ -209,12 +228,12 @@ class Intake:
         untrained = [gid for gid in closed if not self._known(gid)]
         self.untrained = len(untrained)
         nearest = untrained[: _LOOK_AHEAD * self._config.learner.groups_per_step]
-        if self._config.learner.order == "strict":
-            self._oldest_live = await self._ledger.oldest_live(self._config.hard_cap)
         async with asyncio.TaskGroup() as tasks:
             new = [gid for gid in nearest if gid not in self._candidates]
             reads = [tasks.create_task(self._ledger.read_group(gid)) for gid in new]
         opened = [await self._open(read.result()) for read in reads]
+        if self._config.learner.order == "strict":
+            self._oldest_live = await self._ledger.oldest_live(self._config.hard_cap)
         candidates = {gid: self._candidates[gid] for gid in nearest if gid in self._candidates}
         candidates.update({group.gid: group for group in opened if group is not None})
         # What was begun while this reading waited for Redis is no candidate any more.
@@ -246,7 +265,17 @@ class Intake:
 
     def _count(self, closed: Sequence[int]) -> None:
         self._closed = len(closed)
-        self.held = sum(gid in self.fresh or gid in self.durable for gid in closed)
+        self.held = sum(gid in self.durable or (gid in self.fresh and gid not in self._taken) for gid in closed)
+
+    def _nearest(self, room: int) -> list[TrainGroup]:
+        """The oldest candidates; in strict order those among the oldest live groups that are not trained yet."""
+        groups = list(self._candidates.values())[:room]
+        if self._config.learner.order != "strict":
+            return groups
+        first = [gid for gid in self._oldest_live if not self._known(gid)][:room]
+        return [group for group in groups if group.gid in first]
 
     def _known(self, gid: int) -> bool:
-        return gid in self.durable or gid in self.fresh or any(group.gid == gid for group in self.in_step)
+        if gid in self.durable or gid in self.fresh or gid in self.lost:
+            return True
+        return any(group.gid == gid for group in self.in_step)

@@ -29,6 +29,7 @@ from streamrl.learner.intake import Intake
 from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.results import StepStats
 from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
 from streamrl.learner.sinks import Sinks
@@ -42,8 +43,8 @@ from streamrl.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
-_MAX_SKIPPED: Final = 8
-"""Steps in a row with a gradient that is not finite, after which the learner gives up."""
+_MAX_DIVERGED: Final = 8
+"""Steps in a row in which a model had no finite gradient, after which the learner gives up."""
 _MAX_UNREAD: Final = 5
 """Micro-batches in a row that some rank could not read, after which the learner gives up; about 4 s with the pauses."""
 _UNREAD_SECONDS: Final = 0.125
@@ -116,8 +117,8 @@ class Leader:
         self._acquittable: list[TrainGroup] = []
         self._repeat_at = 0.0
         self._version = start.version
-        self._skipped, self._unread, self._skipped_updates = 0, 0, 0
-        self._places_lost = 0  # in this step, to groups that were dropped for their equal rewards
+        self._diverged, self._unread, self._skipped_updates = 0, 0, 0
+        self._places_lost = 0  # in this step, to groups with equal rewards
         self._published_step = -1
         self._starved_since: float | None = None
         self._start = start
@@ -208,6 +209,7 @@ class Leader:
                     await self._update()
                     continue
                 if not groups and not self._intake.untrained:
+                    await self._intake.drop_lost()
                     return "data"
             if groups:
                 await self._micro_batch(groups)
@@ -224,10 +226,11 @@ class Leader:
         self._intake.changed.clear()
         await self._intake.drop_stale(self._trainer.step)
         zero_variance = self._trainer.recipe.zero_variance
-        if zero_variance != "keep":
-            drops = zero_variance == "drop"
-            dropped = await self._intake.drop_equal(self._room if drops else sys.maxsize)
-            self._places_lost += dropped if drops else 0
+        if zero_variance == "drop":
+            self._places_lost += self._intake.lose_equal(self._room)
+        elif zero_variance == "resample":
+            self._intake.lose_equal(sys.maxsize)
+            await self._intake.drop_lost()
         cost = self._config.learner.tokens_per_microbatch * self._trainer.ranks.world
         if self._crew.alternates:
             cost = sys.maxsize  # engines stand still from the first micro-batch on: begin with all of the step
@@ -240,8 +243,8 @@ class Leader:
         if self._trainer.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
             # Engines may wait for it: what they sample with older weights may be too old to be trained.
             await self._publish()
-        if not self._intake.in_step and self._saver.due:
-            await self._saver.begin(self._version)
+        if self._saver.due:
+            await self._save_between_steps()
         await self._crew.release()
         if time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + _REPEAT_SECONDS
@@ -257,6 +260,13 @@ class Leader:
         await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         changed.cancel()
+
+    async def _save_between_steps(self) -> None:
+        """Save unless the step is open: then only when nothing else makes room for the groups that it lacks."""
+        if self._intake.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
+            await self._abandon()
+        if not self._intake.in_step:
+            await self._saver.begin(self._version)
 
     async def _nobody_has_it(self) -> bool:
         """Whether engines are there and none took the newest version within `weights.deadline`.
@@ -317,27 +327,13 @@ class Leader:
 
     async def _update(self) -> None:
         """Apply the step, write it down, free its places, publish when it is its turn, and save when due."""
+        done = await self._apply() if self._intake.in_step else None
         self._places_lost = 0
-        if not self._intake.in_step:
-            return  # all of its groups were dropped
-        tokens = max(1, sum(group.tokens for group in self._intake.in_step))
-        responses = sum(group.responses for group in self._intake.in_step)
-        stats = await self._crew.order(
-            Command.APPLY, [tokens, responses], lambda: self._trainer.apply(tokens, responses), computes=True
-        )
-        self._acquittable = []
-        self._skipped_updates += stats.skipped_updates
-        step = self._trainer.step
-        if stats.skipped:
-            await self._skip()
+        await self._intake.drop_lost()
+        if done is None:
             return
-        self._skipped = 0
-        groups = self._intake.applied()
-        gids = [group.gid for group in groups]
-        epoch = self._start.epoch
-        number = self._version + 1
-        self._saver.trained(gids, (group_frame(group, epoch=epoch, step=step, version=number) for group in groups))
-        await self._make_room(gids)
+        groups, stats = done
+        step = self._trainer.step
         line = self._meter.line(groups, stats, step, self._torch.take_busy(), self._intake.take_lengths())
         counts = {
             "skipped_updates": self._skipped_updates,
@@ -347,6 +343,39 @@ class Leader:
         self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:
             await self._saver.begin(self._version)
+
+    async def _apply(self) -> tuple[list[TrainGroup], StepStats] | None:
+        """Apply the step and free the places of its groups; returns both, None when nothing of it was applied.
+
+        Raises:
+            ConfigError: a model had no finite gradient in too many steps in a row: the weights have diverged, and each
+                step would cost more groups.
+        """
+        tokens = max(1, sum(group.tokens for group in self._intake.in_step))
+        responses = sum(group.responses for group in self._intake.in_step)
+        stats = await self._crew.order(
+            Command.APPLY, [tokens, responses], lambda: self._trainer.apply(tokens, responses), computes=True
+        )
+        self._acquittable = []
+        self._skipped_updates += stats.skipped_updates
+        step = self._trainer.step
+        if stats.skipped:
+            await self._intake.discard(self._intake.in_step, "the gradient was not finite")
+        self._diverged = self._diverged + 1 if stats.diverged else 0
+        if self._diverged >= _MAX_DIVERGED:
+            raise ConfigError(
+                f"the gradients of {self._diverged} steps in a row were not finite: the training has diverged at step"
+                f" {step} or before",
+                "lower learner.lr or learner.critic.lr, and start afresh or from a checkpoint before it (checkpoints/)",
+            )
+        if stats.skipped:
+            return None
+        groups = self._intake.applied()
+        epoch, number = self._start.epoch, self._version + 1
+        gids = [group.gid for group in groups]
+        self._saver.trained(gids, (group_frame(group, epoch=epoch, step=step, version=number) for group in groups))
+        await self._make_room(gids)
+        return groups, stats
 
     async def _make_room(self, gids: Sequence[int]) -> None:
         """Free the places of trained groups, and publish when it is this step's turn."""
@@ -361,21 +390,6 @@ class Leader:
             tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
             if due:
                 tasks.create_task(self._publish())
-
-    async def _skip(self) -> None:
-        """The gradient was not finite, so the update was not applied: drop the step's groups, with that reason.
-
-        Raises:
-            ConfigError: too many such steps in a row: the weights have diverged, and each step would cost more groups.
-        """
-        self._skipped += 1
-        await self._intake.discard(self._intake.in_step, "the gradient was not finite")
-        if self._skipped >= _MAX_SKIPPED:
-            raise ConfigError(
-                f"the gradients of {self._skipped} steps in a row were not finite: the training has diverged after step"
-                f" {self._trainer.step}",
-                "lower learner.lr, and start afresh or from a checkpoint before it (checkpoints/)",
-            )
 
     async def _publish(self) -> None:
         """Give the present weights a number and publish them in the background; waits for the version before."""
@@ -405,7 +419,8 @@ class Leader:
             await self._rollbacks.look(published=self._publishing.version, saved=saved)
 
     async def _abandon(self) -> None:
-        """Forget a partial step: its groups stay closed in Redis for the next learner."""
+        """Forget a partial step: its groups stay closed in Redis, for this learner or the next one."""
+        self._acquittable = []
         await self._crew.order(Command.DISCARD, [], self._trainer.discard)
         await self._intake.release(self._intake.in_step, self._publishing.version)
 

@@ -96,6 +96,7 @@ class StepStats:
         updates: updates of the actor that were applied.
         skipped_updates: of actor and critic, whose gradient was not finite.
         skipped: nothing of the step is in the weights.
+        diverged: actor or critic had updates and none could be applied, or the step could not be computed.
         loss: mean loss.
         grad_norm: mean norm of the gradient before clipping.
         lr: mean learning rate.
@@ -107,6 +108,7 @@ class StepStats:
     updates: int
     skipped_updates: int
     skipped: bool
+    diverged: bool
     loss: float
     grad_norm: float
     lr: float
@@ -138,6 +140,7 @@ class StepStats:
             updates=len(applied),
             skipped_updates=len(updates) - len(applied) + len(critic) - len(learnt),
             skipped=failed or not (applied or learnt),
+            diverged=failed or (bool(updates) and not applied) or (bool(critic) and not learnt),
             loss=sum(stats.loss for stats in applied) / count,
             grad_norm=sum(stats.grad_norm for stats in applied) / count,
             lr=sum(stats.lr for stats in applied) / count,

@@ -21,6 +21,7 @@ from streamrl.learner.chain import (
     read_chain,
     read_versions,
 )
+from streamrl.learner.record import GroupRecord
 
 
 def test_a_chain_counts_prefixes_only(tmp_path):
@@ -72,6 +73,43 @@ def test_a_full_disk_delays_the_log_and_forgets_nothing(tmp_path):
         signal.signal(signal.SIGXFSZ, handler)
     log.append([44])
     assert read_chain(tmp_path, [log.sync()]) == [11, 22, 33, 44]
+
+
+def test_a_closed_log_writes_into_no_other_file(tmp_path):
+    record = GroupRecord(tmp_path, 1)
+    record.append({"group": 1})
+    record.close()
+    record.close()
+    other = os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # has the descriptor that was closed
+    try:
+        with pytest.raises(OSError):
+            record.sync()
+        assert (tmp_path / "other").read_bytes() == b""
+    finally:
+        os.close(other)
+
+
+@pytest.mark.parametrize("moment", ["pwrite", "fsync"])
+def test_a_log_that_is_closed_while_a_thread_syncs_it_meets_no_other_file(tmp_path, monkeypatch, moment):
+    record = GroupRecord(tmp_path, 1)
+    record.append({"group": 1})
+    call, others, met = getattr(os, moment), [], []
+
+    def closing(descriptor, *rest):
+        record.close()
+        others.append(os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY))
+        met.append(os.fstat(descriptor).st_ino)
+        return call(descriptor, *rest)
+
+    monkeypatch.setattr(f"streamrl.learner.chain.os.{moment}", closing)
+    try:
+        _, size = record.sync()
+    finally:
+        for other in others:
+            os.close(other)
+    path = tmp_path / "groups-1.msgpack"
+    assert met == [path.stat().st_ino]
+    assert path.stat().st_size == size
 
 
 def test_versions_survive_a_torn_line(tmp_path):

@@ -78,6 +78,11 @@ def ids(groups) -> list[int]:
     return [group.gid for group in groups]
 
 
+def equal(gid: int) -> bool:
+    """Whether the played rewards of a group are all the same."""
+    return len({reward(gid, sample) for sample in range(3)}) == 1
+
+
 async def test_a_step_from_candidates_to_retirement(table):
     intake = await table.intake()
     await table.play()
@@ -98,6 +103,68 @@ async def test_a_step_from_candidates_to_retirement(table):
     assert (state.held, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
     await intake.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
     assert (await table.ledger.state()).retired == 4
+
+
+async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room_for_its_step(table):
+    intake = await table.intake()
+
+    async def train() -> list[int]:
+        await table.play()
+        await intake.refresh()
+        await intake.begin(intake.choose(4, 0, last=False))
+        return ids(intake.applied())
+
+    await intake.consume(1, None, await train())
+    trained = await train()
+    await intake.saved(table.save(1, 1, range(4)).name, range(4))
+    await intake.consume(2, b"{}")  # the new version is shown, its step not consumed yet
+    await table.play()
+    state = await table.ledger.state()
+    assert (state.held, state.live, state.version) == (0, 8, 2)
+    await intake.consume(2, None, trained)
+    await table.play()
+    state = await table.ledger.state()
+    assert (state.held, state.live) == (4, 12)
+    again = await table.intake()  # one that knows the checkpoint only
+    await again.consume(2, None)
+    assert (await table.ledger.state()).held == 0
+
+
+async def test_equal_rewards_keep_their_places_until_they_are_dropped(table):
+    intake = await table.intake()
+    await table.play()
+    await intake.refresh()
+    assert equal(0)
+    lost = [gid for gid in range(4) if equal(gid)]
+    assert intake.lose_equal(4) == len(lost)
+    await table.play()
+    await intake.refresh()
+    assert intake.lost == set(lost)
+    assert not intake.lost & set(ids(intake.choose(8, 0, last=True)))
+    state = await table.ledger.state()
+    assert (state.live, state.cursor, state.dropped) == (8, 8, 0)  # nobody took a place
+    assert intake.untrained == 8 - len(lost)
+    again = await table.intake()  # one that died here loses nothing
+    await again.refresh()
+    assert ids(again.choose(4, 0, last=True)) == [0, 1, 2, 3]
+    again.lose_equal(4)
+    await again.drop_lost()
+    await again.drop_lost()  # a repeat drops nothing
+    assert await table.ledger.dropped() == lost
+    assert (again.zero_variance, again.dropped, again.lost) == (len(lost), len(lost), set())
+
+
+async def test_in_strict_order_only_the_oldest_live_groups_are_lost_to_equal_rewards(table):
+    table.configure(order="strict")
+    intake = await table.intake()
+    table.player.open_only = {1, 2, 3}
+    await table.play()
+    await intake.refresh()
+    assert equal(4)
+    assert intake.lose_equal(4) == 1  # group 0: 4 is closed, and not among the first four
+    await intake.drop_lost()
+    # A new place is there at once, without another reading: what is dropped is not waited for.
+    assert ids(intake.choose(4, 0, last=False)) == [4]
 
 
 async def test_micro_batches_wait_for_tokens_or_the_last_group(table):

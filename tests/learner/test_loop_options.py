@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import resource
 import signal
 
 import pytest
-from loop_kit import Run, Zygote
+from loop_kit import DEADLINE, Run, Zygote
 from playing import make_model, reward
 
 from streamrl.learner.intake import ZERO_VARIANCE
 from streamrl.queues.ledgers import open_ledgers
+from streamrl.runfile import LoadedConfig, save
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -87,6 +90,42 @@ async def test_equal_rewards_are_dropped_and_take_their_place_in_the_step(run):
     assert min(line["groups"] for line in steps) < 4
     assert all(line["groups"] >= 1 and line["zero_variance_groups"] == 0 for line in steps)
     assert steps[-1]["dropped_zero_variance"] <= len(gone)
+
+
+async def test_strictly_on_policy_what_fills_a_dropped_place_has_the_new_weights(run):
+    """Dropped while the step is open, its place would be filled with weights that are one step old when trained."""
+    run.configure(advantage={"zero_variance": "drop"}, steps=8)
+    run.config = run.config.model_copy(update={"max_staleness": 0})
+    save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        found = await run.audit()
+    assert [line["staleness_max"] for line in run.steps()] == [0] * 8
+    assert found.dropped > 0
+
+
+async def test_a_step_that_lacks_groups_gives_way_to_a_checkpoint_that_makes_room(run, monkeypatch):
+    """The hard cap is full of trained groups and the disk is not any more: only a checkpoint lets the step go on."""
+    monkeypatch.setattr("playing.reward", lambda gid, sample: float(gid == 0 or sample == 0))
+    run.configure(advantage={"zero_variance": "drop"}, steps=None, tokens_per_microbatch=1)
+    async with run.play(), open_ledgers(run.config, run.run_dir) as ledgers:
+        pid = run.start(file_limit=24 << 10)
+        async with asyncio.timeout(DEADLINE):  # until the last group is in a step that nobody can fill
+            while len(run.steps()) < 6 or not await begun(ledgers.train):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert [line["groups"] for line in run.steps()] == [3, 4, 4, 4, 4, 4]
+        assert (await ledgers.train.state()).live == run.config.hard_cap == 24
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await run.until(lambda: run.newest() is not None and len(run.steps()) >= 8)
+        os.kill(pid, signal.SIGTERM)
+        assert await run.wait(pid) == 0, run.log()
+    assert (await run.audit()).trained == sum(line["groups"] for line in run.steps())
+
+
+async def begun(ledger) -> bool:
+    """Whether some group is in a step."""
+    groups = [await ledger.read_group(gid) for gid in await ledger.closed()]
+    return any(group is not None and group.crashes for group in groups)
 
 
 async def test_resample_fills_every_step_with_contrast(run):

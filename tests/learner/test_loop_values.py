@@ -109,6 +109,16 @@ async def test_killed_between_actor_and_critic_nothing_is_lost_and_both_go_on_to
     assert int(held["actor/updates"]) == int(held["critic/updates"]) == 8
 
 
+async def test_an_actor_that_diverges_beside_a_healthy_critic_ends_the_learner(run):
+    """Else all data would be consumed as trained, and the policy never moves."""
+    run.configure(**GAE, critic={"kind": "model", "lr": 1e-3}, steps=None, lr=1e30)
+    async with run.play():
+        assert await run.learn() == 78, run.log()
+        await run.audit()
+    assert "8 steps in a row were not finite" in run.log()
+    assert [line["updates"] for line in run.steps()][-7:] == [0] * 7
+
+
 async def test_a_checkpoint_without_the_critic_is_refused_by_name(run):
     run.configure(steps=1)
     async with run.play():
