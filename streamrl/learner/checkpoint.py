@@ -23,6 +23,7 @@ import xxhash
 
 from streamrl.errors import Refused, StreamrlError
 from streamrl.learner.chain import Link, read_chain
+from streamrl.queues.durable import fsync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -271,12 +272,3 @@ def describe(path: Path) -> Shard:
             checksum.update(chunk)
             size += len(chunk)
     return Shard(path.name, size, checksum.hexdigest())
-
-
-def fsync_directory(path: Path) -> None:
-    """Make renames and new files in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

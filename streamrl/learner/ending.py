@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Final, Literal
@@ -11,7 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 from streamrl.config import RunConfig
-from streamrl.learner.checkpoint import fsync_directory
+from streamrl.queues.durable import write_durably
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import RoleBoard
 
@@ -71,13 +70,7 @@ async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
 
 def write_finished(run_dir: Path, finished: Finished) -> None:
     """Write `finished.json` durably; it appears whole or not at all."""
-    draft = run_dir / f"{FINISHED_FILE}.draft"
-    with draft.open("wb") as file:
-        file.write(msgspec.json.encode(finished))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(run_dir / FINISHED_FILE)
-    fsync_directory(run_dir)
+    write_durably(run_dir / FINISHED_FILE, msgspec.json.encode(finished))
 
 
 class Ending:

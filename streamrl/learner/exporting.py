@@ -21,7 +21,7 @@ from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.export import write_tokenizer
 from streamrl.learner.shard_files import ShardReader, open_shards
 from streamrl.learner.sharding import load_model
-from streamrl.weight_sync.adapter import merge, names_of, write_adapter
+from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,8 @@ class _Source:
     def write_adapter(self, folder: Path) -> None:
         """Write the adapter as peft reads it; nothing without one."""
         if self._adapter is not None:
-            tensors = {name: self._stored_tensor(name).to(self._dtype) for name in sorted(self._stored)}
+            names = sorted(name for name in self._stored if name.startswith(PREFIX))  # a value head is none of it
+            tensors = {name: self._stored_tensor(name).to(self._dtype) for name in names}
             write_adapter(folder, self._adapter, tensors)
 
     def _stored_tensor(self, name: str) -> torch.Tensor:

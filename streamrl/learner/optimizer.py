@@ -22,6 +22,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _AVERAGE = "ema"
 _RESTARTED = "updates_before_moments"
 """Updates before the moments began; 0, and left out by older checkpoints, unless a person rolled the weights back."""
+_ALONE = "updates_of_head_alone"
+_ALONE_RESTARTED = "updates_of_head_alone_before_moments"
+"""Updates without the policy, also those before the moments began; older checkpoints leave them out."""
+_COUNTERS = ("updates", _RESTARTED, _ALONE, _ALONE_RESTARTED)
 
 
 class ShardedAdamW:
@@ -34,11 +38,14 @@ class ShardedAdamW:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
         config: learning rate and its schedule, betas, weight decay, decay of the average.
         offload: moments and average lie on the host but for the time of an update.
-        factors: of the learning rate, by the name of a parameter; 1 where there is none.
+        factors: of the learning rate, by the name of a parameter; 1 where there is none. Those named are the head,
+            which may learn without the others.
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
-        decays: weights decay (`learner.weight_decay`); False: one without gradients and moments stays what it is.
+        head_alone: updates are of the head alone: weights, moments, bias correction, average and learning rate of all
+            others stay what they are.
+        head_rate: learning rate of the head in the last update, before its factor.
     """
 
     def __init__(
@@ -50,20 +57,22 @@ class ShardedAdamW:
         factors: Mapping[str, float] | None = None,
     ) -> None:
         self.updates = 0
-        self.decays = True
+        self.head_alone = False
         self._config = config
+        self._head = frozenset(factors or {})
         self._parameters = dict(parameters)
         # A rank has no rows of a parameter with fewer rows than ranks.
         locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
         self._shards = {name: shard for name, shard in locals_.items() if shard.numel()}
         self._average = {name: shard.clone() for name, shard in self._shards.items()} if config.ema else {}
         self._decay = config.ema ** (1 / updates_per_step(config))
-        self._restarted = 0
-        alike: dict[float, list[torch.Tensor]] = {}
+        self._restarted = self._alone = self._alone_restarted = 0
+        self.head_rate = self.head_lr
+        alike: dict[tuple[bool, float], list[torch.Tensor]] = {}
         for name, shard in self._shards.items():
-            alike.setdefault((factors or {}).get(name, 1.0), []).append(shard)
+            alike.setdefault((name in self._head, (factors or {}).get(name, 1.0)), []).append(shard)
         self._adamw = torch.optim.AdamW(
-            [{"params": shards, "factor": factor} for factor, shards in alike.items()],
+            [{"params": shards, "head": head, "factor": factor} for (head, factor), shards in alike.items()],
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -78,7 +87,12 @@ class ShardedAdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update, as the schedule says."""
+        """Learning rate of the next update of all but the head, as the schedule says."""
+        return learning_rate(self._config, self.updates - self._alone)
+
+    @property
+    def head_lr(self) -> float:
+        """The same for the head, before its factor: it is ahead by the updates that it made alone."""
         return learning_rate(self._config, self.updates)
 
     @torch.no_grad()
@@ -107,17 +121,20 @@ class ShardedAdamW:
             scale: of the gradients, the same on all ranks.
             lr_scale: factor on the learning rate of this update alone, at least 0, the same on all ranks.
         """
-        rate = self.lr * lr_scale
+        rate, self.head_rate = self.lr * lr_scale, self.head_lr * lr_scale
         torch._foreach_mul_(self._gradients(), scale)
         for group in self._adamw.param_groups:
-            group["lr"] = rate * group["factor"]
-            group["weight_decay"] = self._config.weight_decay if self.decays else 0.0
+            group["lr"] = self.head_rate * group["factor"] if group["head"] else rate * group["factor"]
+        learning = {name: shard for name, shard in self._shards.items() if not self.head_alone or name in self._head}
+        for name in self._shards.keys() - learning.keys():
+            self._shards[name].grad = None  # zeros would count in the bias correction
         with self._at_hand():
             self._adamw.step()
-            if self._average:
-                average, shards = list(self._average.values()), list(self._shards.values())
-                torch._foreach_lerp_(average, shards, 1 - self._decay)
+            if self._average and learning:
+                average = [self._average[name] for name in learning]
+                torch._foreach_lerp_(average, list(learning.values()), 1 - self._decay)
         self.updates += 1
+        self._alone += self.head_alone
         self.zero()
         return rate
 
@@ -141,15 +158,15 @@ class ShardedAdamW:
                 for moment in _MOMENTS:
                     self._adamw.state[shard][moment].zero_()
             self._begin_average()
-        self._restarted = self.updates
+        self._restarted, self._alone_restarted = self.updates, self._alone
         self._count_moments()
         self.zero()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies on the CPU of weights, moments, average and the update counters of this rank, by flat name."""
+        counters = (self.updates, self._restarted, self._alone, self._alone_restarted)
         tensors = {
-            "updates": torch.tensor(self.updates, dtype=torch.int64),
-            _RESTARTED: torch.tensor(self._restarted, dtype=torch.int64),
+            name: torch.tensor(count, dtype=torch.int64) for name, count in zip(_COUNTERS, counters, strict=True)
         }
         with self._at_hand():
             for name, tensor in self.live().items():
@@ -170,7 +187,7 @@ class ShardedAdamW:
         found = {
             name: (tuple(tensor.shape), tensor.dtype)
             for name, tensor in tensors.items()
-            if name not in {"updates", _RESTARTED} and (self._average or not name.startswith(f"{_AVERAGE}/"))
+            if name not in _COUNTERS and (self._average or not name.startswith(f"{_AVERAGE}/"))
         }
         begins = self._average and not any(name.startswith(f"{_AVERAGE}/") for name in found)
         if begins:
@@ -186,8 +203,8 @@ class ShardedAdamW:
                 live[name].copy_(tensors[name])
             if begins:
                 self._begin_average()
-        self.updates = int(tensors["updates"])
-        self._restarted = int(tensors.get(_RESTARTED, 0))
+        counters = (int(tensors.get(name, 0)) for name in _COUNTERS)
+        self.updates, self._restarted, self._alone, self._alone_restarted = counters
         self._count_moments()
         self.zero()
 
@@ -226,8 +243,9 @@ class ShardedAdamW:
 
     def _count_moments(self) -> None:
         """Tell AdamW how many updates its moments have seen, for its bias correction."""
-        for shard in self._shards.values():
-            self._adamw.state[shard]["step"].fill_(self.updates - self._restarted)
+        seen, alone = self.updates - self._restarted, self._alone - self._alone_restarted
+        for name, shard in self._shards.items():
+            self._adamw.state[shard]["step"].fill_(seen if name in self._head else seen - alone)
 
     def live(self) -> dict[str, torch.Tensor]:
         """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""

@@ -19,7 +19,7 @@ from typing import Final
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, Fenced, Forgotten, WireError
+from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, WireError
 from streamrl.learner.chain import TrainedDigest, TrainedLog, VersionsLog
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, Reason, is_over, write_finished
@@ -236,9 +236,19 @@ class Recorder:
 
 
 def _header(config: RunConfig, folder: Path) -> Header:
-    """The header of the recording that is there, else a new one."""
+    """The header of the recording that is there, else a new one.
+
+    Raises:
+        ConfigError: what is there was sampled at another temperature.
+    """
     there = read_header(folder) if folder.exists() else None
     if there is not None:
+        if there.temperature != config.sampling.temperature:
+            raise ConfigError(
+                f"{folder} was sampled at temperature {there.temperature:g}, sampling.temperature is"
+                f" {config.sampling.temperature:g}: one recording has one temperature",
+                f"set sampling.temperature to {there.temperature:g}, or record in another run",
+            )
         return there
     return Header(
         id=uuid.uuid4().hex, run=config.name, model=config.model.path, temperature=config.sampling.temperature

@@ -76,17 +76,19 @@ class HeadedActor(Actor):
     def apply_values(self, tokens: int) -> CriticStats:
         """Update the head with what `accumulate_values` added; the policy stays bit for bit what it is. Collective.
 
+        So do its moments, its average and its place in the schedule of the learning rate.
+
         Args:
             tokens: sampled tokens of the batch over all ranks, at least 1 and the same on all ranks.
         """
-        self._optimizer.decays = False
+        self._optimizer.head_alone = True
         try:
             applied = self._update(tokens, self._value_sums)
         finally:
-            self._optimizer.decays = True
+            self._optimizer.head_alone = False
         self._value_sums.zero_()
         sums = ValueSums.from_tensor(applied.sums)
-        rate = applied.lr * self._head_factor
+        rate = self._head_rate(skipped=applied.skipped)
         return CriticStats(grad_norm=applied.grad_norm, lr=rate, skipped=applied.skipped, sums=sums)
 
     def apply_update(self, size: int) -> UpdateStats:
@@ -94,7 +96,7 @@ class HeadedActor(Actor):
         stats = super().apply_update(size)
         sums = ValueSums.from_tensor(self.ranks.all_sum(self._value_sums))
         self._value_sums.zero_()
-        rate = stats.lr * self._head_factor
+        rate = self._head_rate(skipped=stats.skipped)
         self.learnt = CriticStats(grad_norm=stats.grad_norm, lr=rate, skipped=stats.skipped, sums=sums)
         return stats
 
@@ -119,6 +121,10 @@ class HeadedActor(Actor):
     @property
     def _head_factor(self) -> float:
         return self._critic.lr / self.config.learner.lr
+
+    def _head_rate(self, *, skipped: bool) -> float:
+        """Learning rate of the head in the update that was made or skipped."""
+        return self._head_factor * (self._optimizer.head_lr if skipped else self._optimizer.head_rate)
 
     def _name_of(self, name: str) -> str:
         return name if name.startswith(_HEAD) else super()._name_of(name)

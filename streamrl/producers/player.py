@@ -20,14 +20,17 @@ import msgspec
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, Refused, WireError, unwrap
+from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrap
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
+from streamrl.queues.durable import write_durably
 from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.recording import Header, RecordedGroup, read_groups, read_header
 from streamrl.queues.records import AdmitOutcome
 
 logger = logging.getLogger(__name__)
+LENGTH_FILE: Final = "played.json"
+"""In the directory of a run that trains a recording more than once: its length."""
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
@@ -38,8 +41,9 @@ async def run_player(role: Role) -> None:
 
     Raises:
         ConfigError: there is no recording, or it does not fit the run.
-        Refused: the run holds groups of other data, or `max_dead` letters.
+        Refused: the run holds groups of other data, the recording has grown, or there are `max_dead` letters.
         WireError: the recording is damaged.
+        CannotCreate: no room in the run's directory.
     """
     assert role.config.recording.path is not None
     path = role.config.recording.path
@@ -47,6 +51,7 @@ async def run_player(role: Role) -> None:
     count = await asyncio.to_thread(lambda: sum(1 for _ in read_groups(path)))
     if not count:
         raise ConfigError(f"{path}: the recording has no groups")
+    await asyncio.to_thread(keep_length, role.run_dir / LENGTH_FILE, header, count, role.config.data.epochs)
     try:
         await Player(role, header, Recorded(path, count)).run()
     except BaseExceptionGroup as error:
@@ -70,6 +75,42 @@ def check_recording(config: RunConfig) -> Header:
             f"set sampling.temperature to {header.temperature:g}",
         )
     return header
+
+
+def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> None:
+    """Hold a run with several passes to the length of its recording: a group is found by its id modulo that length.
+
+    A run with one pass may go on with a recording that has grown, until it is given more passes.
+
+    Args:
+        path: the file that remembers the length; it is written when there is none and passes follow each other.
+        header: of the recording.
+        count: of its groups.
+        epochs: `data.epochs`.
+
+    Raises:
+        Refused: the recording has another length than the one that is remembered.
+        CannotCreate: the file cannot be written, or is damaged.
+    """
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Length) if path.exists() else None
+        if kept is None and epochs != 1:
+            write_durably(path, msgspec.json.encode(_Length(id=header.id, groups=count)))
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CannotCreate(f"{path}: {error}", "check space and permissions; --fresh starts anew") from error
+    if kept is not None and kept != _Length(id=header.id, groups=count):
+        raise Refused(
+            f"the recording has {count} groups, and had {kept.groups} when its first pass began:"
+            " ids of this run would mean other groups",
+            "--fresh, or another name, trains the whole recording",
+        )
+
+
+class _Length(msgspec.Struct, frozen=True):
+    """Recording and number of its groups."""
+
+    id: str
+    groups: int
 
 
 class Recorded:

@@ -19,6 +19,7 @@ import msgspec
 import zstandard
 
 from streamrl.errors import CannotCreate, ConfigError, WireError
+from streamrl.queues.durable import fsync_directory
 from streamrl.queues.records import ClosedGroup
 
 FOLDER: Final = "recording"
@@ -117,6 +118,9 @@ class RecordingWriter:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            # Groups are retired once they are here: a crash must take back neither the file nor the folder.
+            fsync_directory(self._folder)
+            fsync_directory(self._folder.parent)
         except OSError as error:
             raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
         self._files.append([name, 0])

@@ -31,11 +31,12 @@ FIXED: Final = (
     "data.max_prompt_tokens",
     "model.context",
     "sampling.group_size",
+    "sampling.temperature",
     "recording.mode",
     "recording.path",
     "sampling.greedy_baseline",
 )
-"""Values that a run keeps for life: ledger, data order and checkpoints depend on them."""
+"""Values that a run keeps for life: ledger, data order, checkpoints and waiting groups depend on them."""
 
 _OURS: Final = frozenset({"logs", "metrics", "checkpoints", "run.draft", "supervisor.lock"})
 

@@ -174,6 +174,30 @@ def test_other_weights_begin_the_average_anew(one_rank):
     assert all(bool((tensor == 1).all()) for tensor in average(optimizer).values())
 
 
+def test_moments_that_begin_anew_after_updates_of_the_head_alone_count_from_there(one_rank):
+    """The first update after that moves every weight by its learning rate, whatever was counted before."""
+    mine = parameters(one_rank)
+    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1), factors={"bias": 2.0})
+    optimizer.head_alone = True
+    train(optimizer, mine, 3)
+    optimizer.head_alone = False
+    train(optimizer, mine, 2)
+    optimizer.adopt(lambda name: torch.zeros_like(mine[name].to_local()))
+    optimizer.load(optimizer.state())
+    train(optimizer, mine, 1)
+    for name, rate in (("weight", 0.1), ("bias", 0.2)):
+        moved = mine[name].to_local().abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-4, atol=0)
+
+
+def test_a_checkpoint_that_knows_no_head_goes_on(one_rank):
+    optimizer = ShardedAdamW(parameters(one_rank), LearnerConfig())
+    state = optimizer.state()
+    for name in ("updates_of_head_alone", "updates_of_head_alone_before_moments"):
+        assert state.pop(name) == 0
+    optimizer.load(state)
+
+
 def test_moments_on_the_host_change_nothing(one_rank):
     config = LearnerConfig(lr=0.1, ema=0.9)
     mine, other = parameters(one_rank), parameters(one_rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 
 import pytest
@@ -152,6 +153,16 @@ async def test_another_temperature_is_refused(redis_run, model, zygote, recorded
         save(LoadedConfig(config=config, origins={}), run.run_dir / "run.json")
         assert await run.learn(name="player.0") == 78
         assert "sampled at temperature 1" in run.log("player.0")
+
+
+async def test_a_recorder_goes_on_at_its_temperature_alone(redis_run, model, zygote, recorded):
+    with opened(redis_run, model, zygote, steps=None, recording={"mode": "write"}) as run:
+        shutil.copytree(recorded, run.run_dir / FOLDER)
+        sampling = run.config.sampling.model_copy(update={"temperature": 0.7})
+        config = run.config.model_copy(update={"sampling": sampling})
+        save(LoadedConfig(config=config, origins={}), run.run_dir / "run.json")
+        assert await run.learn(name="recorder.0") == 78
+        assert "sampled at temperature 1" in run.log("recorder.0")
 
 
 async def test_a_run_of_other_data_is_refused(redis_run, model, zygote, recorded):

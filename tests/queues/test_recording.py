@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import CannotCreate, ConfigError, WireError
@@ -35,6 +37,7 @@ def record(folder, gids, *, epoch=1, header=HEADER, file_bytes=1 << 20, each=2):
     return links
 
 
+@settings(deadline=None)  # a disk takes its time
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 400), st.integers(1, 4))
 def test_groups_come_back_in_order_and_once(tmp_path_factory, gids, file_bytes, each):
     folder = tmp_path_factory.mktemp("recording")
@@ -94,6 +97,28 @@ def test_what_is_no_recording_is_refused(tmp_path):
     (tmp_path / "c.txt").write_text("hello")
     with pytest.raises(ConfigError, match="no file of a recording"):
         read_header(tmp_path / "c.txt")
+
+
+def test_the_names_of_files_and_folder_are_durable_before_a_group_counts(tmp_path, monkeypatch):
+    """Who syncs groups retires them next, so a new file must be in its folder, and the folder in that of the run."""
+    import os
+
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    folder = tmp_path / "run" / "recording"
+    writer = RecordingWriter(folder, 1, HEADER, 1)
+    for gid in range(2):
+        assert {str(folder), str(folder.parent)} <= set(synced)
+        synced.clear()
+        writer.add(group(gid))
+        writer.sync()
+        assert synced[0] == str(folder / f"groups-1-{gid}.msgpack.zst")
+    writer.close()
 
 
 def test_a_full_disk_forgets_nothing(tmp_path, monkeypatch):

@@ -44,7 +44,10 @@ def test_a_run_that_is_there_is_resumed_with_what_may_change(home):
     assert set(again.changed) == {"learner.lr", "checkpoint.every"}
 
 
-@pytest.mark.parametrize("override", ["seed=1", "sampling.group_size=4", "data.shuffle=false", "model.context=4096"])
+@pytest.mark.parametrize(
+    "override",
+    ["seed=1", "sampling.group_size=4", "sampling.temperature=0.7", "data.shuffle=false", "model.context=4096"],
+)
 def test_what_ledger_and_checkpoints_depend_on_must_stay(home, override):
     prepare_run(loaded(home))
     with pytest.raises(ConfigError, match=override.partition("=")[0]) as caught:

@@ -15,7 +15,7 @@ those of a user as for ours. Notation in what follows: r_i the reward of respons
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -111,6 +111,11 @@ class Estimator:
             ) from error
         return estimator
 
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether a group with equal rewards gets an advantage that is not 0, before a normalisation; by a trial."""
+        groups = [replace(_small_group(self.needs), rewards=np.full(2, reward)) for reward in (0.0, 1.0)]
+        return any(array.any() for group in groups for array in self(group))
+
     def __call__(self, group: GroupData) -> list[FloatArray]:
         """Return the advantage of every token, one float64 array per response, in the order of the group.
 
@@ -141,12 +146,13 @@ _FIELDS: dict[Need, str] = {"values": "values", "entropy": "entropy", "baseline"
 
 def _small_group(needs: frozenset[Need]) -> GroupData:
     tokens = [np.zeros(2), np.zeros(1)]
+    numbers = [np.asarray([0.5, 1.0]), np.asarray([0.25])]
     return GroupData(
         rewards=np.asarray([0.0, 1.0]),
         lengths=np.asarray([2, 1]),
-        behaviour=[np.full(2, -1.0), np.full(1, -1.0)],
-        values=tokens if "values" in needs else None,
-        entropy=tokens if "entropy" in needs else None,
+        behaviour=[np.full(2, -1.0), np.full(1, -2.0)],
+        values=numbers if "values" in needs else None,
+        entropy=numbers if "entropy" in needs else None,
         baseline_reward=0.0 if "baseline" in needs else None,
         tokens=tokens,
     )

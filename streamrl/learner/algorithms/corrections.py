@@ -24,9 +24,9 @@ import torch
 
 from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.gates import GATES, GateFunction, Level, Traits, second_moments, traits_of
+from streamrl.learner.algorithms.gates import GATES, GateFunction, Level, StepTokens, Traits, traits_of
 from streamrl.learner.algorithms.loss import LossResult, uses_ratio
-from streamrl.learner.algorithms.second_moment import AllSum, step_limit
+from streamrl.learner.algorithms.second_moment import AllSum
 from streamrl.learner.algorithms.tokens import Tokens
 
 _ABSURD = 2.0**20
@@ -95,11 +95,11 @@ class Gate:
     @property
     def whole_step(self) -> bool:
         """It must see all tokens of a step at once."""
-        return self.traits.step and self.config.args.get("over", "step") == "step"
+        return self.traits.step is not None and self.config.args.get("over", "step") == "step"
 
     def __call__(self, log_ratio: torch.Tensor, tokens: Tokens, limit: float | None) -> tuple[torch.Tensor, ...]:
         """Return weight, keep and cut, all of shape (n,)."""
-        extra = (limit,) if self.traits.step else ()
+        extra = () if self.traits.step is None else (limit,)
         result = self.function(log_ratio, tokens, self.config, *extra)
         if result.weight is not None and not self.traits.weighs:
             raise ConfigError(
@@ -191,21 +191,13 @@ class Corrections:
             ages: of the same tokens.
             all_sum: sums over ranks.
         """
-        found: list[float | None] = []
-        for gate in self.gates:
-            if not gate.whole_step:
-                found.append(None)
-                continue
-            args = gate.config.args
-            movable, squares = second_moments(
-                torch.from_numpy(log_ratio),
-                torch.from_numpy(advantages),
-                torch.from_numpy(ages),
-                gate.config.tighten,
-                args.get("only", "outward"),
-            )
-            found.append(step_limit(squares[movable].numpy(), args.get("tau", 0.04), all_sum))
-        return tuple(found)
+        step = StepTokens(
+            log_ratio=torch.from_numpy(log_ratio),
+            advantages=torch.from_numpy(advantages),
+            ages=torch.from_numpy(ages),
+        )
+        limits = ((gate, gate.traits.step if gate.whole_step else None) for gate in self.gates)
+        return tuple(None if limit is None else float(limit(step, gate.config, all_sum)) for gate, limit in limits)
 
 
 def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:

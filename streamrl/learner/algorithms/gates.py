@@ -24,7 +24,7 @@ import torch
 from streamrl.config.learner import GateConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.registry import Registry
-from streamrl.learner.algorithms.second_moment import smallest_masked
+from streamrl.learner.algorithms.second_moment import AllSum, smallest_masked, step_limit
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
 Level = Literal["token", "sequence", "geometric"]
@@ -46,6 +46,25 @@ class GateResult:
     cut: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTokens:
+    """What a gate sees of a step before its first update, on this rank; possibly no tokens.
+
+    Attributes:
+        log_ratio: as the gate gets it, shape (n,).
+        advantages: of the same tokens.
+        ages: staleness of the same tokens in steps.
+    """
+
+    log_ratio: torch.Tensor
+    advantages: torch.Tensor
+    ages: torch.Tensor
+
+
+StepLimit = Callable[[StepTokens, GateConfig, AllSum], float]
+"""`(tokens of this rank, gate, all_sum) -> number`, the same on all ranks: each calls all_sum equally often."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
     """What the check of combinations must know of a gate.
@@ -56,14 +75,16 @@ class Traits:
         weighs: its weight contains the ratio, so no other gate and no loss may contain it as well.
         restricts: kept tokens have ratios near 1, so that leaving the ratio out is an approximation somebody chose;
             gates that only drop outliers do not.
-        step: it looks at all tokens of a step at once, unless its argument `over` is `microbatch`.
+        step: it looks at all tokens of a step at once, unless its argument `over` is `microbatch`: the number that it
+            finds in them, which the gate gets as its fourth argument (None in the trial at the start and without a
+            step). None: it looks at a micro-batch, and has no fourth argument.
     """
 
     ranges: Mapping[Level, Range]
     bounds: frozenset[str] = frozenset({"low", "high"})
     weighs: bool = False
     restricts: bool = False
-    step: bool = False
+    step: StepLimit | None = None
 
 
 GateFunction = Callable[..., GateResult]
@@ -186,8 +207,14 @@ def off_policy_sequence_mask(log_ratio: torch.Tensor, tokens: Tokens, gate: Gate
     return GateResult(keep=~(gone & (tokens.advantages < 0)))
 
 
+def _m2po_limit(step: StepTokens, gate: GateConfig, all_sum: AllSum) -> float:
+    only = gate.args.get("only", "outward")
+    movable, squares = second_moments(step.log_ratio, step.advantages, step.ages, gate.tighten, only)
+    return step_limit(squares[movable].numpy(), gate.args.get("tau", 0.04), all_sum)
+
+
 @GATES.register("m2po")
-@traits(ranges={"token": ANY_RATIO}, bounds=frozenset(), restricts=True, step=True)
+@traits(ranges={"token": ANY_RATIO}, bounds=frozenset(), restricts=True, step=_m2po_limit)
 def m2po(
     log_ratio: torch.Tensor,
     tokens: Tokens,

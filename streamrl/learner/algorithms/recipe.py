@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.config.learner import KlConfig
+from streamrl.config.learner import KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import Estimator
 from streamrl.learner.algorithms.aggregation import Aggregate, normaliser
@@ -84,6 +84,7 @@ class Recipe:
         check_combination(learner, corrections, loss)
         estimator = Estimator.of(learner)
         _check_needs(estimator, config)
+        _check_zero_variance(estimator, learner)
         return cls(
             estimator=estimator,
             loss=loss,
@@ -164,6 +165,35 @@ def _check_needs(estimator: Estimator, config: RunConfig) -> None:
         raise ConfigError(
             f"learner.advantage.use {estimator.name} needs the reward of a greedy response",
             "set sampling.greedy_baseline",
+        )
+
+
+def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
+    """Refuse to leave groups with equal rewards out where they have a gradient.
+
+    Raises:
+        ConfigError: the estimator gives such a group advantages, or the KL in the reward does.
+    """
+    what = learner.advantage.zero_variance
+    if what == "keep":
+        return
+    where = f"learner.advantage.zero_variance {what}"
+    if learner.kl.where == "reward":
+        raise ConfigError(
+            f"{where} with learner.kl.where reward: groups with equal rewards are not equal after the KL",
+            "set learner.advantage.zero_variance: keep, or learner.kl.where: loss",
+        )
+    try:
+        learns = estimator.learns_from_equal_rewards()
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} with learner.advantage.use {estimator.name}: {error}", "check the estimator"
+        ) from error
+    if learns:
+        raise ConfigError(
+            f"{where} with learner.advantage.use {estimator.name}: groups with equal rewards have advantages too,"
+            " and leaving them out would change what is learnt",
+            "set learner.advantage.zero_variance: keep",
         )
 
 

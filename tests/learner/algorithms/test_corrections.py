@@ -13,6 +13,7 @@ from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
 from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.corrections import Corrections, check_combination, correct, old_logprobs
+from streamrl.learner.algorithms.gates import GateResult, traits
 from streamrl.learner.algorithms.loss import LossResult
 from streamrl.learner.algorithms.losses import LOSSES
 from streamrl.learner.algorithms.tokens import Tokens
@@ -204,6 +205,28 @@ def test_only_m2po_over_the_step_needs_the_whole_step():
     assert both.whole_step
     none = np.zeros(0, dtype=np.float32)
     assert both.step_limits(none, none, np.zeros(0, dtype=np.int64), lambda sums: sums) == (None, math.inf)
+
+
+def greatest_of_the_step(step, gate, all_sum):
+    return float(all_sum(step.log_ratio.numpy()).max()) - gate.args.get("margin", 0.0)
+
+
+@traits(ranges={"token": (0.0, math.inf)}, restricts=True, step=greatest_of_the_step)
+def below_the_greatest(log_ratio, tokens, gate, limit, *, margin=0.0):
+    return GateResult(keep=log_ratio < (math.inf if limit is None else limit))
+
+
+def test_a_gate_of_a_user_gets_what_it_asked_of_the_step_itself():
+    use = f"{__name__}:below_the_greatest"
+    gates = corrections("decoupled", {"use": "m2po"}, {"use": use, "args": {"margin": 0.5}}, {"use": use})
+    assert gates.whole_step
+    log_ratio = np.asarray([0.1, 3.0, -1.0], dtype=np.float32)
+    ones, ages = np.ones(3, dtype=np.float32), np.zeros(3, dtype=np.int64)
+    limits = gates.step_limits(log_ratio, ones, ages, lambda sums: sums)
+    assert limits == (9.0, 2.5, 3.0)
+    behaviour = torch.zeros(3)
+    tokens = tokens_of(theta=behaviour, proximal=torch.from_numpy(log_ratio), behaviour=behaviour)
+    assert correct(tokens, gates, limits).keep.tolist() == [True, False, True]
 
 
 def check(learner, loss="ppo"):
