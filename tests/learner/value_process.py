@@ -59,6 +59,9 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
         critic, reference = Critic(config, ranks, small=small), Frozen(config, ranks, small=small)
         headed = HeadedActor(head_config, ranks, small=small)
         norms = []
+        # The head alone, of which the second rank has no rows.
+        headed.accumulate_values(mine(value_batch(STEPS + 1), rank, world))
+        norms.append(headed.apply_values(sum(len(sample.tokens) for sample in value_batch(STEPS + 1))).grad_norm)
         for step in range(STEPS):
             batch = mine(value_batch(step), rank, world)
             stats = critic.update_critic(batch)
