@@ -13,12 +13,12 @@ if "rollout" in getattr(sys, "orig_argv", []):
 
     generate = Replica._generate
 
-    async def poisoned(self, lease, prompt):
+    async def poisoned(self, lease, prompt, *rest):
         fault = prompt.metadata.get("poison")
         if fault == "kill rollout":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "break rollout":
             raise RuntimeError("played: the engine fails on this prompt")
-        return await generate(self, lease, prompt)
+        return await generate(self, lease, prompt, *rest)
 
     Replica._generate = poisoned
