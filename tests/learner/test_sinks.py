@@ -98,7 +98,8 @@ def test_a_library_that_is_not_there_is_an_error_at_the_start(tmp_path, monkeypa
 
 
 def test_event_files_of_tensorboard(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     sink = Sinks(config("tensorboard"), tmp_path)
     sink.log(7, LINE)
     sink.close()
