@@ -144,7 +144,7 @@ def _draw(path: Path, lines: Sequence[Line]) -> None:
         handles |= {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=7, frameon=False, fontsize=9)
     figure.subplots_adjust(left=0.05, right=0.99, top=0.92, bottom=0.26, wspace=0.12)
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight")
 
 
 def _name(line: Line) -> str:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.config.learner import LearnerConfig
-from streamrl.errors import ConfigError, DeadlineExceeded, Unreachable
+from streamrl.errors import ConfigError, DeadlineExceeded, StreamrlError, Unreachable
 
 RENDEZVOUS = "STREAMRL_RENDEZVOUS"
 """Environment variable with the rendezvous of the ranks: `file:///new/file` or `tcp://host:port`."""
@@ -139,11 +139,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            where = f"{what} of rank {self.rank} of {self.world}"
-            if isinstance(error, dist.DistStoreError) or "imed out" in str(error) or "imeout" in str(error):
-                hint = "a rank is stuck or gone; its log says why"
-                raise DeadlineExceeded(f"{where}: not all ranks came within {self._deadline:g} s", hint) from error
-            raise Unreachable(f"{where}: another rank is gone ({error})", "the log of that rank says why") from error
+            raise self._named(what, error) from error
+
+    @contextmanager
+    def computing(self, what: str) -> Iterator[None]:
+        """Name what went wrong when a collective inside torch (FSDP) fails in the block; other errors stay.
+
+        Raises:
+            DeadlineExceeded, Unreachable: another rank is stuck or gone.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise self._named(what, error) from error
+            raise
+
+    def _named(self, what: str, error: RuntimeError) -> StreamrlError:
+        where = f"{what} of rank {self.rank} of {self.world}"
+        if isinstance(error, dist.DistStoreError) or "imed out" in str(error) or "imeout" in str(error):
+            hint = "a rank is stuck or gone; its log says why"
+            return DeadlineExceeded(f"{where}: not all ranks came within {self._deadline:g} s", hint)
+        return Unreachable(f"{where}: another rank is gone ({error})", "the log of that rank says why")
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

@@ -94,7 +94,8 @@ class Trainer:
             return False
         try:
             if not idle:
-                self._way.add(gids, samples, self.step)
+                with self.ranks.computing("micro-batch"):
+                    self._way.add(gids, samples, self.step)
         except NoReference as error:
             logger.warning("micro-batch not trained", extra={"error": error.message})
             return False
@@ -116,7 +117,8 @@ class Trainer:
             tokens: sampled tokens of the step on all ranks.
             responses: of the step on all ranks.
         """
-        stats = self._way.apply(self.step, tokens=tokens, responses=responses)
+        with self.ranks.computing("update"):
+            stats = self._way.apply(self.step, tokens=tokens, responses=responses)
         if not stats.skipped:
             self.digest.add(self._accumulated)
             self.step += 1
