@@ -36,3 +36,31 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[kind]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[object]:
+    """Starts learners that can be killed."""
+    from loop_kit import Zygote
+
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny model of whole runs."""
+    from playing import make_model
+
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def run(redis_run: object, model: Path, zygote: object) -> Iterator[object]:
+    """A run with a player; the test starts its learners, and none of them outlives it."""
+    from loop_kit import Run
+
+    made = Run(redis_run, model, zygote)
+    yield made
+    made.kill()

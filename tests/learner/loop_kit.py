@@ -50,6 +50,10 @@ class Zygote:
             raise TimeoutError(f"the learner {pid} did not end: {await waiting}")
         return waiting.result()
 
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
 
 class Run:
     """A run with a player; learners are started by the test."""
@@ -68,6 +72,12 @@ class Run:
     def start(self, kill: str | None = None, **order) -> int:
         self.pids.append(self._zygote.start(self.run_dir, kill=kill, **order))
         return self.pids[-1]
+
+    def kill(self) -> None:
+        """Kill every learner that is still there."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def wait(self, pid: int) -> int:
         return await self._zygote.wait(pid)

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 
 import pytest
-from loop_kit import Run, Zygote
-from playing import make_model
 
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 
 HELD = "streamrl.learner.shard_files:write_shard:wait:"
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def configure(run, **checkpoint):

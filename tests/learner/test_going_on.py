@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
 
 import pytest
-from loop_kit import Run, Zygote, stopped
-from playing import make_model
+from loop_kit import stopped
 from zygote import FENCED
 
 from streamrl.queues.records import ReplayOutcome
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("place", ["steps:Trainer.apply:pause:4", "checkpoint:Checkpoints.finish:pause:2"])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 import shutil
@@ -14,8 +13,7 @@ import signal
 
 import orjson
 import pytest
-from loop_kit import DEADLINE, Run, Zygote, stopped
-from playing import make_model
+from loop_kit import DEADLINE, stopped
 from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, shard_name
@@ -23,28 +21,6 @@ from streamrl.learner.record import read_record
 from streamrl.learner.shard_files import open_shards
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.manifest import decode
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 async def test_a_run_of_six_steps(run):

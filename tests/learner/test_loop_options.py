@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 import signal
 
 import pytest
-from loop_kit import DEADLINE, Run, Zygote
-from playing import make_model, reward
+from loop_kit import DEADLINE
+from playing import reward
 
 from streamrl.learner.intake import ZERO_VARIANCE
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def equal(gid: int) -> bool:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 
 import pytest
 import torch
-from loop_kit import Run, Zygote
-from playing import make_model
 from safetensors.torch import load_file
 from test_remote import Server, fails
 
@@ -23,28 +19,6 @@ RECIPES = {
     "kl in the loss": {**FROZEN, "kl": {"where": "loss", "coefficient": 0.1, "controller": "adaptive"}},
     "base": {"reference": {"kind": "base"}, "lora": {"rank": 2}, "kl": {"where": "loss"}},
 }
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def shard(run):

@@ -7,14 +7,11 @@ them. The rate follows a schedule and an average of the weights is kept, so that
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 
 import pytest
 import torch
-from loop_kit import Run, Zygote
-from playing import make_model
+from loop_kit import Run
 
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.shard_files import open_shards
@@ -57,19 +54,6 @@ QUICK = ("after backward", "in the background write, before the file", "after th
 
 
 @pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, model, zygote):
     """State, numbers and learning rates of a run that nobody kills, by its settings; each is made once."""
     made = {}
@@ -105,13 +89,9 @@ def with_everything(undisturbed):
 
 
 @pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    made.configure(**SETTINGS)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def run(run):
+    run.configure(**SETTINGS)
+    return run
 
 
 def state(run) -> dict[str, torch.Tensor]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
 
 import pytest
 import torch
-from loop_kit import DEADLINE, Run, Zygote
-from playing import make_model
+from loop_kit import DEADLINE
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
@@ -25,28 +23,6 @@ from streamrl.weight_sync.catalog import versions
 from streamrl.weight_sync.mapping import map_version
 from streamrl.weight_sync.pinned import pin
 from streamrl.weight_sync.rank_writer import draft_name, take_report
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def start(run, meeting, faults=(None, None)):

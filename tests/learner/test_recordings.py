@@ -9,8 +9,8 @@ import shutil
 import signal
 
 import pytest
-from loop_kit import Run, Zygote
-from playing import make_model, response, reward
+from loop_kit import Run
+from playing import response, reward
 
 from streamrl import wire
 from streamrl.config import RecordingConfig
@@ -23,19 +23,6 @@ GROUPS = 40
 """More than the hard cap, so that a recording of them needs two checkpoints at least."""
 
 
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @contextlib.contextmanager
 def opened(redis, model, zygote, *, epochs=1, recording, **learner):
     run = Run(redis, model, zygote)
@@ -43,9 +30,7 @@ def opened(redis, model, zygote, *, epochs=1, recording, **learner):
     run.config = run.config.model_copy(update={"recording": RecordingConfig(**recording)})
     save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")
     yield run
-    for pid in run.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    run.kill()
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import signal
 
 import pytest
 import torch
-from loop_kit import DEADLINE, Run, Zygote, stopped
-from playing import make_model
+from loop_kit import DEADLINE, stopped
 
 from streamrl.errors import Fenced
 from streamrl.learner.chain import Branch, read_versions
@@ -22,28 +21,6 @@ from streamrl.weight_sync.mapping import map_version
 from streamrl.weight_sync.pinned import pin
 
 ANSWER = "streamrl.queues.rollback:RollbackDesk.answer"
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def run(redis_run, model, zygote):
-    made = Run(redis_run, model, zygote)
-    yield made
-    for pid in made.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def tensors(folder, pair):
