@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
+from streamrl.config.rewards import ArchiveConfig, RewardModelConfig, RewardSpec, RewardWorkerConfig, ScoringConfig
 
 
 class RedisConfig(Section):
@@ -157,25 +158,6 @@ class LeaseConfig(Section):
     )
 
 
-class RewardSpec(Section):
-    """One reward: a built-in name or `module:Name`."""
-
-    use: str = Field(description="built-in name, module:Name, or entry point of streamrl.rewards")
-    name: str | None = Field(None, description="name in scores and metrics; empty: derived from `use`")
-    weight: float = Field(1.0, description="factor in the weighted sum")
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
-
-
-class RewardWorkerConfig(Section):
-    """Reward workers."""
-
-    replicas: Positive = Field(1, description="number of workers the supervisor starts")
-    concurrency: Positive = Field(64, description="samples scored at the same time by one worker")
-    deadline: Duration = Field(30.0, description="longest time for one sample and one attempt")
-    attempts: Positive = Field(3, description="attempts per sample before it is a dead letter")
-    backoff: Duration = Field(0.5, description="first pause between attempts, doubled each time, with full jitter")
-
-
 class DeltaConfig(Section):
     """Versions that carry only the changed values (docs/weights.md)."""
 
@@ -260,7 +242,12 @@ class RunConfig(Section):
     plugin_paths: tuple[Path, ...] = Field(
         (), description="directories in which `module:Name` plug-ins are looked for; the run file's own comes first"
     )
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig)
     reward_worker: RewardWorkerConfig = Field(default_factory=RewardWorkerConfig)
+    reward_models: dict[str, RewardModelConfig] = Field(
+        default_factory=dict, description="models that rewards ask over HTTP, by name"
+    )
+    archive: ArchiveConfig = Field(default_factory=ArchiveConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

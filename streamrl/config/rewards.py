@@ -1,0 +1,125 @@
+"""Keys of a run that say how responses are scored: the rewards, how they make one number, and the models behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from streamrl.config.base import Duration, Natural, Positive, Section, ServerUrl, Size
+
+Bounds = tuple[float, float]
+
+
+class Normalisation(Section):
+    """`(value - mean) / std`, then a squashing function; with constants, so that a response has one score for ever."""
+
+    mean: float = Field(0.0, description="subtracted")
+    std: Annotated[float, Field(gt=0)] = Field(1.0, description="divided by")
+    squash: Literal["none", "sigmoid", "tanh"] = Field("none", description="function of the result")
+
+
+class RewardSpec(Section):
+    """One reward: a built-in name or `module:Name`."""
+
+    use: str = Field(description="built-in name, module:Name, or entry point of streamrl.rewards")
+    name: str | None = Field(None, description="name in scores and metrics; empty: derived from `use`")
+    weight: float = Field(1.0, description="factor in a sum, exponent in a product; 0: only shown")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
+    adapter: Literal["verl", "trl"] | None = Field(None, description="a function with the signature of another system")
+    gate: float | None = Field(
+        None, description="the score is scoring.gated unless this reward is at least so much; rewards after it are saved"
+    )
+    normalise: Normalisation | None = Field(None, description="before anything else is made of the value")
+    clip: Bounds | None = Field(None, description="lowest and highest value, after normalise")
+    deadline: Duration | None = Field(None, description="longest time of one attempt; empty: reward_worker.deadline")
+    attempts: Positive | None = Field(None, description="attempts per sample; empty: reward_worker.attempts")
+    concurrency: Positive | None = Field(None, description="calls at the same time in one worker; empty: no limit")
+    on_failure: Literal["drop_sample", "dead", "retry"] | None = Field(
+        None, description="empty: reward_worker.on_failure"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardSpec:
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            raise ValueError("clip is [lowest, highest]")
+        return self
+
+
+class OverlongConfig(Section):
+    """The soft penalty of long responses (DAPO, arXiv:2503.14476, equation 13)."""
+
+    buffer: Positive = Field(description="tokens before sampling.max_new_tokens over which the penalty grows")
+    penalty: Annotated[float, Field(gt=0)] = Field(1.0, description="at the limit")
+
+
+class ScoringConfig(Section):
+    """How the values of all rewards become the score of a response; every part is kept."""
+
+    combine: Literal["sum", "product", "min"] = Field("sum", description="of the rewards without a gate")
+    gated: float = Field(0.0, description="score of a response that a gate did not let through")
+    clip: Bounds | None = Field(None, description="lowest and highest score, before overlong")
+    overlong: OverlongConfig | None = Field(None, description="soft penalty of long responses; empty: none")
+
+
+class RewardWorkerConfig(Section):
+    """Reward workers."""
+
+    replicas: Positive = Field(1, description="number of workers the supervisor starts")
+    concurrency: Positive = Field(64, description="samples scored at the same time by one worker")
+    deadline: Duration = Field(30.0, description="longest time for one sample and one attempt")
+    attempts: Positive = Field(3, description="attempts per sample before on_failure")
+    backoff: Duration = Field(0.5, description="first pause between attempts, doubled each time, with full jitter")
+    on_failure: Literal["drop_sample", "dead", "retry"] = Field(
+        "drop_sample",
+        description="drop_sample: the sample dies, the group goes on with the others; dead: the whole group dies, to be"
+        " replayed; retry: go on trying for retry_for, then drop_sample",
+    )
+    retry_for: Duration = Field(600.0, description="how long on_failure retry goes on")
+    gateway_port: Natural | None = Field(None, description="port where programs fetch samples; 0: any; empty: none")
+    gateway_host: str = Field("127.0.0.1", description="address of the gateway; elsewhere than loopback needs a token")
+    gateway_token_file: Path | None = Field(None, description="file with the bearer token of the gateway")
+
+
+class RewardModelConfig(Section):
+    """A model that rewards ask over HTTP: servers of others (`url`), or servers that streamrl starts."""
+
+    kind: Literal["vllm", "sglang", "openai", "template"] = Field("vllm", description="what the servers are")
+    task: Literal["classify", "pooling", "chat"] = Field("classify", description="what is asked of them")
+    model: str = Field("", description="directory or hub name; as the server knows it")
+    url: tuple[ServerUrl, ...] = Field((), description="servers that run already; empty: streamrl starts them")
+    servers: Positive = Field(1, description="servers that streamrl starts")
+    environment: Path | None = Field(None, description="environment of the servers; empty: .engines/KIND")
+    flags: dict[str, Any] = Field(default_factory=dict, description="flags of the servers, passed through")
+    devices: tuple[str, ...] = Field((), description="devices of each server; empty: all")
+    start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")
+    api_key_file: Path | None = Field(None, description="file with the key of the servers")
+    concurrency: Positive = Field(64, description="requests in flight at one server, from one worker")
+    requests_per_minute: Positive | None = Field(None, description="of all workers together; empty: no limit")
+    tokens_per_minute: Positive | None = Field(None, description="of all workers together; empty: no limit")
+    sleep: bool = Field(False, description="servers that streamrl starts sleep while there is nothing to score")
+    wake_at: Positive = Field(32, description="waiting samples that wake them")
+    max_answer: Size = Field(8 << 20, description="largest answer that is read")
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardModelConfig:
+        if self.kind in {"openai", "template"} and not self.url:
+            raise ValueError(f"kind {self.kind} needs url: streamrl starts no such server")
+        if not self.url and not self.model:
+            raise ValueError("a server that streamrl starts needs model")
+        started = ("environment", "flags", "devices", "sleep")
+        if self.url and (unused := [name for name in started if getattr(self, name)]):
+            raise ValueError(f"{unused[0]} is of servers that streamrl starts, and url names others")
+        if len(set(self.url)) != len(self.url):
+            raise ValueError("url names a server twice")
+        return self
+
+
+class ArchiveConfig(Section):
+    """Complete groups with their scores, kept for people and for scoring them again."""
+
+    enabled: bool = Field(False, description="keep every closed group in RUN_DIR/archive")
+    file_bytes: Size = Field(256 << 20, description="size at which a file is followed by the next")
+    files: Positive | None = Field(None, description="files that are kept; empty: all")
+    logprobs: bool = Field(True, description="with the log-probabilities of the tokens")
