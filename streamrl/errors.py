@@ -9,6 +9,7 @@ StreamrlError            70  a bug of ours unless a subclass says otherwise
 │   └── Refused          78  going on would break a promise (older checkpoint, other data, second learner)
 ├── CannotCreate         73  a file or directory cannot be made (full disk, no permission, already there)
 ├── Unreachable          69  a service (Redis, a learner, an engine) does not answer
+│   └── RewardUnavailable 69 nobody can score now (all servers away, circuit open): never a score
 ├── DeadlineExceeded     75  something took longer than its deadline; trying again may help
 ├── WireError            70  bytes that are no message of ours (the message goes to the dead letters)
 ├── WeightsError         70  a version of the weights that must not be applied
@@ -95,6 +96,14 @@ class Unreachable(StreamrlError, ConnectionError):
     """A service does not answer within its deadline."""
 
     exit_code = ExitCode.UNREACHABLE
+
+
+class RewardUnavailable(Unreachable):
+    """Nobody can give a score now, whatever the sample: all servers are away, or the circuit of the reward is open.
+
+    It says nothing of the sample. The worker opens the circuit of the reward at once, so that samples wait instead of
+    failing one after the other, and with `on_failure: retry` it goes on trying for `reward_worker.retry_for`.
+    """
 
 
 class DeadlineExceeded(StreamrlError, TimeoutError):

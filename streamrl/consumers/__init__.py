@@ -1,5 +1,5 @@
 """Rewards: what a plug-in implements, the rules that come along, and the worker that scores samples with them."""
 
-from streamrl.consumers.reward import Reward, RewardPrompt, RewardSample, Score
+from streamrl.consumers.reward import GroupReward, Reward, RewardContext, RewardPrompt, RewardSample, Score
 
-__all__ = ["Reward", "RewardPrompt", "RewardSample", "Score"]
+__all__ = ["GroupReward", "Reward", "RewardContext", "RewardPrompt", "RewardSample", "Score"]

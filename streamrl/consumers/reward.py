@@ -1,11 +1,16 @@
 """The contract of a reward plug-in: a class, or a plain function, that gives one response a number.
 
 ```python
-from streamrl.consumers import Reward, Score
+from streamrl.consumers import GroupReward, Reward, Score
 
 class ExactMatch(Reward):
     async def score(self, sample) -> Score:
         return Score(float(sample.text.strip() == sample.prompt.answer))
+
+class Shortest(GroupReward):             # compares the responses to one prompt
+    async def score_group(self, samples):
+        least = min(len(sample.tokens) for sample in samples)
+        return [float(len(sample.tokens) == least) for sample in samples]
 
 def short(sample) -> float:              # a plain function will do as well, sync or async
     return 1.0 if len(sample.tokens) < 100 else 0.0
@@ -21,10 +26,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
 
+from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.wire import Int32Array, Prompt, Sample
 
 
@@ -32,19 +39,26 @@ from streamrl.wire import Int32Array, Prompt, Sample
 class Score:
     """A finite number, and by name the parts it was made of (kept for the metrics, not added to anything).
 
+    `tokens` is what the score cost: tokens that a judge read and wrote, at least 0; it is added up in the metrics.
+
     Raises:
         TypeError: the value or a part is no number (booleans, strings and None are refused, so that a bug is an error
-            and never a silent 0).
-        ValueError: the value or a part is NaN or infinite.
+            and never a silent 0), or `tokens` is no whole number.
+        ValueError: the value or a part is NaN or infinite, or `tokens` is below 0.
     """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", finite(self.value, "the value"))
         parts = {str(name): finite(part, f"part {name}") for name, part in self.parts.items()}
         object.__setattr__(self, "parts", parts)
+        if type(self.tokens) is not int:
+            raise TypeError(f"the tokens of a score are {self.tokens!r} ({type(self.tokens).__name__}), not an int")
+        if self.tokens < 0:
+            raise ValueError(f"the tokens of a score are {self.tokens}")
 
 
 def finite(value: Any, what: str) -> float:
@@ -88,15 +102,20 @@ class RewardSample:
 
     `text` is the response without special tokens, `tokens` are the sampled ids with the end-of-sequence token, shape
     (completion tokens,), and `finish` says how it ended: `stop` (end of sequence), `length` (limit) or `abort`.
+    `gid` is the id of its group and `index` its number in it, from 0: together they name it in `streamrl trace`, in
+    dead letters and in logs. Both are 0 where there is no run. Held-out groups have ids of their own
+    (`prompt.evaluation`).
     """
 
     text: str
     prompt: RewardPrompt
     tokens: Int32Array
     finish: Literal["stop", "length", "abort"]
+    gid: int = 0
+    index: int = 0
 
     @classmethod
-    def of(cls, prompt: Prompt, sample: Sample) -> RewardSample:
+    def of(cls, prompt: Prompt, sample: Sample, gid: int = 0, index: int = 0) -> RewardSample:
         """Build what a reward sees from the two messages of the wire (nothing is copied)."""
         seen = RewardPrompt(
             text=prompt.text,
@@ -107,10 +126,67 @@ class RewardSample:
             line=prompt.line,
             evaluation=prompt.evaluation,
         )
-        return cls(text=sample.text, prompt=seen, tokens=sample.token_ids, finish=sample.finish)
+        return cls(text=sample.text, prompt=seen, tokens=sample.token_ids, finish=sample.finish, gid=gid, index=index)
 
 
-class Reward(ABC):
+class AskedModel(Protocol):
+    """One entry of `reward_models`, as a reward asks it: the servers behind it, their health and limits are hidden."""
+
+    @property
+    def config(self) -> RewardModelConfig:
+        """Its keys."""
+
+    async def call(self, path: str, body: Mapping[str, Any], *, deadline: float) -> Mapping[str, Any]:
+        """Post `body` as JSON to `path` of a server that can take it, and return its answer.
+
+        Safe to repeat and to cancel; what failed is tried on other servers as long as there is time.
+
+        Args:
+            path: below the server's URL, with its leading slash.
+            body: of the request.
+            deadline: seconds from now for everything: waiting for a place, for the rate limit, and for other servers.
+
+        Raises:
+            RewardUnavailable: no server can be asked now. A reward lets it pass.
+            Unreachable: no answer within `deadline`, or answers that are errors of the servers.
+            DataError: the request itself is refused; asking again does not help.
+            WireError: an answer that cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RewardContext:
+    """What a reward may use while it is open.
+
+    Attributes:
+        config: of the run.
+        run_dir: of the run; a reward that writes, writes below `run_dir/rewards/NAME`, and a worker is not alone.
+        models: `reward_models` by name; empty where there are none.
+        worker: name of the role, for example `reward.0`; empty outside of a run.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    models: Mapping[str, AskedModel] = field(default_factory=dict)
+    worker: str = ""
+
+
+class RewardLife:
+    """The life of a reward in one worker: `open`, then scores, then `close`. The base of both kinds of rewards."""
+
+    async def open(self, context: RewardContext) -> None:
+        """Get ready: called once per worker, before the first score and in its event loop; nothing by default.
+
+        What fails for good (a file that is missing, a model that `reward_models` does not have) is a `ConfigError`,
+        which ends the run with its hint. A server that is away for the moment is no error here: scores fail until it
+        is there.
+        """
+
+    async def close(self) -> None:
+        """Let go of what `open` got: called once when the worker ends, also after an error of `open`."""
+
+
+class Reward(RewardLife, ABC):
     """Base class of rewards. `args:` of the run file are the keyword arguments of the constructor.
 
     `instant` says that scoring takes microseconds and cannot hang: the worker then calls it without a deadline, a
@@ -123,13 +199,32 @@ class Reward(ABC):
     async def score(self, sample: RewardSample) -> Score | float:
         """Score one response.
 
-        An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then it
-        is a dead letter with the traceback. Cancelled when `reward_worker.deadline` is over, which counts as a
-        failed attempt.
+        An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then its
+        `on_failure` decides (docs/rewards.md). `RewardUnavailable` says that nobody can score now. Cancelled when its
+        deadline is over, which counts as a failed attempt.
 
         Args:
             sample: the response with its prompt.
 
         Returns:
             A finite number, or a `Score` with its parts.
+        """
+
+
+class GroupReward(RewardLife, ABC):
+    """Base class of rewards that compare the responses to one prompt.
+
+    A run with one of these scores whole groups: rewards of single samples are then called for each sample of the group.
+    """
+
+    @abstractmethod
+    async def score_group(self, samples: Sequence[RewardSample]) -> Sequence[Score | float]:
+        """Score the responses to one prompt together.
+
+        Args:
+            samples: those that were generated, in the order of `index`; a group that lost some has fewer, at least one.
+
+        Returns:
+            As many numbers or `Score`s as there are samples, in their order. Any other number of them is a failure,
+            and so is one that is not finite: of the whole call, with the rules of `Reward.score`.
         """
