@@ -138,7 +138,8 @@ async def _relay(
     config: WeightsConfig, run_dir: Path, spool: Spool, status: MutableMapping[str, int | float | str]
 ) -> AsyncIterator[None]:
     """Serve what this host holds to its neighbours."""
-    from streamrl.weight_sync.shard_server import ShardServer, listen, own_address
+    from streamrl.listening import own_address
+    from streamrl.weight_sync.shard_server import ShardServer, listen
 
     app = ShardServer(spool.root, read_token(run_dir)).app()
     async with listen(app, own_address(config.host), 0) as url:

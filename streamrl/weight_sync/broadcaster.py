@@ -17,11 +17,11 @@ from typing import Final, Literal, TypeVar
 from aiohttp import WSMsgType, web
 
 from streamrl.errors import StreamrlError, WireError
+from streamrl.listening import reachable
 from streamrl.weight_sync.collective import Membership, Party, Rendezvous, device_in_use
 from streamrl.weight_sync.manifest import Manifest, Pair, encode
 from streamrl.weight_sync.rounds import PATH, Abandon, Done, Go, Got, Hello, Offer, Ready, ToMember, pack
 from streamrl.weight_sync.rounds import unpack_from_member as unpack
-from streamrl.weight_sync.shard_server import reachable
 
 logger = logging.getLogger(__name__)
 _ROUNDS: Final = 2

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import logging
 import re
-import socket
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from streamrl.errors import CannotCreate
+from streamrl import listening
 from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
 from streamrl.weight_sync.manifest import MANIFEST_FILE, parse_folder
 
@@ -35,7 +34,6 @@ BUSY_HEADER: Final = "X-Streamrl-Busy"
 DEFAULT_TRANSFERS: Final = 16
 """Transfers at the same time. Whoever comes later looks for a relay: many replicas become a tree by themselves."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
 _CHUNK_BYTES: Final = 4 << 20
 
 
@@ -143,67 +141,7 @@ class _Transfer(web.FileResponse):
             return await super().prepare(request)
 
 
-@contextlib.asynccontextmanager
-async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
-    """Serve an application for the length of the block; yields its URL. Transfers in flight end with the block.
-
-    Args:
-        app: from `ShardServer.app`.
-        host: address to listen on; for a wildcard the URL names this host.
-        port: 0: any free one.
-
-    Raises:
-        CannotCreate: the address cannot be listened on.
-    """
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port, backlog=512).start()
-        except OSError as error:
-            raise CannotCreate(
-                f"cannot serve the weights on {host} port {port}: {error}",
-                "set weights.host to an address of this host, and weights.port to a free port or 0",
-            ) from error
-        address = runner.addresses[0]
-        yield f"http://{_literal(reachable(host))}:{address[1]}"
-    finally:
-        await runner.cleanup()
-
-
-def own_address(host: str) -> str:
-    """Return `host`, or, when that is the address of another host, the one by which others reach this host."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return _outgoing() or host
-    return host
-
-
-def reachable(host: str) -> str:
-    """Return the address under which others reach a server that listens on `host`."""
-    if host not in _WILDCARDS:
-        return host
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return _outgoing() or name
-    # Debian's own name leads to 127.0.1.1, which on any other host means that host.
-    return (_outgoing() or address) if address.startswith("127.") else address
-
-
-def _outgoing() -> str | None:
-    """The address of this host that packets to others bear; None without a network. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
-
-
-def _literal(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def listen(app: web.Application, host: str, port: int) -> AbstractAsyncContextManager[str]:
+    """Serve an application as `streamrl.listening` does, for the weights."""
+    hint = "set weights.host to an address of this host, and weights.port to a free port or 0"
+    return listening.listen(app, host, port, what="the weights", hint=hint)

@@ -1,0 +1,91 @@
+"""Where our own HTTP servers listen: an application at an address for the length of a block."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+from typing import Final
+
+from aiohttp import web
+
+from streamrl.errors import CannotCreate
+
+_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
+
+
+@contextlib.asynccontextmanager
+async def listen(app: web.Application, host: str, port: int, *, what: str, hint: str) -> AsyncIterator[str]:
+    """Serve an application for the length of the block; yields its URL. Requests in flight end with the block.
+
+    Args:
+        app: the application.
+        host: address to listen on; for a wildcard the URL names this host.
+        port: 0: any free one.
+        what: is served, for the message of an error.
+        hint: how to mend an address that cannot be listened on.
+
+    Raises:
+        CannotCreate: the address cannot be listened on.
+    """
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=512).start()
+        except (OSError, OverflowError) as error:
+            raise CannotCreate(f"cannot serve {what} on {host} port {port}: {error}", hint) from error
+        address = runner.addresses[0]
+        yield f"http://{_literal(reachable(host))}:{address[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def own_address(host: str) -> str:
+    """Return `host`, or, when that is the address of another host, the one by which others reach this host."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return _outgoing() or host
+    return host
+
+
+def reachable(host: str) -> str:
+    """Return the address under which others reach a server that listens on `host`."""
+    if host not in _WILDCARDS:
+        return host
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return _outgoing() or name
+    # Debian's own name leads to 127.0.1.1, which on any other host means that host.
+    return (_outgoing() or address) if address.startswith("127.") else address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches a server that listens on `host`; names other than localhost are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _outgoing() -> str | None:
+    """The address of this host that packets to others bear; None without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _literal(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
