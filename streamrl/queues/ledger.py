@@ -240,17 +240,20 @@ class Ledger:
         )
         return ScoreOutcome(reply)
 
-    async def fail_score(self, lease: Lease, why: str, detail: str = "") -> bool:
-        """A leased sample cannot be scored: it dies. False: somebody else committed the entry, or the group is gone."""
-        return await self._bury("reward", lease, _sample(lease), why, detail)
+    async def fail_score(self, lease: Lease, why: str, detail: str = "", *, doom: bool = False) -> bool:
+        """A leased sample cannot be scored: it dies. False: somebody else committed the entry, or the group is gone.
 
-    async def _bury(self, stage: str, lease: Lease, sample: int, why: str, detail: str) -> bool:
+        With `doom` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
+        """
+        return await self._bury("reward", lease, _sample(lease), why, detail, doom=doom)
+
+    async def _bury(self, stage: str, lease: Lease, sample: int, why: str, detail: str, *, doom: bool = False) -> bool:
         stream = self.keys.rollouts if stage == "reward" else self.keys.prompts
         tail = detail.encode(errors="replace")[-MAX_DETAIL:]
         reply: int = await self.connection.call(
             "bury",
             self._closing(stream, lease.gid),
-            [stage, lease.entry, lease.gid, sample, lease.attempt, why[:MAX_WHY], lease.deliveries, tail],
+            [stage, lease.entry, lease.gid, sample, lease.attempt, why[:MAX_WHY], lease.deliveries, tail, int(doom)],
         )
         return reply > 0
 

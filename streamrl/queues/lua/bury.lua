@@ -1,8 +1,9 @@
 -- Samples die: they get a cause of death and a dead letter each; the last open sample closes its group.
 -- include _letter _close
 -- KEYS    stream group scored dead live state       stream: prompts, or rollouts for the stage reward
--- ARGV    stage entry gid k attempt why deliveries detail
+-- ARGV    stage entry gid k attempt why deliveries detail doom
 --         stage prompt: every sample without payload and cause; generate: sample k; reward: sample k that has a payload
+--         doom 1: the whole group dies of it, once its other samples have a score or a cause of death too
 -- returns 0 nothing to do (a repeat, or somebody else was first); -1 the group is gone, closed or on another attempt;
 --         1 written; 2 written, and the group is in `scored`; 3 written, and the group is a dead letter
 -- repeat  0 or -1. Gates: the acknowledgement of the entry (prompt, reward), no payload and no cause (generate)
@@ -34,6 +35,7 @@ for k = first, last do
 end
 if died == 0 then return 0 end
 redis.call('HINCRBY', G, 'nx', died)
+if ARGV[9] == '1' then redis.call('HSETNX', G, 'doom', ARGV[6]) end
 if stage ~= 'reward' and redis.call('HINCRBY', G, 'todo', -died) == 0 and stage == 'generate' then
   redis.call('XACK', KEYS[1], 'g', h[4])
   redis.call('XDEL', KEYS[1], h[4])
