@@ -10,9 +10,9 @@ from typing import Final, Literal
 import msgspec
 
 from streamrl.config import RunConfig
+from streamrl.queues.board import RoleBoard
 from streamrl.queues.durable import write_durably
 from streamrl.queues.ledger import Ledger
-from streamrl.queues.ledgers import RoleBoard
 
 logger = logging.getLogger(__name__)
 FINISHED_FILE: Final = "finished.json"

@@ -35,6 +35,14 @@ class Enlisted:
         return (self.number - 1) % replicas
 
 
+async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]:
+    """Read what the script `enlist` has written: servers by name."""
+    fields = replies.pairs(await connection.read("HGETALL", key))
+    return {
+        name.decode(): Enlisted(value[:1] == b"+", int(value[1:])) for name, value in fields.items() if name != _COUNTER
+    }
+
+
 class ServerList:
     """Engine servers by name: an external one's is its URL, a managed one's is `rollout.N.serverM`.
 
@@ -49,12 +57,7 @@ class ServerList:
 
     async def enlisted(self) -> dict[str, Enlisted]:
         """Servers that were added or removed since the run began; those of the configuration alone are not here."""
-        fields = replies.pairs(await self._connection.read("HGETALL", self._keys.engines))
-        return {
-            name.decode(): Enlisted(value[:1] == b"+", int(value[1:]))
-            for name, value in fields.items()
-            if name != _COUNTER
-        }
+        return await read_enlisted(self._connection, self._keys.engines)
 
     async def enlist(self, name: str, *, present: bool) -> bool:
         """Add or remove a server; False when it was so already."""

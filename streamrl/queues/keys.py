@@ -99,3 +99,7 @@ class Keys:
     def server_report(self, replica: str) -> str:
         """Hash with a time to live: how the engine servers of a replica are, each as JSON."""
         return f"{{sr:{self.run}}}:servers:{replica}"
+
+    def reward_servers(self, model: str) -> str:
+        """Hash of the servers that people added to a reward model or removed from it; `#` counts the added ones."""
+        return f"{{sr:{self.run}}}:reward_servers:{model}"

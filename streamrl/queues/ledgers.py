@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.config import RunConfig
-from streamrl.queues import embedded, replies
+from streamrl.queues import embedded
+from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.enlisted import ServerList
 from streamrl.queues.foreign import read_ours
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.reward_servers import RewardServers
 from streamrl.queues.turn import DeviceTurn
 
 _DOORBELL_SECONDS = 2.0
@@ -57,30 +59,6 @@ class WeightsStream:
             await self._connection.block(*command, milliseconds=milliseconds)
 
 
-class RoleBoard:
-    """What each role says of itself: a hash with a time to live for each, so the silent ones vanish."""
-
-    def __init__(self, connection: Connection, keys: Keys) -> None:
-        self._connection = connection
-        self._keys = keys
-
-    async def beat(self, name: str, fields: Mapping[str, str | int | float], ttl: float) -> None:
-        """Replace the fields of a role (at least one); they vanish `ttl` seconds later. Works when Redis is full."""
-        flat = [part for pair in fields.items() for part in pair]
-        keys = [self._keys.role(name), self._keys.roles]
-        await self._connection.call("beat", keys, [name, int(ttl * 1000), *flat])
-
-    async def read(self) -> dict[str, dict[str, str]]:
-        """Fields of all roles that are alive, by name."""
-        names = sorted(name.decode() for name in await self._connection.read("SMEMBERS", self._keys.roles))
-        found = await asyncio.gather(*(self._connection.read("HGETALL", self._keys.role(name)) for name in names))
-        return {
-            name: {key.decode(): value.decode(errors="replace") for key, value in replies.pairs(fields).items()}
-            for name, fields in zip(names, found, strict=True)
-            if fields
-        }
-
-
 @dataclass(frozen=True)
 class Ledgers:
     """What `open_ledgers` yields."""
@@ -90,6 +68,7 @@ class Ledgers:
     weights: WeightsStream
     roles: RoleBoard
     servers: ServerList
+    reward_servers: RewardServers
     turn: DeviceTurn
     connection: Connection
 
@@ -106,12 +85,14 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
     """
     train, held_out = Keys(config.name), Keys(config.name, evaluation=True)
     async with open_connection(config.redis, embedded.url(config.redis, run_dir)) as connection:
+        board = RoleBoard(connection, train)
         ledgers = Ledgers(
             train=Ledger(connection, train, config.redis.fsync_period),
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
-            roles=RoleBoard(connection, train),
+            roles=board,
             servers=ServerList(connection, train),
+            reward_servers=RewardServers(connection, train, board),
             turn=DeviceTurn(connection, train, config.lease.seconds),
             connection=connection,
         )

@@ -1,0 +1,95 @@
+"""The servers of a run's reward models: those of the configuration, those that people add, those that streamrl starts.
+
+A server that streamrl starts is a role (`reward_model.NAME.N`), and its heartbeat is its entry: it says where the
+server listens and whether it sleeps, and vanishes with the role. What people add or remove is kept until they undo it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from streamrl.queues.board import RoleBoard
+from streamrl.queues.connection import Connection
+from streamrl.queues.enlisted import read_enlisted
+from streamrl.queues.keys import Keys
+
+ROLE: Final = "reward_model"
+"""Kind of the roles that are servers of reward models."""
+ASLEEP: Final = "asleep"
+READY: Final = "ready"
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class RewardServer:
+    """A server that answers for a reward model.
+
+    Attributes:
+        name: of the role that started it, else its URL.
+        url: where it listens.
+        awake: False: it sleeps while there is little work, wakes by itself, and is not to be asked before.
+    """
+
+    name: str
+    url: str
+    awake: bool = True
+
+
+class RewardServers:
+    """Which servers each reward model of a run has now.
+
+    Args:
+        connection: to Redis.
+        keys: of the run.
+        board: of its roles.
+    """
+
+    def __init__(self, connection: Connection, keys: Keys, board: RoleBoard) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._board = board
+
+    async def present(self, model: str, configured: Sequence[str] = ()) -> list[RewardServer]:
+        """Servers of a model that can be asked from this host, sleeping ones included.
+
+        A server that is being started or whose role died is not among them, and neither is one that listens on the
+        loopback interface of another host.
+
+        Args:
+            model: its name in `reward_models`.
+            configured: URLs that the configuration gives it.
+        """
+        enlisted, roles = await asyncio.gather(
+            read_enlisted(self._connection, self._keys.reward_servers(model)),
+            self._board.read(f"{ROLE}.{model}."),
+        )
+        started = [
+            RewardServer(name, fields["url"], fields.get("server") != ASLEEP)
+            for name, fields in roles.items()
+            if "url" in fields and _reachable(fields["url"], fields.get("host", ""))
+        ]
+        removed = {name for name, entry in enlisted.items() if not entry.present}
+        known = {server.url: server for server in [*(RewardServer(url, url) for url in configured), *started]}
+        added = [RewardServer(url, url) for url, entry in enlisted.items() if entry.present and url not in known]
+        return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
+
+    async def enlist(self, model: str, name: str, *, present: bool) -> bool:
+        """Add a server by its URL, or remove one by URL or role; False when it was so already.
+
+        A removed server that streamrl started runs on, and is not asked.
+        """
+        return bool(await self._connection.call("enlist", [self._keys.reward_servers(model)], [name, int(present)]))
+
+    async def waiting(self) -> int:
+        """Samples of the run that have no score yet, training and held-out ones, leased ones included."""
+        streams = [Keys(self._keys.run).rollouts, Keys(self._keys.run, evaluation=True).rollouts]
+        return sum(await asyncio.gather(*(self._connection.read("XLEN", stream) for stream in streams)))
+
+
+def _reachable(url: str, host: str) -> bool:
+    return host == socket.gethostname() or urlsplit(url).hostname not in _LOOPBACK
