@@ -13,34 +13,43 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from streamrl.config import RewardSpec, RunConfig
-from streamrl.consumers.reward import Reward, RewardSample, Score
-from streamrl.consumers.rules import BUILT_IN
+from streamrl.consumers.built_in import BUILT_IN
+from streamrl.consumers.reward import Reward, RewardLife
 from streamrl.errors import PluginError
 
 GROUP: Final = "streamrl.rewards"
-Result = Score | float
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
     """A reward ready to score.
 
-    `name` is its key in the parts of a score, `weight` its factor in the sum. `call(sample)` returns a number, a
-    `Score` or an awaitable of one. `blocking` marks sync callables, which run in a thread; `instant` marks rules that
-    need neither a thread nor a deadline.
+    Attributes:
+        name: key in the parts of a score.
+        weight: factor in a sum, exponent in a product.
+        call: takes one sample and gives a number or a `Score`, or an awaitable of one; of a group reward it takes all
+            samples of a group and gives a sequence of as many.
+        blocking: a sync callable, which runs in a thread.
+        instant: a rule that needs neither a thread nor a deadline.
+        group: it compares the samples of a group.
+        spec: what the run file says of it.
+        life: what is opened and closed; None: a function, or a class without `open` and `close`.
     """
 
     name: str
     weight: float
-    call: Callable[[RewardSample], Result | Awaitable[Result]]
+    call: Callable[[Any], Any | Awaitable[Any]]
     blocking: bool
     instant: bool
+    group: bool = False
+    spec: RewardSpec = field(default_factory=lambda: RewardSpec(use="exact_match"))
+    life: RewardLife | None = None
 
 
 def load_rewards(config: RunConfig) -> list[LoadedReward]:
@@ -61,23 +70,32 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
 
 def _load(spec: RewardSpec, paths: Sequence[Path]) -> LoadedReward:
     target = _find(spec.use, paths)
+    life, instant, group = None, False, False
     if inspect.isclass(target):
         instance = _build(target, spec)
-        call = getattr(instance, "score", None)
+        group = callable(getattr(instance, "score_group", None))
+        call = instance.score_group if group else getattr(instance, "score", None)
         if not callable(call):
             raise PluginError(
                 f"reward {spec.use}: the class has no method score", "add `async def score(self, sample)`"
             )
-        instant = bool(getattr(instance, "instant", False))
+        instant = bool(getattr(instance, "instant", False)) and not group
+        life = instance if hasattr(instance, "open") and hasattr(instance, "close") else None
         _check_signature(call, {}, spec)
     elif callable(target):
         call = functools.partial(target, **spec.args) if spec.args else target
-        instant = False
         _check_signature(target, spec.args, spec)
     else:
         raise PluginError(f"reward {spec.use} is a {type(target).__name__}", "name a class or a function of one sample")
     return LoadedReward(
-        name=spec.name or spec.use, weight=spec.weight, call=call, blocking=not _is_async(call), instant=instant
+        name=spec.name or spec.use,
+        weight=spec.weight,
+        call=call,
+        blocking=not _is_async(call),
+        instant=instant,
+        group=group,
+        spec=spec,
+        life=life,
     )
 
 
@@ -85,7 +103,7 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
     if ":" in use:
         return _import(use, paths)
     if use in BUILT_IN:
-        return BUILT_IN[use]
+        return _import(BUILT_IN[use], paths)
     points = {point.name: point for point in metadata.entry_points(group=GROUP)}
     if use not in points:
         known = [*BUILT_IN, *points]

@@ -74,6 +74,3 @@ def _answer(sample: RewardSample) -> str:
     if answer is None:
         raise ValueError(f"line {sample.prompt.line} of the data set has no answer to compare with")
     return answer if isinstance(answer, str) else str(answer)
-
-
-BUILT_IN: Final[dict[str, type[Reward]]] = {"exact_match": ExactMatch, "number_match": NumberMatch}
