@@ -19,7 +19,7 @@ import orjson
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from streamrl.config import RewardSpec, RunConfig
+from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
 from streamrl.config.presets import lay_beneath
 from streamrl.errors import ConfigError
 
@@ -192,6 +192,9 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
     def model(name: str | None) -> str | None:
         return str((folder / name).resolve()) if name is not None and (folder / name).exists() else name
 
+    def served(reward: RewardModelConfig) -> RewardModelConfig:
+        return reward if reward.url else reward.model_copy(update={"model": model(reward.model)})
+
     data = config.data.model_copy(
         update={"train": absolute(config.data.train), "held_out": absolute(config.data.held_out)}
     )
@@ -203,6 +206,7 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
             ),
             "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
             "recording": config.recording.model_copy(update={"path": absolute(config.recording.path)}),
+            "reward_models": {name: served(reward) for name, reward in config.reward_models.items()},
             "plugin_paths": (folder, *((folder / path).resolve() for path in config.plugin_paths)),
         }
     )

@@ -13,7 +13,14 @@ from pydantic import Field, model_validator
 
 from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
-from streamrl.config.rewards import ArchiveConfig, RewardModelConfig, RewardSpec, RewardWorkerConfig, ScoringConfig
+from streamrl.config.rewards import (
+    ArchiveConfig,
+    RewardModelConfig,
+    RewardModelName,
+    RewardSpec,
+    RewardWorkerConfig,
+    ScoringConfig,
+)
 
 
 class RedisConfig(Section):
@@ -244,7 +251,7 @@ class RunConfig(Section):
     )
     scoring: ScoringConfig = Field(default_factory=ScoringConfig)
     reward_worker: RewardWorkerConfig = Field(default_factory=RewardWorkerConfig)
-    reward_models: dict[str, RewardModelConfig] = Field(
+    reward_models: dict[RewardModelName, RewardModelConfig] = Field(
         default_factory=dict, description="models that rewards ask over HTTP, by name"
     )
     archive: ArchiveConfig = Field(default_factory=ArchiveConfig)
@@ -273,6 +280,13 @@ class RunConfig(Section):
         if limit is None and self.recording.mode == "read":
             return sys.maxsize
         return 4 * (self.max_staleness + self.learner.publish_every) if limit is None else limit
+
+    @property
+    def reward_servers(self) -> dict[str, int]:
+        """How many servers streamrl starts of each reward model that has no URL; none where nothing is scored."""
+        if self.recording.mode == "read":
+            return {}
+        return {name: model.servers for name, model in self.reward_models.items() if not model.url}
 
     @property
     def slots(self) -> int:

@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from streamrl.config.base import Duration, Natural, Positive, Section, ServerUrl, Size
 
 Bounds = tuple[float, float]
+RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""Part of the names of roles, logs and keys in Redis."""
 
 
 class Normalisation(Section):
@@ -29,7 +31,8 @@ class RewardSpec(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     adapter: Literal["verl", "trl"] | None = Field(None, description="a function with the signature of another system")
     gate: float | None = Field(
-        None, description="the score is scoring.gated unless this reward is at least so much; rewards after it are saved"
+        None,
+        description="the score is scoring.gated unless this reward is at least so much; rewards after it are saved",
     )
     normalise: Normalisation | None = Field(None, description="before anything else is made of the value")
     clip: Bounds | None = Field(None, description="lowest and highest value, after normalise")
@@ -92,14 +95,16 @@ class RewardModelConfig(Section):
     servers: Positive = Field(1, description="servers that streamrl starts")
     environment: Path | None = Field(None, description="environment of the servers; empty: .engines/KIND")
     flags: dict[str, Any] = Field(default_factory=dict, description="flags of the servers, passed through")
-    devices: tuple[str, ...] = Field((), description="devices of each server; empty: all")
+    variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the servers")
+    devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
     start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")
     api_key_file: Path | None = Field(None, description="file with the key of the servers")
     concurrency: Positive = Field(64, description="requests in flight at one server, from one worker")
     requests_per_minute: Positive | None = Field(None, description="of all workers together; empty: no limit")
     tokens_per_minute: Positive | None = Field(None, description="of all workers together; empty: no limit")
     sleep: bool = Field(False, description="servers that streamrl starts sleep while there is nothing to score")
-    wake_at: Positive = Field(32, description="waiting samples that wake them")
+    wake_at: Positive = Field(32, description="samples without a score that wake them")
+    wake_after: Duration = Field(5.0, description="longest time that fewer samples let them sleep on")
     max_answer: Size = Field(8 << 20, description="largest answer that is read")
 
     @model_validator(mode="after")
@@ -108,7 +113,7 @@ class RewardModelConfig(Section):
             raise ValueError(f"kind {self.kind} needs url: streamrl starts no such server")
         if not self.url and not self.model:
             raise ValueError("a server that streamrl starts needs model")
-        started = ("environment", "flags", "devices", "sleep")
+        started = ("environment", "flags", "variables", "devices", "sleep")
         if self.url and (unused := [name for name in started if getattr(self, name)]):
             raise ValueError(f"{unused[0]} is of servers that streamrl starts, and url names others")
         if len(set(self.url)) != len(self.url):
