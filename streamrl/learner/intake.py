@@ -18,6 +18,7 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.takeover import Start
+from streamrl.queues.archive import Archive
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import ClosedGroup
 
@@ -47,15 +48,17 @@ class Intake:
         held: closed groups in Redis that are trained, not retired, and whose places are free, at the last reading.
         untrained: closed groups in Redis that are neither trained nor in the step nor lost, at the last reading.
         changed: set after each reading; who waits for it clears it.
+        archive: gets every group that is read, before anything is decided about it.
 
     Args:
         ledger: the training ledger.
         config: of the run.
         start: where this learner goes on.
         opener: decodes and checks groups.
+        archive: of the run.
     """
 
-    def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener) -> None:
+    def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener, archive: Archive) -> None:
         self.durable = set(start.trained)
         self.fresh: set[int] = set()
         self.in_step: list[TrainGroup] = []
@@ -63,6 +66,7 @@ class Intake:
         self.dropped = self.zero_variance = 0
         self.held = 0
         self.changed = asyncio.Event()
+        self.archive = archive
         self.untrained = 0
         self._closed = 0
         self._ledger, self._nonce, self._config = ledger, start.nonce, config
@@ -213,6 +217,8 @@ class Intake:
     async def _drop(self, gids: Sequence[int], why: str) -> int:
         """Drop closed groups; returns how many were there."""
         count = 0
+        if gids:
+            await self.archive.settle()
         for gid in gids:
             count += await self._ledger.drop(self._nonce, gid, why)
             self._candidates.pop(gid, None)
@@ -248,6 +254,7 @@ class Intake:
     async def _open(self, closed: ClosedGroup | None) -> TrainGroup | None:
         if closed is None:
             return None
+        self.archive.add(closed)
         if closed.crashes >= self._config.learner.max_group_crashes:
             await self._bury(closed.gid, f"learner: {closed.crashes} learners died in steps with this group")
             return None
@@ -261,6 +268,7 @@ class Intake:
 
     async def _bury(self, gid: int, why: str) -> None:
         logger.warning("group is dead", extra={"group": gid, "why": why})
+        await self.archive.settle()
         await self._ledger.bury_group(self._nonce, gid, why)
 
     def _count(self, closed: Sequence[int]) -> None:

@@ -36,6 +36,7 @@ from streamrl.learner.sinks import Sinks
 from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
+from streamrl.queues.archive import Archive
 from streamrl.queues.role import Role
 from streamrl.queues.rollback import RollbackDesk
 from streamrl.weight_sync.outlets import open_outlet
@@ -136,7 +137,8 @@ class Leader:
             meta, folder = start.meta, checkpoints.path(start.meta.position)
             await self._crew.order(Command.LOAD, meta.position, lambda: self._trainer.load(folder, meta))
         opener = GroupOpener(start.branch, self._trainer.recipe, self._trainer.misfit)
-        self._intake = Intake(self._role.ledgers.train, self._config, start, opener)
+        archive = Archive(self._config, self._role.run_dir)
+        self._intake = Intake(self._role.ledgers.train, self._config, start, opener, archive)
         desk = RollbackDesk(self._role.ledgers.train.connection, self._role.ledgers.train.keys)
         self._rollbacks = Rollbacks(desk, start.nonce, self._crew, self._role.run_dir)
         sinks = self._sinks = Sinks(self._config, self._role.run_dir)
@@ -164,6 +166,7 @@ class Leader:
                     self._publishing.close()
                     self._saver.close()
         finally:
+            await archive.close()
             versions.close()
             await asyncio.to_thread(sinks.close)
 
@@ -175,6 +178,7 @@ class Leader:
         await self._publishing.settle()
         self._role.ready()
         following = tasks.create_task(self._intake.follow(), name="intake")
+        archiving = tasks.create_task(self._intake.archive.run(), name="archive")
         reason = await self._train()
         if self._intake.in_step:
             await self._abandon()
@@ -185,6 +189,7 @@ class Leader:
         await self._rollbacks.look(published=self._publishing.version, saved=self._saver.saved_step)
         await self._publishing.settle()
         following.cancel()
+        archiving.cancel()
         if reason is not None:
             await self._finish(reason)
         talking.cancel()
@@ -339,6 +344,7 @@ class Leader:
             "skipped_updates": self._skipped_updates,
             "dropped": self._intake.dropped,
             "dropped_zero_variance": self._intake.zero_variance,
+            **self._intake.archive.counts,
         }
         self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:

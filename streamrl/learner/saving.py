@@ -193,6 +193,7 @@ class Saver:
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:
+        await self._intake.archive.sync()
         await asyncio.to_thread(self._log.sync)
         await asyncio.to_thread(self._record.sync)
         pause = _ASK_SECONDS

@@ -20,6 +20,7 @@ from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
+from streamrl.queues.archive import Archive
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
 from streamrl.wire import Prompt, Sample, Score, decode
 
@@ -64,6 +65,7 @@ class Evaluation:
         self._nonce = uuid4().hex
         self._checkpoint = ""
         self._log: EvaluationLog
+        self._archive = Archive(config, role.run_dir, evaluation=True)
         self._round: Round | None = None
         self._open = False
 
@@ -96,6 +98,12 @@ class Evaluation:
             Fenced: a newer feeder took over.
             Refused: `max_dead` held-out letters.
         """
+        try:
+            await self._run_rounds()
+        finally:
+            await self._archive.close()
+
+    async def _run_rounds(self) -> None:
         while not self._role.stop.is_set():
             version = self._bell.version
             if not self._open and not await self._begin(version):
@@ -147,8 +155,12 @@ class Evaluation:
             return False
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ledger.read_group(gid)) for gid in closed]
-        groups = [task.result() for task in tasks]
-        lines = [self._evaluate(group) for group in groups if group is not None]
+        groups = [group for task in tasks if (group := task.result()) is not None]
+        for group in groups:
+            if group.gid not in self._log.gids:  # one that is there has counted as it is in the archive
+                self._archive.add(group)
+        await self._archive.sync()
+        lines = [self._evaluate(group) for group in groups]
         if not await asyncio.to_thread(self._log.append, lines):
             return False
         await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.gid for line in lines])
@@ -205,6 +217,7 @@ class Evaluation:
         """Publish how many groups are evaluated, and the accuracy of the last round that is complete."""
         status = self._role.status
         status["evaluated"] = len(self._log.gids)
+        status.update(self._archive.counts)
         unfinished = self._round.version if self._open and self._round is not None else None
         complete = [version for version, tally in self._log.rounds.items() if version != unfinished and tally.scored]
         if complete:

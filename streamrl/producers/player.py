@@ -62,7 +62,8 @@ def check_recording(config: RunConfig) -> Header:
     """The header of the recording of a run, when it can be trained.
 
     Raises:
-        ConfigError: there is none, or its responses were sampled at another temperature.
+        ConfigError: there is none, or its responses were sampled at another temperature, or are without
+            log-probabilities.
     """
     path = config.recording.path
     header = read_header(path) if path is not None else None
@@ -73,6 +74,11 @@ def check_recording(config: RunConfig) -> Header:
             f"{path} was sampled at temperature {header.temperature:g}, sampling.temperature is"
             f" {config.sampling.temperature:g}: every importance ratio would be wrong",
             f"set sampling.temperature to {header.temperature:g}",
+        )
+    if not header.logprobs:
+        raise ConfigError(
+            f"{path} was archived without log-probabilities: nobody can train it",
+            "archive.logprobs: true keeps them from then on",
         )
     return header
 

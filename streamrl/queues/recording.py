@@ -1,4 +1,4 @@
-"""Recordings: closed groups in files, so that rollouts can be made today and trained another day.
+"""Recordings: closed groups in files, so that rollouts can be made today and trained, or scored, another day.
 
 `groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the other, compressed with zstandard (`zstd -dc FILE` gives
 the maps). The first map of each file says what all have in common (`Header`), the others are groups. Groups are added
@@ -8,8 +8,10 @@ recording twice, when whoever recorded it died before it was sure of it: readers
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +38,8 @@ Link = tuple[str, int]
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What all groups of a recording have in common.
 
-    `id` is that of the recording; `model` and `temperature` are those the responses were sampled with.
+    `id` is that of the recording; `model` and `temperature` are those the responses were sampled with. Without
+    `logprobs` the log-probabilities were left out: zeros stand in their places, and nobody can train such groups.
     """
 
     schema: str = _SCHEMA
@@ -44,19 +47,44 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     model: str
     temperature: float
+    logprobs: bool = True
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One closed group: its id in the run that made it, its prompt, and payload and score of each usable response."""
+    """One closed group: its id in the run that made it, its prompt, and payload and score of each usable response.
+
+    `causes` are the numbers of the dead responses and why they died; the usable ones have the other numbers, in order.
+    `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 where
+    nobody wrote it down.
+    """
 
     gid: int
     prompt: bytes
     samples: list[tuple[bytes, bytes]]
+    causes: list[tuple[int, str]] = []
+    attempt: int = 1
+    version: int = 0
+    at: float = 0.0
 
     @classmethod
     def of(cls, group: ClosedGroup) -> RecordedGroup:
-        """A group as Redis holds it; dead samples are left out."""
-        return cls(gid=group.gid, prompt=group.prompt, samples=[group.samples[k] for k in sorted(group.samples)])
+        """A group as Redis holds it; of dead samples only the cause is kept."""
+        return cls(
+            gid=group.gid,
+            prompt=group.prompt,
+            samples=[group.samples[k] for k in sorted(group.samples)],
+            causes=sorted(group.causes.items()),
+            attempt=group.attempt,
+            version=group.version,
+            at=time.time(),
+        )
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each usable response in its group, in the order of `samples`."""
+        dead = {number for number, _ in self.causes}
+        alive = (number for number in itertools.count() if number not in dead)
+        return list(itertools.islice(alive, len(self.samples)))
 
 
 class RecordingWriter:
@@ -83,14 +111,15 @@ class RecordingWriter:
         self._descriptor = -1
         self._added: list[bytes] = []
         self._unwritten = b""
+        self._whole = 0
         self._open()
 
     def add(self, group: RecordedGroup) -> None:
         """Add a group; it is written by the next `sync`."""
         self._added.append(msgspec.msgpack.encode(group))
 
-    def sync(self) -> list[Link]:
-        """Write all that was added as one block, make it durable, and return the files with their sizes.
+    def write(self) -> None:
+        """Write all that was added as one block: a kill of this process does not take it back.
 
         Raises:
             OSError: the disk is full or broken; nothing is forgotten, call again later.
@@ -102,12 +131,35 @@ class RecordingWriter:
             count = os.pwrite(self._descriptor, self._unwritten, self._files[-1][1])
             self._unwritten = self._unwritten[count:]
             self._files[-1][1] += count
+        self._whole = self._files[-1][1]
+
+    def sync(self) -> list[Link]:
+        """`write`, make it durable, and return the files with their sizes. A full file is followed by the next one.
+
+        Raises:
+            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        """
+        self.write()
         os.fsync(self._descriptor)
         links = [(str(name), int(size)) for name, size in self._files]
         if links[-1][1] >= self._file_bytes:
-            os.close(self._descriptor)
             self._open()
         return links
+
+    @property
+    def unwritten(self) -> int:
+        """Bytes in memory that the disk did not take."""
+        return len(self._unwritten)
+
+    def discard(self) -> None:
+        """Give up what could not be written: the file ends with its last whole block.
+
+        Raises:
+            OSError: the disk is broken; call again later.
+        """
+        os.ftruncate(self._descriptor, self._whole)
+        self._files[-1][1] = self._whole
+        self._unwritten = b"" if self._whole else self._compressor.compress(self._header)
 
     def close(self) -> None:
         """Close the file; what was not synced is gone."""
@@ -117,12 +169,15 @@ class RecordingWriter:
         name = f"groups-{self._epoch}-{len(self._files)}.msgpack.zst"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             # Groups are retired once they are here: a crash must take back neither the file nor the folder.
             fsync_directory(self._folder)
             fsync_directory(self._folder.parent)
         except OSError as error:
             raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._whole = descriptor, 0
         self._files.append([name, 0])
         self._unwritten = self._compressor.compress(self._header)
 
@@ -138,6 +193,11 @@ def recording_files(path: Path) -> list[Path]:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     found = [(match, file) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))]
     return [file for _, file in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))]
+
+
+def greatest_epoch(folder: Path) -> int:
+    """Greatest epoch that wrote a file into the folder of a recording; 0 when none did."""
+    return max((int(match[1]) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))), default=0)
 
 
 def read_header(path: Path) -> Header | None:
@@ -165,20 +225,35 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
     first: Header | None = None
     seen: set[int] = set()
     for file in recording_files(path):
-        header, maps = _head(file)
+        header, groups = read_file(file)
         if header is None:
             continue  # its recorder died before it wrote anything
         first = first or header
         if header.id != first.id:
             raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
-        for record in maps:
-            try:
-                group = msgspec.convert(record, RecordedGroup)
-            except msgspec.ValidationError as error:
-                raise WireError(f"{file}: not a recorded group: {error}") from error
+        for group in groups:
             if group.gid not in seen:
                 seen.add(group.gid)
                 yield group
+
+
+def read_file(file: Path) -> tuple[Header | None, Iterator[RecordedGroup]]:
+    """Header and groups of one file as they are written there; no header: a crash left nothing in it.
+
+    Raises:
+        ConfigError: it is no file of a recording, or of another version of it.
+        WireError: while the groups are read: it is damaged in the middle, or holds something else than groups.
+    """
+    header, maps = _head(file)
+    return header, _groups(file, maps)
+
+
+def _groups(file: Path, maps: Iterator[dict[str, Any]]) -> Iterator[RecordedGroup]:
+    for record in maps:
+        try:
+            yield msgspec.convert(record, RecordedGroup)
+        except msgspec.ValidationError as error:
+            raise WireError(f"{file}: not a recorded group: {error}") from error
 
 
 def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:

@@ -17,6 +17,7 @@ from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.intake import Intake
 from streamrl.learner.takeover import Start, take_over
+from streamrl.queues.archive import Archive
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.records import ClosedGroup
 
@@ -43,7 +44,7 @@ class Table:
     async def intake(self, misfit=lambda _: None) -> Intake:
         start = await self.start()
         opener = GroupOpener(start.branch, Recipe.of(self.config), misfit)
-        return Intake(self.ledger, self.config, start, opener)
+        return Intake(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
 
     async def start(self) -> Start:
         return await take_over(self.ledger, self.checkpoints, kind="model", model="tiny")

@@ -1,0 +1,259 @@
+"""The archive: every group that closed, with its scores, kept for people and for scoring it again (`archive.enabled`).
+
+Files of recordings in `RUN_DIR/archive`, those of held-out groups in `RUN_DIR/archive/evaluation`. Who reads a closed
+group first adds it, before it is decided what becomes of it, and has it written before the group leaves Redis: rank 0
+of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be there twice: what reads
+the archive takes the last (`streamrl.queues.archived`).
+
+Writing happens in a thread, a block a second, and nobody waits for a disk that takes longer than `PATIENCE`. A disk
+that is full costs the archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes, and
+those above it are lost and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, ConfigError, WireError
+from streamrl.queues.recording import (
+    Header,
+    RecordedGroup,
+    RecordingWriter,
+    greatest_epoch,
+    read_header,
+    recording_files,
+)
+from streamrl.queues.records import ClosedGroup
+
+logger = logging.getLogger(__name__)
+ARCHIVE: Final = "archive"
+"""Directory in that of the run."""
+EVALUATION: Final = "evaluation"
+"""Directory of held-out groups in that of the archive."""
+PATIENCE: Final = 5.0
+"""Seconds that somebody waits for the disk."""
+MAX_WAITING: Final = 64 << 20
+"""Bytes of groups in memory that the disk did not take yet."""
+_WRITE_SECONDS: Final = 1.0
+_REMEMBERED: Final = 1 << 16
+_TRIES: Final = 3
+
+
+class Archive:
+    """Adds closed groups to the archive of a run; with `archive.enabled: false` every call does nothing.
+
+    All methods are for one event loop. None of them raises for a disk: it is a warning, once, and a count.
+
+    Attributes:
+        written: groups that this process has written.
+
+    Args:
+        config: of the run.
+        run_dir: of the run.
+        evaluation: held-out groups instead of training groups.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
+        self.written = 0
+        self._run, self._config = config, config.archive
+        self._folder = run_dir / ARCHIVE / EVALUATION if evaluation else run_dir / ARCHIVE
+        self._seen: dict[tuple[int, int], None] = {}
+        self._added: list[RecordedGroup] = []
+        self._waiting = self._crowded = 0
+        self._thread = ThreadPoolExecutor(1, "archive") if self._config.enabled else None
+        self._work: Future[None] | None = None
+        self._late = self._refused = False
+        # Of the thread alone:
+        self._writer: RecordingWriter | None = None
+        self._unwritten = self._given_up = 0
+        self._dirty = False
+
+    def add(self, group: ClosedGroup) -> None:
+        """Add a group; a repeat does nothing. It waits in memory for `settle`, `sync` or `run`."""
+        key = (group.gid, group.attempt)
+        if self._thread is None or key in self._seen:
+            return
+        self._seen[key] = None
+        if len(self._seen) > _REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        if self._waiting > MAX_WAITING:
+            self._crowded += 1
+            self._complain("the disk hangs, or is too slow")
+            return
+        self._added.append(RecordedGroup.of(group))
+        self._waiting += _size(self._added[-1])
+
+    async def settle(self) -> None:
+        """Return when all that was added is written, so that a kill does not take it back; after `PATIENCE` anyway."""
+        if self._added or self._writing:
+            await self._flush(durable=False)
+
+    async def sync(self) -> None:
+        """As `settle`, and durable: a crash of the machine does not take it back either."""
+        if self._added or self._dirty or self._writing:
+            await self._flush(durable=True)
+
+    async def run(self) -> None:
+        """Write once a second, and try again what the disk refused; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(_WRITE_SECONDS)
+            await self.sync()
+
+    async def close(self) -> None:
+        """Make durable what is left and close the file. A repeat does nothing."""
+        if self._thread is None:
+            return
+        await self.sync()
+        thread, self._thread = self._thread, None
+        thread.submit(self._close)
+        thread.shutdown(wait=False)
+
+    @property
+    def lost(self) -> int:
+        """Groups that this process could not write, and gave up."""
+        return self._crowded + self._given_up
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Figures for the role's record: `archived` and `archive_lost` groups; nothing when there is no archive."""
+        return {"archived": self.written, "archive_lost": self.lost} if self._config.enabled else {}
+
+    @property
+    def _writing(self) -> bool:
+        return self._work is not None and not self._work.done()
+
+    async def _flush(self, *, durable: bool) -> None:
+        if self._thread is None or (self._late and self._writing):
+            return  # a disk that hangs is not waited for twice
+        groups, self._added = self._added, []
+        size = sum(map(_size, groups))
+        self._work = self._thread.submit(self._write, groups, durable=durable)
+        waiting: asyncio.Future[None] = asyncio.wrap_future(self._work)
+
+        def written(done: asyncio.Future[None]) -> None:
+            self._waiting -= size
+            if not done.cancelled() and (error := done.exception()) is not None:
+                logger.error("the archive failed", exc_info=error)
+
+        waiting.add_done_callback(written)
+        done, _ = await asyncio.wait([waiting], timeout=PATIENCE)
+        self._late = not done
+        if self._late:
+            self._complain(f"the disk takes longer than {PATIENCE:g} s")
+
+    # ---- in the thread
+
+    def _write(self, groups: Sequence[RecordedGroup], *, durable: bool) -> None:
+        try:
+            writer = self._writer = self._writer or self._begin()
+        except (OSError, ConfigError) as error:
+            self._given_up += len(groups)
+            self._complain(str(error))
+            return
+        for group in groups:
+            writer.add(group if self._config.logprobs else without_logprobs(group))
+        self._unwritten += len(groups)
+        self._dirty = True
+        try:
+            writer.write()
+            self.written += self._unwritten
+            self._unwritten = 0
+            if durable:
+                writer.sync()
+                self._dirty = self._refused = False
+                self._remove_oldest()
+        except OSError as error:
+            self._complain(str(error))
+            self._give_up(writer)
+
+    def _begin(self) -> RecordingWriter:
+        """A file of its own for this process; another one may begin at the same time.
+
+        Raises:
+            OSError: there is no room.
+            ConfigError: what is there is no recording.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        header = self._header()
+        for _ in range(_TRIES):
+            epoch = greatest_epoch(self._folder) + 1
+            try:
+                return RecordingWriter(self._folder, epoch, header, self._config.file_bytes)
+            except CannotCreate as error:
+                if not isinstance(error.__cause__, FileExistsError):
+                    raise
+        raise CannotCreate(f"{self._folder}: others make files faster than this process")
+
+    def _header(self) -> Header:
+        """That of the newest file when it is the same, so that the files of a run are one recording."""
+        config, files = self._run, recording_files(self._folder)
+        there = next((header for file in reversed(files) if (header := read_header(file)) is not None), None)
+        here = Header(
+            id=uuid.uuid4().hex,
+            run=config.name,
+            model=config.model.path,
+            temperature=config.sampling.temperature,
+            logprobs=self._config.logprobs,
+        )
+        same = there is not None and msgspec.structs.replace(there, id=here.id) == here
+        return there if there is not None and same else here
+
+    def _give_up(self, writer: RecordingWriter) -> None:
+        """Forget what the disk did not take when it has become too much."""
+        if writer.unwritten <= MAX_WAITING:
+            return
+        try:
+            writer.discard()
+        except OSError as error:
+            self._complain(str(error))
+            return
+        self._given_up += self._unwritten
+        self._unwritten = 0
+
+    def _remove_oldest(self) -> None:
+        if self._config.files is None:
+            return
+        for file in recording_files(self._folder)[: -self._config.files]:
+            file.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._unwritten:
+            self._given_up += self._unwritten
+            logger.warning("groups are not in the archive", extra={"folder": str(self._folder), "lost": self.lost})
+        if self._writer is not None:
+            self._writer.close()
+
+    def _complain(self, error: str) -> None:
+        """Warn once per outage."""
+        if not self._refused:
+            extra: dict[str, Any] = {"folder": str(self._folder), "error": error, "lost": self.lost}
+            logger.warning("the archive cannot be written", extra={**extra, "hint": "make room: the run goes on"})
+        self._refused = True
+
+
+def without_logprobs(group: RecordedGroup) -> RecordedGroup:
+    """The group with zeros in the place of its log-probabilities; bytes that are no response stay as they are."""
+
+    def stripped(payload: bytes) -> bytes:
+        try:
+            sample = wire.decode(payload, wire.Sample)
+        except WireError:
+            return payload
+        return wire.encode(msgspec.structs.replace(sample, logprobs=bytes(len(sample.tokens))))
+
+    samples = [(stripped(payload), score) for payload, score in group.samples]
+    return msgspec.structs.replace(group, samples=samples)
+
+
+def _size(group: RecordedGroup) -> int:
+    return len(group.prompt) + sum(len(payload) + len(score) for payload, score in group.samples)
