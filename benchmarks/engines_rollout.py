@@ -25,7 +25,7 @@ from streamrl.producers.engines import Request
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.dialect import Dialect, Figures
 from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save
@@ -102,7 +102,7 @@ def run_config(kind: str, model: Path, width: int, tokens: int, context: int, ur
 @contextlib.asynccontextmanager
 async def server(config: RunConfig, folder: Path) -> AsyncIterator[ManagedServer]:
     """A server as streamrl starts it."""
-    started = ManagedServer(make_dialect(config), config, folder, "server", seed=1)
+    started = ManagedServer(make_dialect(config), ServerSettings.of_engine(config), folder, "server", seed=1)
     try:
         await started.start()
         yield started

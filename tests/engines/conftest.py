@@ -14,7 +14,7 @@ from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.servers.dialects import make_dialect
 from streamrl.producers.servers.environments import KINDS, find_environment
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.server import ServerEngine
 from tests.engines.conformance_kit import Bench, run_config
 
@@ -51,7 +51,9 @@ def _group_of_one(bench: Bench, folder: Path) -> EngineGroup:
     def make() -> ServerEngine:
         dialect = make_dialect(bench.config)
         life = len(bench.servers)
-        server = ManagedServer(dialect, bench.config, folder, "rollout.0.server0", seed=7 + life)
+        server = ManagedServer(
+            dialect, ServerSettings.of_engine(bench.config), folder, "rollout.0.server0", seed=7 + life
+        )
         bench.servers.append(server)
         return ServerEngine(dialect, bench.config, server=server)
 

@@ -15,7 +15,7 @@ from streamrl.errors import WeightsError
 from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.server import ServerEngine
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter
@@ -65,7 +65,7 @@ async def engine(
     settings["learner"]["lora"] |= {"rank": RANK, "alpha": ALPHA, "publish": "adapter"}
     config = RunConfig.model_validate(settings)
     dialect = make_dialect(config)
-    server = ManagedServer(dialect, config, folder, "rollout.0.server0", seed=3)
+    server = ManagedServer(dialect, ServerSettings.of_engine(config), folder, "rollout.0.server0", seed=3)
     started = ServerEngine(dialect, config, server=server, adapters=folder / "adapters")
     try:
         await started.start()

@@ -41,12 +41,13 @@ OWNER = """
     sys.path.insert(0, {root!r})
     from tests.engines.conformance_kit import run_config
     from streamrl.producers.servers.dialects import make_dialect
-    from streamrl.producers.servers.managed import ManagedServer
+    from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 
     async def main():
         folder = Path({folder!r})
         config = run_config({kind!r}, folder, variables={{"STREAMRL_TEST_MARK": {folder!r}}}, flags={flags!r})
-        server = ManagedServer(make_dialect(config), config, folder, "rollout.0.server0", seed=3)
+        settings = ServerSettings.of_engine(config)
+        server = ManagedServer(make_dialect(config), settings, folder, "rollout.0.server0", seed=3)
         print(await server.start(), flush=True)
         await asyncio.sleep(3600)
 

@@ -1,4 +1,4 @@
-"""The flags of a server that streamrl starts: its own, then those of `engine.flags`, as words of a command line."""
+"""The flags of a server that streamrl starts: its own, then those of the configuration, as words of a command line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _MOST_ADAPTERS: Final = 8
 _NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
 
 
-def merged(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:
     """Return flags of ours with those of the user, who has the last word.
 
     Args:
         flags: names without dashes in front, with dashes in between.
-        given: `engine.flags`; underscores are dashes.
+        given: `flags` of the configuration; underscores are dashes.
+        section: of the configuration, for messages.
 
     Raises:
         ConfigError: one that is not the user's to give.
@@ -31,8 +32,8 @@ def merged(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
     named = {_dashed(name): value for name, value in given.items()}
     if name := next((name for name in named if name in _NOT_GIVEN), None):
         raise ConfigError(
-            f"engine.flags.{name} cannot be set: {_NOT_GIVEN[name]}",
-            "leave it out, or start the server yourself and set engine.url",
+            f"{section}.flags.{name} cannot be set: {_NOT_GIVEN[name]}",
+            f"leave it out, or start the server yourself and set {section}.url",
         )
     return {**flags, **named}
 

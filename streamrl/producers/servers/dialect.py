@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
-from streamrl.weight_sync.version import Version
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
 
 PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 """Text whose token ids tell whether a server has the tokenizer of the run."""

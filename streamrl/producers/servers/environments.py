@@ -82,12 +82,17 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def find_environment(given: Path | None, kind: Kind) -> Path:
+def find_environment(given: Path | None, kind: Kind, *, section: str = "engine") -> Path:
     """Return the folder of the virtual environment that servers of `kind` run in.
 
     Looks at `given` alone when there is one; else at $STREAMRL_ENGINES/KIND, at `.engines/KIND` in the working
     directory and upwards, and next to the project of an editable install. An environment made by hand will do: all
     that is asked for is `bin/python`.
+
+    Args:
+        given: by the configuration.
+        kind: of the servers.
+        section: of the configuration, for messages.
 
     Raises:
         ConfigError: none is there, or the one that is there was never finished; the hint is the install command.
@@ -102,8 +107,8 @@ def find_environment(given: Path | None, kind: Kind) -> Path:
             return folder.absolute()
     if given is not None:
         raise ConfigError(
-            f"engine.environment {given} is no virtual environment: bin/python is missing",
-            f"{command} --into {given}, or leave out engine.environment",
+            f"{section}.environment {given} is no virtual environment: bin/python is missing",
+            f"{command} --into {given}, or leave out {section}.environment",
         )
     raise ConfigError(f"there is no environment for {kind} servers: {looked[0]} does not exist", command)
 

@@ -23,7 +23,7 @@ from streamrl.producers.engines.contract import Completion, Engine, Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.server import ServerEngine
 
 Kind: TypeAlias = Literal["vllm", "sglang", "hf"]
@@ -141,7 +141,7 @@ class Examination:
 
             return f"transformers {transformers.__version__}, ready after {time.monotonic() - began:.0f} s"
         dialect = make_dialect(self.config)
-        server = ManagedServer(dialect, self.config, self._folder, "check.server0", seed=0)
+        server = ManagedServer(dialect, ServerSettings.of_engine(self.config), self._folder, "check.server0", seed=0)
         self._engine = ServerEngine(dialect, self.config, server=server)
         await self._engine.start()
         took = time.monotonic() - began

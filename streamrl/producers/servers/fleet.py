@@ -88,16 +88,16 @@ class Fleet:
 
         def make() -> Engine:
             from streamrl.producers.servers.dialects import make_dialect
-            from streamrl.producers.servers.managed import ManagedServer
+            from streamrl.producers.servers.managed import ManagedServer, ServerSettings
             from streamrl.producers.servers.server import ServerEngine
 
             dialect = make_dialect(self._config)
             adapters = self._run_dir / "adapters" / f"{self._replica}.{_NO_NAME.sub('_', name)}"
             if is_url(name):
                 return ServerEngine(dialect, self._config, url=name, adapters=adapters)
-            server = ManagedServer(
-                dialect, self._config, self._run_dir, name, self._devices(name), seed=self._seed_of(name, next(lives))
-            )
+            settings = ServerSettings.of_engine(self._config)
+            seed = self._seed_of(name, next(lives))
+            server = ManagedServer(dialect, settings, self._run_dir, name, self._devices(name), seed=seed)
             return ServerEngine(dialect, self._config, server=server, adapters=adapters)
 
         return make

@@ -9,17 +9,19 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, Self
 
 import orjson
 
-from streamrl.config import RunConfig
+from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import HttpClient
+from streamrl.http import Call, HttpClient
 from streamrl.producers.servers import keeper
-from streamrl.producers.servers.dialect import Dialect, Launch
+from streamrl.producers.servers.dialect import Launch
 from streamrl.producers.servers.ports import free_port, listens
 
 logger = logging.getLogger(__name__)
@@ -37,12 +39,58 @@ class _PortTakenError(Exception):
     """Somebody else has bound the port in the meantime."""
 
 
+class Startable(Protocol):
+    """What has to be known of a kind of server to start one; every dialect is one."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind, as `streamrl engines install` knows it."""
+        ...
+
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        """See `Dialect.launch`."""
+        ...
+
+    def ready(self) -> Call:
+        """See `Dialect.ready`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server is started with, whatever its kind.
+
+    Attributes:
+        section: of the configuration, for messages: `engine`.
+        model: directory or hub name.
+        start_deadline: seconds from its start to its first answer.
+        supervisor: `term_grace` and `log_bytes` are read.
+        variables: added to its environment.
+        api_key_file: file with a key that must not get into its log.
+    """
+
+    section: str
+    model: str
+    start_deadline: float
+    supervisor: SupervisorConfig
+    variables: Mapping[str, str] = field(default_factory=dict)
+    api_key_file: Path | None = None
+
+    @classmethod
+    def of_engine(cls, config: RunConfig) -> Self:
+        """Those of the engine servers of a run."""
+        engine = config.engine
+        return cls(
+            "engine", config.model.path, engine.start_deadline, config.supervisor, engine.variables, engine.api_key_file
+        )
+
+
 class ManagedServer:
     """One server process, with all it starts, that lives no longer than this process.
 
     Args:
         dialect: says how it is started and when it is ready.
-        config: `engine`, `model.path`, `supervisor.term_grace` and `log_bytes` are read.
+        settings: what it is started with.
         run_dir: its output goes to RUN_DIR/logs/NAME.log.
         name: `<role>.server<i>`.
         devices: CUDA_VISIBLE_DEVICES; empty: all.
@@ -55,10 +103,10 @@ class ManagedServer:
     """
 
     def __init__(
-        self, dialect: Dialect, config: RunConfig, run_dir: Path, name: str, devices: str = "", *, seed: int
+        self, dialect: Startable, settings: ServerSettings, run_dir: Path, name: str, devices: str = "", *, seed: int
     ) -> None:
         self._dialect = dialect
-        self._config = config
+        self._settings = settings
         self._devices = devices
         self._seed = seed % (1 << 31)
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,13 +129,13 @@ class ManagedServer:
 
         Raises:
             ConfigError: the environment is missing, or the command cannot be executed.
-            Unreachable: it ended, or was not ready within `engine.start_deadline`; the message quotes its log.
+            Unreachable: it ended, or was not ready within its start deadline; the message quotes its log.
         """
         if self.alive:
             raise RuntimeError(f"{self.name} runs already")
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             port = free_port()
-            launch = self._dialect.launch(model=self._config.model.path, port=port, seed=self._seed)
+            launch = self._dialect.launch(model=self._settings.model, port=port, seed=self._seed)
             try:
                 await self._spawn(launch)
                 await self._await_ready(port)
@@ -117,7 +165,7 @@ class ManagedServer:
         if process is None or process.stdin is None:
             return
         if attending is not None and not attending.done():
-            grace = self._config.supervisor.term_grace
+            grace = self._settings.supervisor.term_grace
             with suppress(OSError):
                 process.stdin.write(b"stop\n")
                 process.stdin.flush()
@@ -135,13 +183,13 @@ class ManagedServer:
     async def _spawn(self, launch: Launch) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._begun_at = self.log.stat().st_size if self.log.exists() else 0
-        supervisor = self._config.supervisor
+        supervisor = self._settings.supervisor
         order = {
             "argv": list(launch.argv),
             "log": str(self.log),
             "log_bytes": supervisor.log_bytes,
             "grace": supervisor.term_grace,
-            "secrets": await asyncio.to_thread(_secrets, self._config.engine.api_key_file),
+            "secrets": await asyncio.to_thread(_secrets, self._settings),
         }
         process = subprocess.Popen(  # noqa: ASYNC220, S603 - asyncio's own kills the keeper when a loop is closed
             [sys.executable, "-I", "-S", keeper.__file__],
@@ -176,7 +224,7 @@ class ManagedServer:
 
     def _environ(self, launch: Launch) -> dict[str, str]:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("STREAMRL_")}
-        environ |= {**launch.environ, **self._config.engine.variables}
+        environ |= {**launch.environ, **self._settings.variables}
         return environ | ({"CUDA_VISIBLE_DEVICES": self._devices} if self._devices else {})
 
     async def _attend(
@@ -195,7 +243,7 @@ class ManagedServer:
 
     async def _await_ready(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        seconds = self._config.engine.start_deadline
+        seconds = self._settings.start_deadline
         client = HttpClient(self.url)
         asking = asyncio.create_task(self._ask(client))
         assert self._attending is not None
@@ -206,13 +254,14 @@ class ManagedServer:
                 if _TAKEN.search(cause):
                     raise _PortTakenError(cause)
                 if self._process is not None and self._process.returncode == _USAGE and (said := self._refusal()):
-                    hint = f"mend engine.flags and engine.variables; the whole log: {self.log}"
+                    section = self._settings.section
+                    hint = f"mend {section}.flags and {section}.variables; the whole log: {self.log}"
                     raise ConfigError(f"{self.name} does not take its command line: {said}", hint)
                 raise Unreachable(f"{self.name} did not start: {cause}", f"the whole log: {self.log}")
             if not asking.done():
                 raise Unreachable(
                     f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{self._tail()}",
-                    f"engine.start_deadline; the whole log: {self.log}",
+                    f"{self._settings.section}.start_deadline; the whole log: {self.log}",
                 )
             asking.result()
             if not await asyncio.to_thread(listens, self.pid or 0, port):
@@ -262,11 +311,12 @@ class ManagedServer:
         return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
 
 
-def _secrets(path: Path | None) -> list[str]:
+def _secrets(settings: ServerSettings) -> list[str]:
+    path = settings.api_key_file
     try:
         key = path.read_text().strip() if path is not None else ""
     except OSError as error:
-        raise ConfigError(f"engine.api_key_file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{settings.section}.api_key_file {path} cannot be read: {error.strerror}") from error
     return [key] if key else []
 
 

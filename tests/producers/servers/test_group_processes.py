@@ -18,7 +18,7 @@ from producer_kit import until
 from streamrl.config import RunConfig
 from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.native import NativeDialect
 from streamrl.producers.servers.server import ServerEngine
 from streamrl.weight_sync import Publisher
@@ -51,7 +51,7 @@ class Processes:
         def make():
             dialect = NativeDialect(self.config)
             seed = len(self.servers.setdefault(name, []))
-            server = ManagedServer(dialect, self.config, self.run_dir, name, seed=seed)
+            server = ManagedServer(dialect, ServerSettings.of_engine(self.config), self.run_dir, name, seed=seed)
             self.servers[name].append(server)
             return ServerEngine(dialect, self.config, server=server)
 

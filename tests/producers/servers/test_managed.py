@@ -19,7 +19,7 @@ from toy import Toy, make_dialect, serving, until
 
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers.servers import managed
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.ports import free_port, listens
 from streamrl.producers.servers.server import ServerDied, ServerEngine
 
@@ -37,7 +37,7 @@ def settings(**engine):
 async def managed_toy(tmp_path, dialect=None, run=None, **environ):
     dialect = dialect or make_dialect()
     dialect.environ |= environ
-    server = ManagedServer(dialect, run or settings(), tmp_path, "rollout.0.server0", seed=7)
+    server = ManagedServer(dialect, ServerSettings.of_engine(run or settings()), tmp_path, "rollout.0.server0", seed=7)
     try:
         yield server
     finally:
@@ -142,12 +142,13 @@ PARENT = """
     from pathlib import Path
     sys.path.insert(0, {here!r})
     from test_managed import make_dialect, settings, ORPHANS
-    from streamrl.producers.servers.managed import ManagedServer
+    from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 
     async def main():
         dialect = make_dialect()
         dialect.environ = ORPHANS | {{"TOY_MARK": {folder!r}}}
-        server = ManagedServer(dialect, settings(), Path({folder!r}), "rollout.0.server0", seed=1)
+        asked = ServerSettings.of_engine(settings())
+        server = ManagedServer(dialect, asked, Path({folder!r}), "rollout.0.server0", seed=1)
         await server.start()
         print(server.pid, server._process.pid, flush=True)
         await asyncio.sleep(3600)
@@ -278,7 +279,9 @@ async def test_the_key_is_blotted_out_of_the_log_and_variables_get_through(tmp_p
 
 
 async def test_devices(tmp_path):
-    server = ManagedServer(make_dialect(), settings(), tmp_path, "r.server1", "2,3", seed=1 << 40)
+    server = ManagedServer(
+        make_dialect(), ServerSettings.of_engine(settings()), tmp_path, "r.server1", "2,3", seed=1 << 40
+    )
     try:
         await server.start()
         assert psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,3"

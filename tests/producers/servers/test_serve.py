@@ -20,7 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, StreamrlError
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.asgi import MAX_BODY
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.native import NativeDialect
 from streamrl.producers.servers.server import ServerEngine
 
@@ -313,7 +313,7 @@ async def test_a_server_that_streamrl_starts(tmp_path):
         }
     )
     dialect = NativeDialect(config)
-    server = ManagedServer(dialect, config, tmp_path, "rollout.0.server0", seed=3)
+    server = ManagedServer(dialect, ServerSettings.of_engine(config), tmp_path, "rollout.0.server0", seed=3)
     engine = ServerEngine(dialect, config, server=server)
     try:
         await engine.start()
