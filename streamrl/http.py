@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import aiohttp
 import orjson
 
-from streamrl.errors import DataError, Unreachable, WireError
+from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
@@ -48,6 +50,7 @@ class Call:
             after an answer that says it was not carried out (503).
         missing_ok: 404 counts as an empty answer: older servers do not have the route.
         optional: so does any other error that the server answers: it need not be able to say.
+        pooled: may go out on a connection that was used before, which the server may be about to close.
     """
 
     method: Literal["GET", "POST"]
@@ -57,6 +60,7 @@ class Call:
     repeatable: bool = False
     missing_ok: bool = False
     optional: bool = False
+    pooled: bool = False
 
 
 class Lost(Unreachable):
@@ -64,11 +68,13 @@ class Lost(Unreachable):
 
     Attributes:
         sent: the request may have arrived; False: it certainly has not.
+        late: the connection holds, and the time was over.
     """
 
-    def __init__(self, message: str, hint: str = "", sent: bool = True) -> None:
+    def __init__(self, message: str, hint: str = "", sent: bool = True, late: bool = False) -> None:
         super().__init__(message, hint)
         self.sent = sent
+        self.late = late
 
 
 class BadAnswer(Unreachable):
@@ -76,11 +82,13 @@ class BadAnswer(Unreachable):
 
     Attributes:
         status: of HTTP.
+        rest: seconds after which it wants to be asked again (`Retry-After`); None: it does not say.
     """
 
-    def __init__(self, message: str, hint: str = "", status: int = 500) -> None:
+    def __init__(self, message: str, hint: str = "", status: int = 500, rest: float | None = None) -> None:
         super().__init__(message, hint)
         self.status = status
+        self.rest = rest
 
 
 class BadRequest(DataError):
@@ -103,12 +111,20 @@ class HttpClient:
         api_key: sent as a bearer token; it is in no message and no log.
         hint: how to mend a server that does not answer.
         key_option: key of the configuration that names the file with `api_key`, for messages.
+        max_body: bytes of the longest answer that is read.
     """
 
     def __init__(
-        self, url: str, api_key: str | None = None, hint: str = "", *, key_option: str = "engine.api_key_file"
+        self,
+        url: str,
+        api_key: str | None = None,
+        hint: str = "",
+        *,
+        key_option: str = "engine.api_key_file",
+        max_body: int = MAX_BODY,
     ) -> None:
         self.url = url.rstrip("/")
+        self._max_body = max_body
         self.headers: dict[str, str] = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._hint, self._key_option = hint, key_option
         self._session = aiohttp.ClientSession(
@@ -137,12 +153,12 @@ class HttpClient:
             Lost: no answer in time.
             BadAnswer: an error answer.
             BadRequest: the server refuses the request (4xx).
-            WireError: JSON that is none, or an answer over `MAX_BODY`.
+            WireError: JSON that is none, or an answer that is too long.
         """
 
         async def attempt() -> Any:
             # vLLM resets a connection on which a control failed, maybe just as the next one goes out on it
-            response = await self._open(call, fresh=call.method == "POST")
+            response = await self._open(call, fresh=call.method == "POST" and not call.pooled)
             try:
                 body = await self._read(response)
             except (aiohttp.ClientError, OSError) as error:
@@ -209,7 +225,7 @@ class HttpClient:
             async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError as error:
-            raise Lost(f"{self._name(call)}: no answer within {seconds:g} s", self._hint) from error
+            raise Lost(f"{self._name(call)}: no answer within {seconds:g} s", self._hint, late=True) from error
 
     async def _open(self, call: Call, *, fresh: bool = False) -> aiohttp.ClientResponse:
         """Send a call once, `fresh` on a connection of its own; return at its headers."""
@@ -233,9 +249,9 @@ class HttpClient:
         body = bytearray()
         async for data in response.content.iter_any():
             body += data
-            if len(body) > MAX_BODY:
+            if len(body) > self._max_body:
                 response.close()
-                raise WireError(f"{response.url.origin()}: an answer of more than {MAX_BODY} bytes")
+                raise WireError(f"{response.url.origin()}: an answer of more than {self._max_body} bytes")
         return bytes(body)
 
     async def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
@@ -248,7 +264,7 @@ class HttpClient:
         if status in _REFUSED:
             raise BadRequest(said, status=status)
         hint = f"set {self._key_option} to the key of the server" if status == 401 else self._hint
-        raise BadAnswer(said, hint, status)
+        raise BadAnswer(said, hint, status, _rest(response.headers.get("Retry-After")))
 
     def _parsed(self, response: aiohttp.ClientResponse, body: bytes) -> Any:
         return self._json(body) if "json" in response.content_type else body.decode(errors="replace")
@@ -321,6 +337,33 @@ def explanation(body: bytes) -> str:
         if isinstance(said, dict) and key in said:
             said = said[key]
     return " ".join(str(said).split())[:300] or "nothing"
+
+
+def read_key(path: Path | None, option: str) -> str | None:
+    """The key of a server from its file, without the white space around it; None without a file.
+
+    Args:
+        path: of the file.
+        option: key of the configuration that names it, for messages.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
+
+
+def _rest(said: str | None) -> float | None:
+    """Seconds of a `Retry-After`; None for none and for a date, which needs the server's clock."""
+    try:
+        seconds = float(said or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
 
 
 def _reason(error: BaseException) -> str:

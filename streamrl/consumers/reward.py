@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.wire import Int32Array, Prompt, Sample
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class AskedModel(Protocol):
     def config(self) -> RewardModelConfig:
         """Its keys."""
 
-    async def call(self, path: str, body: Mapping[str, Any], *, deadline: float) -> Mapping[str, Any]:
+    async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Mapping[str, Any]:
         """Post `body` as JSON to `path` of a server that can take it, and return its answer.
 
         Safe to repeat and to cancel; what failed is tried on other servers as long as there is time.
@@ -145,12 +147,28 @@ class AskedModel(Protocol):
             path: below the server's URL, with its leading slash.
             body: of the request.
             deadline: seconds from now for everything: waiting for a place, for the rate limit, and for other servers.
+            tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
             RewardUnavailable: no server can be asked now. A reward lets it pass.
             Unreachable: no answer within `deadline`, or answers that are errors of the servers.
             DataError: the request itself is refused; asking again does not help.
             WireError: an answer that cannot be read.
+        """
+
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[Mapping[str, Any]], Read],
+        *,
+        deadline: float,
+        tokens: int = 0,
+    ) -> Read:
+        """As `call`, and return what `read` makes of the answer.
+
+        `read` raises `WireError` for an answer that makes no sense (a number is missing, or NaN): that is a fault of
+        the server, and another one is asked.
         """
 
 

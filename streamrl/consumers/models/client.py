@@ -1,0 +1,339 @@
+"""One entry of `reward_models` as rewards ask it: a router in front of its servers, and one HTTP session for each.
+
+A request goes to the server with the least to do. What fails there (no answer in time, a broken connection, an error of
+the server, an answer that is none) is a fault of that server, and the request goes to another one, as long as there is
+time; it never goes back to a server that has failed it. A server that says "not now" (429, 503) rests. What a server
+refuses (400) every server would refuse: that ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
+
+from streamrl.config import RewardModelConfig
+from streamrl.consumers.models.router import Flight, Outcome, Router, Standing, State
+from streamrl.errors import RewardUnavailable, StreamrlError, Unreachable, WireError
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 2.0
+"""Seconds between two looks at the list of servers, and at the health of those that no request says anything of."""
+HEALTH_SECONDS: Final = 5.0
+"""Longest time of a health check."""
+_FIRST_PAUSE: Final = 0.1
+_NOT_NOW: Final = frozenset({429, 503})
+_NO_ROUTE: Final = frozenset({404, 405})
+"""What a server answers that has another model, or none that can be asked so."""
+
+Answer = Mapping[str, Any]
+_T = TypeVar("_T")
+
+
+class Limit(Protocol):
+    """The rate limit that all workers of a run share."""
+
+    async def take(self, tokens: int, deadline: float) -> None:
+        """Wait until one request of `tokens` tokens may go out, for at most `deadline` seconds.
+
+        Raises:
+            RewardUnavailable: it may not within that time; nothing was taken.
+        """
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request on its way through the servers.
+
+    Attributes:
+        call: what is sent.
+        end: when its time is over.
+        tokens: that it will cost.
+        failed: servers that have failed it and are not asked again.
+        last: what the last of them failed with.
+        answered: some server was there, and failed it all the same.
+        rounds: times that all servers were away.
+    """
+
+    call: Call
+    end: float
+    tokens: int
+    failed: set[str] = field(default_factory=set)
+    last: StreamrlError | None = None
+    answered: bool = False
+    rounds: int = 0
+
+    def failed_at(self, url: str, outcome: Outcome, error: StreamrlError) -> None:
+        """Remember a failure; a server that is busy has not failed."""
+        if outcome is Outcome.FAULT:
+            self.failed.add(url)
+            self.last = error
+            self.answered = self.answered or not isinstance(error, Lost) or error.late
+
+
+class ModelClient:
+    """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used.
+
+    Args:
+        name: in `reward_models`.
+        config: its keys.
+        api_key: of the servers.
+        limit: shared rate limit; None: there is none.
+    """
+
+    def __init__(
+        self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: Limit | None = None
+    ) -> None:
+        self.name = name
+        self.config = config
+        self._api_key = api_key
+        self._limit = limit
+        self._router = Router(config.concurrency)
+        self._sessions: dict[str, HttpClient] = {}
+        self._line: dict[asyncio.Future[None], None] = {}
+        self._choosy: dict[asyncio.Future[None], None] = {}
+        self._health = _health_call(config.kind)
+
+    async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Answer:
+        """Post `body` to a server and return its answer, a JSON object. See `ask`."""
+        return await self.ask(path, body, lambda answer: answer, deadline=deadline, tokens=tokens)
+
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[Answer], _T],
+        *,
+        deadline: float,
+        tokens: int = 0,
+    ) -> _T:
+        """Post `body` to a server that has room, and return what `read` makes of its answer.
+
+        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the place back.
+
+        Args:
+            path: below the server's URL, with its leading slash.
+            body: of the request, sent as JSON.
+            read: understands the answer; its `WireError` counts as a fault of the server, and another one is asked.
+            deadline: seconds from now for everything: a place, the rate limit, all servers that are tried.
+            tokens: that the request will cost, for the rate limit; an estimate will do.
+
+        Raises:
+            RewardUnavailable: nobody can be asked: no server works or has room, or the rate limit is used up.
+            Unreachable: every server that could be asked failed; the last failure.
+            WireError: likewise, and the last answer was none.
+            BadRequest: the server refuses the request itself: asking again does not help.
+        """
+        loop = asyncio.get_running_loop()
+        request = _Request(Call("POST", path, body, pooled=True), loop.time() + deadline, tokens)
+        while True:
+            flight = await self._place(request)
+            answer = await self._fly(request, flight, read)
+            if answer is not None:
+                return answer[0]
+
+    def standings(self) -> list[Standing]:
+        """How each server is."""
+        return self._router.standings()
+
+    async def follow(self, urls: Iterable[str]) -> None:
+        """Make `urls` the servers: new ones are checked and used, the others end what they have."""
+        added, removed = self._router.follow(urls)
+        for url in added:
+            logger.info("reward server added", extra={"model": self.name, "url": url})
+        for url in removed:
+            logger.info("reward server leaves", extra={"model": self.name, "url": url})
+        for url in [url for url in self._sessions if url not in self._router.known]:
+            await self._sessions.pop(url).close()
+        self._wake_all()
+
+    async def check(self) -> None:
+        """Check the health of the servers of whom no request says anything, side by side."""
+        now = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as tasks:
+            for url in self._router.quiet(now, LOOK_SECONDS):
+                tasks.create_task(self._check(url), name=f"health {url}")
+
+    async def watch(self, servers: Callable[[], Awaitable[Sequence[str]]]) -> None:
+        """Follow a list of servers and check their health, every `LOOK_SECONDS`. Runs until cancelled.
+
+        Args:
+            servers: the list as it is now; while it cannot be read (`Unreachable`) the servers stay what they were.
+        """
+        while True:
+            try:
+                await self.follow(await servers())
+            except Unreachable as error:
+                logger.warning("list of reward servers", extra={"model": self.name, "why": error.message})
+            await self.check()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def close(self) -> None:
+        """Close all connections. A repeat does nothing."""
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
+
+    async def _place(self, request: _Request) -> Flight:
+        """Wait for the rate limit, then for a server with room, and take the place.
+
+        Raises:
+            StreamrlError: there is none: what the request failed with, else `RewardUnavailable`.
+        """
+        loop = asyncio.get_running_loop()
+        if self._limit is not None:
+            await self._limit.take(request.tokens, max(0.0, request.end - loop.time()))
+        while True:
+            now = loop.time()
+            if now >= request.end:
+                self._wake_one()
+                raise self._late(request)
+            url = self._router.pick(now, request.failed)
+            if url is not None:
+                return self._router.began(url, now)
+            if request.failed and not self._router.waits(now, request.failed):
+                await self._all_failed(request)
+                continue
+            wakes = self._router.wakes(now, request.failed)
+            await self._turn(min(request.end, request.end if wakes is None else wakes) - now, alone=not request.failed)
+
+    async def _all_failed(self, request: _Request) -> None:
+        """All who could be asked have failed. Those that were away, and only those, may be asked again after a pause.
+
+        Raises:
+            StreamrlError: one of them answered, and asking the same again is for those who count attempts.
+        """
+        if request.last is not None and request.answered:
+            raise request.last
+        request.failed.clear()
+        now = asyncio.get_running_loop().time()
+        if self._router.pick(now) is not None:
+            pause = min(LOOK_SECONDS, _FIRST_PAUSE * 2**request.rounds, request.end - now)
+            request.rounds += 1
+            await asyncio.sleep(max(0.0, pause))
+
+    async def _turn(self, seconds: float, *, alone: bool) -> None:
+        """Wait for a change of the servers, or `seconds`.
+
+        Who can take any place waits in line, and one place wakes the first; who cannot is woken by each.
+        """
+        line = self._line if alone else self._choosy
+        future = asyncio.get_running_loop().create_future()
+        line[future] = None
+        try:
+            async with asyncio.timeout(seconds):
+                await future
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._wake_one()  # the place is for the next in line
+            raise
+        finally:
+            line.pop(future, None)
+
+    def _wake_one(self) -> None:
+        """A place is free."""
+        for future in [*self._choosy, *list(self._line)[:1]]:
+            self._wake(future)
+
+    def _wake_all(self) -> None:
+        """Many places are free."""
+        for future in [*self._choosy, *self._line]:
+            self._wake(future)
+
+    def _wake(self, future: asyncio.Future[None]) -> None:
+        self._choosy.pop(future, None)
+        self._line.pop(future, None)
+        if not future.done():
+            future.set_result(None)
+
+    async def _fly(self, request: _Request, flight: Flight, read: Callable[[Answer], _T]) -> tuple[_T] | None:
+        """Ask one server. Returns what was read, None when the request should go on to another one.
+
+        Raises:
+            BadRequest: it refuses the request.
+        """
+        loop = asyncio.get_running_loop()
+        outcome, why, rest = Outcome.CANCELLED, "", None
+        try:
+            answer = await self._session(flight.url).call(request.call, request.end - loop.time(), retry=False)
+            if not isinstance(answer, dict):
+                raise WireError(f"{flight.url}{request.call.path} answered no JSON object: {str(answer)[:100]!r}")
+            found = (read(answer),)
+        except (BadAnswer, BadRequest, Lost, WireError) as error:
+            outcome, why = _outcome(error), error.message
+            rest = error.rest if isinstance(error, BadAnswer) else None
+            if outcome is Outcome.OK:
+                raise
+            request.failed_at(flight.url, outcome, error)
+            return None
+        else:
+            outcome = Outcome.OK
+            return found
+        finally:
+            self._changed(flight.url, self._router.ended(flight, outcome, loop.time(), why, rest), why)
+            self._wake_one()
+
+    async def _check(self, url: str) -> None:
+        """Check the health of one server; a check that fails is no error of ours."""
+        why = ""
+        try:
+            await self._session(url).call(self._health, HEALTH_SECONDS, retry=False)
+        except (Unreachable, BadRequest, WireError) as error:
+            why = error.message
+        now = asyncio.get_running_loop().time()
+        self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
+
+    def _changed(self, url: str, state: State | None, why: str) -> None:
+        """Tell people that a server is in another state, and those who wait that there is room."""
+        if state is None:
+            return
+        if state is State.EJECTED:
+            logger.warning("reward server is out", extra={"model": self.name, "url": url, "why": why})
+        else:
+            logger.info("reward server", extra={"model": self.name, "url": url, "state": state.value})
+            self._wake_all()
+
+    def _session(self, url: str) -> HttpClient:
+        if url not in self._sessions:
+            self._sessions[url] = HttpClient(
+                url,
+                self._api_key,
+                "does the server run, and can this host reach it? its log says more",
+                key_option=f"reward_models.{self.name}.api_key_file",
+                max_body=self.config.max_answer,
+            )
+        return self._sessions[url]
+
+    def _late(self, request: _Request) -> StreamrlError:
+        """What is said of a request whose time is over."""
+        if request.last is not None and request.answered:
+            return request.last
+        rows = self._router.standings()
+        known = "; ".join(f"{row.url} is {row.state.value}{row.why and ': '}{row.why}" for row in rows) or "it has none"
+        return RewardUnavailable(
+            f"no server of reward model {self.name} could be asked in time ({known})",
+            f"`streamrl reward servers ls {self.name}` shows them, `streamrl reward servers add` adds one",
+        )
+
+
+def _outcome(error: StreamrlError) -> Outcome:
+    """What a failure says of the server that it came from."""
+    if isinstance(error, BadAnswer) and error.status in _NOT_NOW:
+        return Outcome.BUSY
+    if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
+        return Outcome.OK
+    return Outcome.FAULT
+
+
+def _health_call(kind: str) -> Call:
+    """What a server of a kind answers when it can be asked; of others any answer will do, but for "who are you?"."""
+    if kind == "vllm":
+        return Call("GET", "/health")
+    if kind == "sglang":
+        return Call("GET", "/ready")
+    return Call("GET", "/v1/models" if kind == "openai" else "/", optional=True)

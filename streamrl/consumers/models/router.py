@@ -1,0 +1,329 @@
+"""Which server of a reward model a request goes to: a state machine without a clock and without I/O.
+
+```
+UNCHECKED --health answers--> SERVING --faults in a row, or health missed--> EJECTED
+                                 ^                                              |
+                                 +--one request succeeds-- TRIAL <--health answers, pause over
+```
+
+A request takes `pick`, then `began`; whatever becomes of it, `ended` gives its place back, once. A server that says
+"not now" (429, 503) rests and stays what it is. One that is removed gets nothing new, ends what it has and is
+forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+EJECT_AFTER: Final = 3
+"""Faults in a row, or health checks missed in a row, that put a server out."""
+FIRST_PAUSE: Final = 1.0
+LONGEST_PAUSE: Final = 60.0
+"""Seconds for which a server is out at least: doubled with each ejection that no success came between."""
+FIRST_REST: Final = 0.25
+"""Seconds for which a server rests that said "not now" without saying for how long; doubled up to `LONGEST_PAUSE`."""
+RECENT: Final = 10.0
+"""Seconds for which a server with a fault gets a request only when the others have no room."""
+
+
+class Outcome(StrEnum):
+    """How a request ended, as the router sees it."""
+
+    OK = "ok"
+    """The server did what it should; also a request that it rightly refuses."""
+    FAULT = "fault"
+    """No answer in time, a broken connection, an error of its own, an answer that is none."""
+    BUSY = "busy"
+    """It said "not now"."""
+    CANCELLED = "cancelled"
+    """Nobody waited for the answer: it says nothing of the server."""
+
+
+class State(StrEnum):
+    """Of a server."""
+
+    UNCHECKED = "unchecked"
+    SERVING = "serving"
+    TRIAL = "trial"
+    EJECTED = "ejected"
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    url: str
+    state: State = State.UNCHECKED
+    leaving: bool = False
+    in_flight: int = 0
+    picked: int = 0
+    answered: int = 0
+    failed: int = 0
+    in_a_row: int = 0
+    missed: int = 0
+    busy: int = 0
+    ejections: int = 0
+    ejected_at: float = -math.inf
+    until: float = -math.inf
+    faulted_at: float = -math.inf
+    answered_at: float = -math.inf
+    why: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request under way at a server: what `began` returns and `ended` takes."""
+
+    server: _Server
+    began: float
+    over: bool = False
+
+    @property
+    def url(self) -> str:
+        """Of the server."""
+        return self.server.url
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a server is, for people.
+
+    Attributes:
+        url: of the server.
+        state: as the router has it.
+        leaving: it was removed and ends what it has.
+        in_flight: requests at it.
+        answered: requests that it answered, ever.
+        failed: requests that ended with a fault of it, ever.
+        ejections: in a row, without a success between them.
+        why: the last fault; empty when there was none since the last success.
+    """
+
+    url: str
+    state: State
+    leaving: bool
+    in_flight: int
+    answered: int
+    failed: int
+    ejections: int
+    why: str
+
+
+class Router:
+    """The servers of one reward model. All times are of one clock, in seconds.
+
+    Args:
+        limit: requests in flight at one server.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._servers: dict[str, _Server] = {}
+        self._ticks = 0
+
+    @property
+    def urls(self) -> frozenset[str]:
+        """Servers that were added and not removed."""
+        return frozenset(url for url, server in self._servers.items() if not server.leaving)
+
+    @property
+    def known(self) -> frozenset[str]:
+        """`urls`, and those that were removed and still have requests."""
+        return frozenset(self._servers)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at all servers."""
+        return sum(server.in_flight for server in self._servers.values())
+
+    def standings(self) -> list[Standing]:
+        """How each server is, in the order in which they were added."""
+        return [
+            Standing(
+                server.url,
+                server.state,
+                server.leaving,
+                server.in_flight,
+                server.answered,
+                server.failed,
+                server.ejections,
+                server.why,
+            )
+            for server in self._servers.values()
+        ]
+
+    def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Make the servers those of a list: add what is new, remove what is gone. Returns the added and the removed.
+
+        One that comes back before its last request ended is what it was.
+        """
+        wanted = list(dict.fromkeys(urls))
+        added = [url for url in wanted if url not in self.urls]
+        removed = [url for url in self._servers if url not in wanted and not self._servers[url].leaving]
+        for url in added:
+            self.add(url)
+        for url in removed:
+            self.remove(url)
+        return added, removed
+
+    def add(self, url: str) -> None:
+        """Add a server; it gets requests once its health was checked. A repeat changes nothing."""
+        server = self._servers.setdefault(url, _Server(url))
+        server.leaving = False
+
+    def remove(self, url: str) -> None:
+        """Give a server nothing more, and forget it when its last request has ended. An unknown one does nothing."""
+        server = self._servers.get(url)
+        if server is not None:
+            server.leaving = True
+            self._forget(server)
+
+    def pick(self, now: float, exclude: Collection[str] = ()) -> str | None:
+        """The server that a request should go to: the one with the least requests; None when none has room now.
+
+        Those with a recent fault come last, the one whose fault is longest ago first among them.
+
+        Args:
+            now: the clock.
+            exclude: servers that have failed this request.
+        """
+        able = [server for server in self._others(exclude) if now >= server.until and self._has_room(server)]
+        if not able:
+            return None
+
+        def rank(server: _Server) -> tuple[float, int, int]:
+            suspect = server.faulted_at if now - server.faulted_at < RECENT else -math.inf
+            return suspect, server.in_flight, server.picked
+
+        return min(able, key=rank).url
+
+    def waits(self, now: float, exclude: Collection[str] = ()) -> bool:
+        """Whether waiting helps: a server outside of `exclude` works, and has no room or rests for the moment."""
+        return any(True for _ in self._others(exclude)) and self.pick(now, exclude) is None
+
+    def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
+        """When the first server outside of `exclude` ends its rest; None when none rests."""
+        return min((server.until for server in self._others(exclude) if server.until > now), default=None)
+
+    def began(self, url: str, now: float) -> Flight:
+        """Count a request at a server that `pick` named.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        server = self._servers[url]
+        self._ticks += 1
+        server.picked = self._ticks
+        server.in_flight += 1
+        return Flight(server, now)
+
+    def ended(
+        self, flight: Flight, outcome: Outcome, now: float, why: str = "", rest: float | None = None
+    ) -> State | None:
+        """Give the place of a request back and learn from how it ended. A repeat changes nothing.
+
+        Args:
+            flight: of `began`.
+            outcome: how it ended.
+            now: the clock.
+            why: of a fault, in a few words.
+            rest: seconds that a busy server asked for.
+
+        Returns:
+            The new state of the server when this changed it, else None.
+        """
+        if flight.over:
+            return None
+        flight.over = True
+        server = flight.server
+        before = server.state
+        server.in_flight -= 1
+        if outcome is Outcome.OK:
+            self._answered(server, flight, now)
+        elif outcome is Outcome.FAULT:
+            self._failed(server, flight, now, why)
+        elif outcome is Outcome.BUSY:
+            self._rest(server, now, why, rest)
+        self._forget(server)
+        return None if server.state is before else server.state
+
+    def quiet(self, now: float, seconds: float) -> list[str]:
+        """Servers whose health should be checked: no request of theirs succeeded within the last `seconds`."""
+        return [
+            server.url
+            for server in self._servers.values()
+            if not server.leaving
+            and (server.state is not State.SERVING or now - server.answered_at >= seconds)
+            and (server.state is not State.EJECTED or now >= server.until)
+        ]
+
+    def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> State | None:
+        """Learn from a health check of a server; an unknown one does nothing.
+
+        Returns:
+            The new state of the server when this changed it, else None.
+        """
+        server = self._servers.get(url)
+        if server is None:
+            return None
+        before = server.state
+        if not healthy:
+            self._missed(server, now, why)
+        elif server.state is State.UNCHECKED:
+            server.state, server.missed, server.why = State.SERVING, 0, ""
+        else:
+            server.missed = 0
+            if server.state is State.EJECTED and now >= server.until:
+                server.state = State.TRIAL
+        return None if server.state is before else server.state
+
+    def _others(self, exclude: Collection[str]) -> Iterable[_Server]:
+        for server in self._servers.values():
+            if server.state in {State.SERVING, State.TRIAL} and not server.leaving and server.url not in exclude:
+                yield server
+
+    def _has_room(self, server: _Server) -> bool:
+        return server.in_flight < (1 if server.state is State.TRIAL else self._limit)
+
+    def _answered(self, server: _Server, flight: Flight, now: float) -> None:
+        server.answered += 1
+        server.answered_at = now
+        if flight.began < server.ejected_at:
+            return  # it went out before the faults that count, and says nothing of what came after
+        server.in_a_row = server.missed = server.busy = 0
+        if server.state is State.TRIAL:
+            server.state = State.SERVING
+        server.ejections, server.why, server.faulted_at = 0, "", -math.inf
+
+    def _failed(self, server: _Server, flight: Flight, now: float, why: str) -> None:
+        server.failed += 1
+        server.faulted_at, server.why = now, why
+        if flight.began < server.ejected_at or server.state not in {State.SERVING, State.TRIAL}:
+            return
+        server.in_a_row += 1
+        if server.state is State.TRIAL or server.in_a_row >= EJECT_AFTER:
+            self._eject(server, now)
+
+    def _rest(self, server: _Server, now: float, why: str, rest: float | None) -> None:
+        pause = FIRST_REST * 2.0 ** min(server.busy, 30) if rest is None else rest
+        server.busy += 1
+        server.until = max(server.until, now + min(LONGEST_PAUSE, max(0.0, pause)))
+        server.why = why
+
+    def _missed(self, server: _Server, now: float, why: str) -> None:
+        server.missed += 1
+        server.why = why
+        if server.state in {State.SERVING, State.TRIAL} and server.missed >= EJECT_AFTER:
+            self._eject(server, now)
+
+    def _eject(self, server: _Server, now: float) -> None:
+        server.state, server.ejected_at = State.EJECTED, now
+        server.until = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(server.ejections, 30))
+        server.ejections += 1
+        server.in_a_row = server.missed = server.busy = 0
+
+    def _forget(self, server: _Server) -> None:
+        if server.leaving and not server.in_flight and self._servers.get(server.url) is server:
+            del self._servers[server.url]
