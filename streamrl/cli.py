@@ -17,6 +17,7 @@ import typer
 
 from streamrl.commands.engines import engines_app
 from streamrl.commands.options import EveryOption, JsonOption, RunOption, SetOption, WatchOption
+from streamrl.commands.rewards import reward_app
 from streamrl.commands.weights import weights_app
 from streamrl.errors import ExitCode, StreamrlError, unwrap
 
@@ -33,6 +34,7 @@ config_app = typer.Typer(no_args_is_help=True, help="The configuration: show wit
 app.add_typer(dead_app, name="dead")
 app.add_typer(config_app, name="config")
 app.add_typer(engines_app, name="engines")
+app.add_typer(reward_app, name="reward")
 app.add_typer(weights_app, name="weights")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import socket
 from collections.abc import AsyncIterator
 from typing import Final
@@ -65,16 +64,6 @@ def reachable(host: str) -> str:
         return _outgoing() or name
     # Debian's own name leads to 127.0.1.1, which on any other host means that host.
     return (_outgoing() or address) if address.startswith("127.") else address
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host reaches a server that listens on `host`; names other than localhost are not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _outgoing() -> str | None:

@@ -207,6 +207,9 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
             "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
             "recording": config.recording.model_copy(update={"path": absolute(config.recording.path)}),
             "reward_models": {name: served(reward) for name, reward in config.reward_models.items()},
+            "reward_worker": config.reward_worker.model_copy(
+                update={"gateway_token_file": absolute(config.reward_worker.gateway_token_file)}
+            ),
             "plugin_paths": (folder, *((folder / path).resolve() for path in config.plugin_paths)),
         }
     )

@@ -20,6 +20,7 @@ from streamrl.config.rewards import (
     RewardSpec,
     RewardWorkerConfig,
     ScoringConfig,
+    check_gateway,
 )
 
 
@@ -329,6 +330,11 @@ class RunConfig(Section):
             raise ValueError("recording.mode read has no engines to evaluate with: set evaluation.every to 0")
         if recording.mode != "off" and self.rollout.placement == "colocated":
             raise ValueError("rollout.placement colocated has nobody to share devices with: recording.mode is not off")
+        return self
+
+    @model_validator(mode="after")
+    def _check_gateway(self) -> RunConfig:
+        check_gateway(self.rewards, self.reward_worker)
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any
 from urllib.parse import urlparse
 
@@ -52,6 +53,16 @@ def _server_url(value: str) -> str:
     if parts.username or parts.password:
         raise ValueError("a URL with a password is shown to everybody: put the key into engine.api_key_file")
     return value.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches a server that listens on `host`; names other than localhost are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]

@@ -1,13 +1,14 @@
-"""Keys of a run that say how responses are scored: the rewards, how they make one number, and the models behind them."""
+"""Keys of a run that say how responses are scored: rewards, how they make one number, and the models behind them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config.base import Duration, Natural, Positive, Section, ServerUrl, Size
+from streamrl.config.base import Duration, Positive, Section, ServerUrl, Size, is_loopback
 
 Bounds = tuple[float, float]
 RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -80,9 +81,22 @@ class RewardWorkerConfig(Section):
         " replayed; retry: go on trying for retry_for, then drop_sample",
     )
     retry_for: Duration = Field(600.0, description="how long on_failure retry goes on")
-    gateway_port: Natural | None = Field(None, description="port where programs fetch samples; 0: any; empty: none")
+    gateway_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        None,
+        description="port where programs fetch samples (use: gateway), plus the worker's number; 0: any; empty: none",
+    )
     gateway_host: str = Field("127.0.0.1", description="address of the gateway; elsewhere than loopback needs a token")
     gateway_token_file: Path | None = Field(None, description="file with the bearer token of the gateway")
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardWorkerConfig:
+        if not is_loopback(self.gateway_host) and self.gateway_token_file is None:
+            raise ValueError(
+                f"gateway_host {self.gateway_host} can be reached from other hosts: set gateway_token_file too"
+            )
+        if self.gateway_port and self.gateway_port + self.replicas > 65536:
+            raise ValueError("gateway_port: each of the replicas takes the next port, and there is none above 65535")
+        return self
 
 
 class RewardModelConfig(Section):
@@ -128,3 +142,18 @@ class ArchiveConfig(Section):
     file_bytes: Size = Field(256 << 20, description="size at which a file is followed by the next")
     files: Positive | None = Field(None, description="files that are kept; empty: all")
     logprobs: bool = Field(True, description="with the log-probabilities of the tokens")
+
+
+def check_gateway(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig) -> None:
+    """Refuse a gateway that no reward reads, and a reward without its gateway.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    uses = sum(reward.use == "gateway" for reward in rewards)
+    if uses > 1:
+        raise ValueError("two rewards use gateway: a program posts one score, which may have several parts")
+    if uses and worker.gateway_port is None:
+        raise ValueError("a reward with `use: gateway` needs reward_worker.gateway_port; 0 is any free port")
+    if worker.gateway_port is not None and not uses:
+        raise ValueError("reward_worker.gateway_port is set, but no reward has `use: gateway`")

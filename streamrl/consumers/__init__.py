@@ -1,5 +1,6 @@
 """Rewards: what a plug-in implements, the rules that come along, and the worker that scores samples with them."""
 
 from streamrl.consumers.reward import GroupReward, Reward, RewardContext, RewardPrompt, RewardSample, Score
+from streamrl.consumers.samples import make_sample
 
-__all__ = ["GroupReward", "Reward", "RewardContext", "RewardPrompt", "RewardSample", "Score"]
+__all__ = ["GroupReward", "Reward", "RewardContext", "RewardPrompt", "RewardSample", "Score", "make_sample"]

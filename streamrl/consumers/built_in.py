@@ -7,4 +7,5 @@ from typing import Final
 BUILT_IN: Final[dict[str, str]] = {
     "exact_match": "streamrl.consumers.rules:ExactMatch",
     "number_match": "streamrl.consumers.rules:NumberMatch",
+    "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
 }

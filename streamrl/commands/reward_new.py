@@ -1,0 +1,92 @@
+"""`streamrl reward new`: a reward, its test, and samples to try it on."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import os
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from streamrl.commands import output
+from streamrl.errors import CannotCreate, UsageError
+
+_TEMPLATES: Final = {
+    "sample": {
+        "{module}.py": "reward.py.txt",
+        "test_{module}.py": "reward_test.py.txt",
+        "{module}_samples.jsonl": "reward_samples.jsonl.txt",
+    },
+    "group": {
+        "{module}.py": "reward_group.py.txt",
+        "test_{module}.py": "reward_group_test.py.txt",
+        "{module}_samples.jsonl": "reward_group_samples.jsonl.txt",
+    },
+}
+_LINES: Final = """rewards:
+  - use: {module}:{name}
+    weight: 1.0
+    args: {{{args}}}"""
+_ARGS: Final = {"sample": "ignore_case: true", "group": "spread: 1.0"}
+
+
+def new(module: str, folder: Path, form: str) -> int:
+    """Write the files; the lines for the run file go to stdout, all else to stderr.
+
+    Args:
+        module: name of the module.
+        folder: where; made when missing.
+        form: `sample` or `group`.
+
+    Raises:
+        UsageError: the name cannot be imported, or would hide a module that is there.
+        CannotCreate: one of the files is there already, or cannot be written.
+    """
+    _check(module)
+    name = "".join(part[:1].upper() + part[1:] for part in module.split("_"))
+    templates = resources.files("streamrl.commands") / "templates"
+    files = {
+        folder / target.format(module=module): (templates / template)
+        .read_text(encoding="utf-8")
+        .replace("MODULE", module)
+        .replace("CLASS", name)
+        for target, template in _TEMPLATES[form].items()
+    }
+    if there := [path.name for path in files if path.exists()]:
+        raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another name, or --in DIR")
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:  # "x": whoever was faster keeps what he wrote
+                written.append(path)
+                file.write(text)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
+    for path in files:
+        output.note(f"wrote {path}")
+    output.note("add to the run file, which is looked for modules beside it and in plugin_paths:")
+    output.write(_LINES.format(module=module, name=name, args=_ARGS[form]))
+    source, _, samples = files
+    here = "" if folder.resolve() == Path.cwd() else f"cd {source.parent} && "
+    output.note(f"next: {here}pytest test_{module}.py")
+    output.note(f"      {here}streamrl reward test {module}:{name} --sample {samples.name}")
+    return 0
+
+
+def _check(module: str) -> None:
+    if not (module.isidentifier() and module.isascii()) or keyword.iskeyword(module) or module.startswith("test_"):
+        raise UsageError(f"{module!r} cannot be the name of a module of rewards", "letters, digits and _: my_reward")
+    here = {"", os.getcwd()}  # noqa: PTH109 (as sys.path has it)
+    before = sys.path[:]
+    sys.path[:] = [path for path in before if path not in here]
+    try:
+        taken = module in sys.builtin_module_names or importlib.util.find_spec(module) is not None
+    finally:
+        sys.path[:] = before
+    if taken:
+        raise UsageError(f"there is a module {module} already, which would be found instead", "another name")

@@ -1,0 +1,129 @@
+"""The reward that programs give: `use: gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
+from streamrl.consumers.gateway.offers import Offer, Offers
+from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
+from streamrl.errors import ConfigError, RewardUnavailable
+
+logger = logging.getLogger(__name__)
+_MIN_TOKEN: Final = 16
+_ADDRESS_HINT: Final = (
+    "set reward_worker.gateway_host to an address of this host, and reward_worker.gateway_port to a free port or 0"
+)
+
+
+class GatewayReward(Reward):
+    """The score that a program posts for a sample it has fetched from the gateway (docs/rewards.md).
+
+    Each worker has a gateway of its own, at `reward_worker.gateway_port` plus the number of the worker. A sample waits
+    for a program as long as some program asks; when none was heard of for `patience`, it is unavailable, which is no
+    fault of the sample. A program that does not renew its lease in time loses the sample to the next one; after
+    `lease.max_deliveries` such losses the attempt fails.
+
+    Args:
+        lease_seconds: length of a lease for which the program asks no other, 1 to 600.
+        patience: seconds without a request of any program after which a waiting sample gives up.
+        body_bytes: size of the largest request that is read.
+    """
+
+    def __init__(self, lease_seconds: float = 60.0, patience: float = 120.0, body_bytes: int = 1 << 20) -> None:
+        if not MIN_LEASE <= lease_seconds <= MAX_LEASE:
+            raise ValueError(f"lease_seconds must be {MIN_LEASE:g} to {MAX_LEASE:g}")
+        if patience <= 0 or body_bytes <= 0:
+            raise ValueError("patience and body_bytes must be above 0")
+        self.url = ""
+        self._lease_seconds = lease_seconds
+        self._patience = patience
+        self._body_bytes = body_bytes
+        self._stack = contextlib.AsyncExitStack()
+
+    async def open(self, context: RewardContext) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: no port, or no token that can be read.
+            CannotCreate: the address cannot be listened on.
+        """
+        from streamrl.consumers.gateway.server import Gateway  # aiohttp.web: not for those who only look at names
+        from streamrl.listening import listen
+
+        worker = context.config.reward_worker
+        if worker.gateway_port is None:
+            raise ConfigError("a reward that programs give needs reward_worker.gateway_port", "0 is any free port")
+        token = None if worker.gateway_token_file is None else await asyncio.to_thread(_read, worker.gateway_token_file)
+        self._offers = Offers(context.config.lease.max_deliveries)
+        about = {"run": context.config.name, "worker": context.worker}
+        self._gateway = Gateway(self._offers, self._lease_seconds, self._body_bytes, token, about)
+        port = worker.gateway_port and worker.gateway_port + _number(context.worker)
+        serving = listen(
+            self._gateway.app(), worker.gateway_host, port, what="the gateway of rewards", hint=_ADDRESS_HINT
+        )
+        self.url = await self._stack.enter_async_context(serving)
+        logger.info("gateway open", extra={"url": self.url, "token": token is not None})
+
+    async def close(self) -> None:
+        """Stop listening; requests that wait get an empty answer. A repeat does nothing."""
+        await self._stack.aclose()
+
+    async def score(self, sample: RewardSample) -> Score:
+        """Offer a sample until its score is posted. Safe to cancel: no program can settle it any more.
+
+        Raises:
+            ProgramFailed: what a program posted instead of a score.
+            ProgramsLost: too many programs took the sample and were not heard of again.
+            RewardUnavailable: no program asks.
+            TypeError: the prompt holds something that JSON does not know.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Score] = loop.create_future()
+        offer = Offer(render(sample), partial(_settle, future))
+        self._gateway.add(offer)
+        begun = loop.time()
+        try:
+            while not future.done():
+                now = loop.time()
+                self._gateway.expire(now)
+                end = offer.until if offer.lease else max(self._gateway.heard, begun) + self._patience
+                if end <= now and not offer.lease:
+                    raise RewardUnavailable(
+                        f"no program has asked the gateway at {self.url} for {self._patience:g} s",
+                        "start one: docs/rewards.md, the gateway",
+                    )
+                await asyncio.wait([future], timeout=end - now)
+            return future.result()
+        finally:
+            self._offers.withdraw(offer)
+
+
+def _settle(future: asyncio.Future[Score], end: Score | Exception) -> None:
+    if future.done():
+        return  # the sample was given up in the same moment
+    if isinstance(end, Score):
+        future.set_result(end)
+    else:
+        future.set_exception(end)
+
+
+def _number(worker: str) -> int:
+    """Number of a worker: 2 of `reward.2`; 0 outside of a run."""
+    digits = worker.rpartition(".")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        token = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward_worker.gateway_token_file {path} cannot be read: {error}") from error
+    if len(token) < _MIN_TOKEN:
+        raise ConfigError(f"the token in {path} has fewer than {_MIN_TOKEN} characters", "write a long random word")
+    return token

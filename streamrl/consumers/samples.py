@@ -1,0 +1,180 @@
+"""Samples without a run: made by hand in tests of rewards, or read from JSON, a recording or an archive."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from streamrl.consumers.reward import RewardPrompt, RewardSample
+from streamrl.errors import ConfigError, DataError
+from streamrl.wire import Int32Array
+
+Finish = Literal["stop", "length", "abort"]
+_FINISH: Final = get_args(Finish)
+_KINDS: Final[dict[str, tuple[type, ...]]] = {
+    "prompt": (str,),
+    "messages": (list,),
+    "response": (str,),
+    "answer": (object,),
+    "metadata": (dict,),
+    "finish": (str,),
+    "tokens": (list,),
+    "group": (int,),
+    "index": (int,),
+    "line": (int,),
+    "evaluation": (bool,),
+}
+_EXAMPLE: Final = '{"prompt": "2+2=", "response": "4", "answer": "4"}'
+_OTHER_NAMES: Final = frozenset({"completion", "output", "solution_str", "text"})
+_MAX_FILE: Final = 1 << 30
+
+
+def make_sample(
+    response: str,
+    *,
+    prompt: str = "",
+    answer: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    messages: list[dict[str, Any]] | None = None,
+    tokens: npt.ArrayLike | None = None,
+    finish: Finish = "stop",
+    group: int = 0,
+    index: int = 0,
+    line: int = 0,
+    evaluation: bool = False,
+) -> RewardSample:
+    """Make a sample as rewards see it, for tests: `make_sample("4", prompt="2+2=", answer="4")`.
+
+    Args:
+        response: its text.
+        prompt: text of the prompt.
+        answer: that came with the prompt.
+        metadata: every other key of the prompt's line.
+        messages: of the prompt, where it is a chat.
+        tokens: ids of the response; left out, one for each byte of its text.
+        finish: how it ended.
+        group: id of its group.
+        index: its number in the group.
+        line: of the data set.
+        evaluation: held-out.
+
+    Raises:
+        ValueError: `finish` is none of the three, or tokens are no whole numbers.
+    """
+    if finish not in _FINISH:
+        raise ValueError(f"finish is {finish!r}, not one of {', '.join(_FINISH)}")
+    seen = RewardPrompt(
+        text=prompt,
+        messages=messages,
+        answer=answer,
+        metadata=dict(metadata or {}),
+        tokens=_bytes_of(prompt),
+        line=line,
+        evaluation=evaluation,
+    )
+    ids = _bytes_of(response) if tokens is None else np.asarray(tokens, dtype=np.int32)
+    return RewardSample(text=response, prompt=seen, tokens=ids, finish=finish, gid=group, index=index)
+
+
+def read_samples(path: Path) -> Iterator[RewardSample]:
+    """The samples of a file of JSON or JSON lines, of a recording, or of the archive or the directory of a run.
+
+    JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
+    `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata, as in a data set.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or a line is no sample; the message names the line.
+        ConfigError: files of a recording that are none.
+    """
+    if path.is_dir() or path.name.endswith(".msgpack.zst"):
+        from streamrl.queues.archived import archive_files
+
+        if not archive_files(path):
+            raise ConfigError(f"{path} has no recorded groups", "name a file with JSON lines, or a run with an archive")
+        yield from _recorded(path)
+        return
+    found = False
+    for where, record in _records(path):
+        found = True
+        yield _sample(where, record)
+    if not found:
+        raise DataError(f"{path} is empty", f"each line is one sample: {_EXAMPLE}")
+
+
+def _recorded(path: Path) -> Iterator[RewardSample]:
+    from streamrl.queues.archived import read_archive
+
+    reading = read_archive(path)
+    for group in reading:
+        for sample in group.samples:
+            yield RewardSample.of(group.prompt, sample.response, group.gid, sample.number)
+    if reading.problems:
+        raise DataError(f"{path}: {reading.problems[0]}", "what came before it was read")
+
+
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record of a file with the place where it stands."""
+    try:
+        if path.stat().st_size > _MAX_FILE:
+            raise DataError(f"{path} has more than {_MAX_FILE >> 20} MiB", "take a part of it: `head -n 1000`")
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", f"each line is one sample: {_EXAMPLE}") from error
+    try:
+        whole = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        yield from _lines(path, data)
+        return
+    if isinstance(whole, list):
+        yield from ((f"{path}, item {number}", record) for number, record in enumerate(whole))
+    else:
+        yield f"{path}", whole
+
+
+def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}, line {number}", orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: no JSON: {error}", f"write: {_EXAMPLE}") from error
+
+
+def _sample(where: str, record: Any) -> RewardSample:
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: no object", f"write: {_EXAMPLE}")
+    if "response" not in record:
+        close = [*(_OTHER_NAMES & record.keys()), *difflib.get_close_matches("response", map(str, record), n=1)]
+        hint = f"is it `{close[0]}`? the key is `response`" if close else f"write: {_EXAMPLE}"
+        raise DataError(f"{where} has no `response`", hint)
+    if not {"prompt", "messages"} & record.keys():
+        raise DataError(f"{where} has neither `prompt` nor `messages`", f"write: {_EXAMPLE}")
+    known = {name: record[name] for name in _KINDS if record.get(name) is not None}
+    for name, value in known.items():
+        kinds = _KINDS[name]
+        if not isinstance(value, kinds) or (kinds == (int,) and isinstance(value, bool)):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise DataError(f"{where}: `{name}` is a {type(value).__name__}, not a {wanted}", f"write: {_EXAMPLE}")
+    if not all(type(token) is int for token in known.get("tokens", ())):
+        raise DataError(f"{where}: `tokens` are not all whole numbers", f"write: {_EXAMPLE}")
+    others = {name: value for name, value in record.items() if name not in _KINDS}
+    known["metadata"] = {**others, **known.get("metadata", {})}
+    messages = known.get("messages", [])
+    if not all(isinstance(message, dict) for message in messages):
+        raise DataError(f"{where}: `messages` are not all objects", f"write: {_EXAMPLE}")
+    known.setdefault("prompt", "\n".join(str(message.get("content", "")) for message in messages))
+    try:
+        return make_sample(known.pop("response"), **known)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{where}: {error}", f"write: {_EXAMPLE}") from error
+
+
+def _bytes_of(text: str) -> Int32Array:
+    return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int32)
