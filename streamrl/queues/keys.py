@@ -7,6 +7,8 @@ from typing import Final
 
 GROUP: Final = "g"
 """Name of the one consumer group of each work stream."""
+WHOLE: Final = "*"
+"""In an entry of `rollouts` in place of the number of a sample: all samples of the group, to be scored together."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Keys:
 
     @property
     def rollouts(self) -> str:
-        """Work stream of samples to score; entry `g`, `a`, `k` (number of the sample)."""
+        """Work stream of samples to score; entry `g`, `a`, `k` (number of the sample, `WHOLE` for all of them)."""
         return self._key("rollouts")
 
     @property

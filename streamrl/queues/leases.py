@@ -32,7 +32,7 @@ from streamrl.config import LeaseConfig
 from streamrl.errors import StreamrlError
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
-from streamrl.queues.keys import GROUP
+from streamrl.queues.keys import GROUP, WHOLE
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import Lease
 
@@ -183,25 +183,27 @@ class Leases:
         if place in self._held:
             return None
         stream, entry = place
-        ids = self._ids(fields)
-        if ids is None:
+        lease = self._lease(place, fields, deliveries)
+        if lease is None:
             logger.error(
                 "removed an entry that is none of ours", extra={"stream": stream, "fields": repr(fields)[:500]}
             )
             await self._connection.read("XACK", stream, GROUP, entry)
             await self._connection.read("XDEL", stream, entry)
             return None
-        lease = Lease(self._streams[stream], entry, *ids, deliveries)
         held = self._held[place] = _Held(lease, place, asyncio.get_running_loop().time())
         return held
 
-    def _ids(self, fields: dict[bytes, bytes]) -> tuple[int, int, int | None] | None:
-        """Group, attempt and sample of an entry; None for a foreign one."""
+    def _lease(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> Lease | None:
+        """The lease of an entry; None for a foreign one."""
+        stream, entry = place
         try:
-            sample = int(fields[b"k"]) if self.stage == "rollouts" else None
-            return int(fields[b"g"]), int(fields[b"a"]), sample
+            number = fields[b"k"].decode() if self.stage == "rollouts" else None
+            sample = int(number) if number is not None and number != WHOLE else None
+            gid, attempt = int(fields[b"g"]), int(fields[b"a"])
         except (KeyError, ValueError):
             return None
+        return Lease(self._streams[stream], entry, gid, attempt, sample, deliveries, whole=number == WHOLE)
 
     def _start(self, held: _Held) -> None:
         held.task = self._tasks.create_task(self._work(held), name=f"{self.stage} {held.lease.gid}")

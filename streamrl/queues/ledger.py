@@ -25,12 +25,12 @@ from streamrl.queues.records import (
     DeadLetter,
     Fence,
     Lease,
-    LeasedSample,
     LedgerState,
     OpenWork,
     ReplayOutcome,
     ScoreOutcome,
 )
+from streamrl.queues.rewarding import MAX_DETAIL, MAX_WHY, Rewarding
 
 __all__ = [
     "Admission",
@@ -39,7 +39,6 @@ __all__ = [
     "DeadLetter",
     "Fence",
     "Lease",
-    "LeasedSample",
     "Ledger",
     "LedgerState",
     "OpenWork",
@@ -47,10 +46,6 @@ __all__ = [
     "ScoreOutcome",
 ]
 
-MAX_DETAIL: Final = 4096
-"""Bytes of a traceback that a dead letter keeps: its end, where the exception is."""
-MAX_WHY: Final = 256
-"""Characters of a reason."""
 RETIRE_CHUNK: Final = 500
 """Groups in one script: the Lua stack bounds the number of arguments."""
 MAX_SAMPLES: Final = 1000
@@ -72,8 +67,8 @@ _REPLAYS: Final = {
 }
 
 
-class Ledger:
-    """One key space of a run.
+class Ledger(Rewarding):
+    """One key space of a run; what reward workers do with it is in `Rewarding`.
 
     Args:
         connection: the connection of this process.
@@ -82,8 +77,7 @@ class Ledger:
     """
 
     def __init__(self, connection: Connection, keys: Keys, fsync_period: float = 0.0) -> None:
-        self.connection = connection
-        self.keys = keys
+        super().__init__(connection, keys)
         self.evaluation = keys.evaluation
         self._fsync_period = fsync_period
         self._settled_at = 0.0
@@ -216,50 +210,6 @@ class Ledger:
     async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:
         """Nothing can be generated for this prompt: every sample without a payload dies. False: lease lost, or gone."""
         return await self._bury("prompt", lease, -1, why, detail)
-
-    # Reward workers: the lease of a sample.
-
-    async def leased_sample(self, lease: Lease) -> LeasedSample | None:
-        """Prompt and payload of a leased sample; None (and the entry is removed) when there is nothing to score."""
-        sample = _sample(lease)
-        group = self.keys.group(lease.gid)
-        fields = ("st", "a", "prompt", f"s:{sample}", f"r:{sample}", f"x:{sample}")
-        state, attempt, prompt, payload, *over = await self.connection.read("HMGET", group, *fields)
-        if state == b"open" and int(attempt) == lease.attempt and payload is not None and over == [None, None]:
-            return LeasedSample(prompt, payload, sample)
-        # Read and removal are two steps: the script looks again, and removes nothing that waits for its score.
-        await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, sample, lease.attempt])
-        return None
-
-    async def score(self, lease: Lease, score: bytes) -> ScoreOutcome:
-        """Write the score of a leased sample. The first to commit the entry wins; a repeat answers LOST."""
-        reply = await self.connection.call(
-            "score",
-            self._closing(self.keys.rollouts, lease.gid),
-            [lease.entry, lease.gid, _sample(lease), lease.attempt, score],
-        )
-        return ScoreOutcome(reply)
-
-    async def fail_score(self, lease: Lease, why: str, detail: str = "", *, doom: bool = False) -> bool:
-        """A leased sample cannot be scored: it dies. False: somebody else committed the entry, or the group is gone.
-
-        With `doom` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
-        """
-        return await self._bury("reward", lease, _sample(lease), why, detail, doom=doom)
-
-    async def _bury(self, stage: str, lease: Lease, sample: int, why: str, detail: str, *, doom: bool = False) -> bool:
-        stream = self.keys.rollouts if stage == "reward" else self.keys.prompts
-        tail = detail.encode(errors="replace")[-MAX_DETAIL:]
-        reply: int = await self.connection.call(
-            "bury",
-            self._closing(stream, lease.gid),
-            [stage, lease.entry, lease.gid, sample, lease.attempt, why[:MAX_WHY], lease.deliveries, tail, int(doom)],
-        )
-        return reply > 0
-
-    def _closing(self, stream: str, gid: int) -> list[str]:
-        keys = self.keys
-        return [stream, keys.group(gid), keys.scored, keys.dead, keys.live, keys.state]
 
     # The learner (for held-out groups: the feeder). All but reads are fenced by a nonce.
 
@@ -457,9 +407,3 @@ def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:
             "data set, seed or group size changed: start another run, or put them back",
         )
     return Admission(_ADMISSIONS[outcome], cursor)
-
-
-def _sample(lease: Lease) -> int:
-    if lease.sample is None:
-        raise TypeError(f"the lease of group {lease.gid} is one of a prompt, not of a sample")
-    return lease.sample

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lease:
-    """One piece of work that this process holds: a prompt (`sample` is None) or a sample.
+    """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score `whole`.
 
     `deliveries` counts how often the work was given out, this time included; clean hand-backs do not count.
     """
@@ -23,6 +23,7 @@ class Lease:
     attempt: int
     sample: int | None
     deliveries: int
+    whole: bool = False
 
 
 class AdmitOutcome(Enum):
@@ -61,6 +62,27 @@ class LeasedSample:
     prompt: bytes
     payload: bytes
     sample: int
+
+
+@dataclass(frozen=True)
+class LeasedGroup:
+    """A leased group with its prompt: the payload of each sample that was generated and is not dead, by its number.
+
+    `least` is the number of scores below which the group is dead when it closes, `size` of samples that were wanted.
+    """
+
+    prompt: bytes
+    payloads: dict[int, bytes]
+    least: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a sample dies, with the end of a traceback."""
+
+    why: str
+    detail: str = ""
 
 
 class ScoreOutcome(IntEnum):
@@ -116,7 +138,8 @@ class ClosedGroup:
 class LedgerState:
     """Counters of one key space, read in one instant.
 
-    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `held` are closed groups in
+    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `whole` says that groups are
+    put up for scoring as one piece of work each, since their rewards compare them. `held` are closed groups in
     Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
     samples and groups together; `retired` and `dropped` are statistics.
     """
@@ -135,6 +158,7 @@ class LedgerState:
     dead: int
     retired: int
     dropped: int
+    whole: bool
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from streamrl.queues.records import ClosedGroup, DeadLetter, LedgerState
+from streamrl.queues.records import ClosedGroup, DeadLetter, LeasedGroup, LedgerState
 
 
 def pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -52,6 +52,7 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
         dead=dead,
         retired=number(b"retired"),
         dropped=number(b"dropped"),
+        whole=b"whole" in known,
     )
 
 
@@ -79,6 +80,16 @@ def closed_group(gid: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
     )
 
 
+def waiting_group(reply: Mapping[bytes, bytes], attempt: int) -> LeasedGroup | None:
+    """Reply of HGETALL on a group that is leased whole; None unless it is open, and on this attempt."""
+    known = pairs(reply)
+    if known.get(b"st") != b"open" or int(known[b"a"]) != attempt:
+        return None
+    dead = _numbered(known, b"x")
+    payloads = {k: payload for k, payload in _numbered(known, b"s").items() if k not in dead}
+    return LeasedGroup(known[b"prompt"], payloads, int(known[b"m"]), int(known[b"n"]))
+
+
 def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Everything a live group's hash says, for people."""
     known = pairs(reply)
@@ -92,6 +103,7 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
         "without_payload": int(known[b"todo"]),
         "without_score": int(known[b"left"]),
         "crashes": int(known.get(b"t", b"0")),
+        "whole": b"whole" in known,
         "prompt": known[b"prompt"],
         "payloads": _numbered(known, b"s"),
         "scores": _numbered(known, b"r"),

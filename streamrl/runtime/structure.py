@@ -2,7 +2,8 @@
 
 * a group's hash exists exactly when its id is in `live`,
 * some sample has neither payload nor cause of death: exactly then the group has one entry in `prompts`,
-* a sample has a payload and neither score nor cause of death: exactly then it has one entry in `rollouts`,
+* a sample has a payload and neither score nor cause of death: exactly then it has one entry in `rollouts`; a group that
+  is scored whole has one for all of them, when none is left to generate,
 * every sample has a score or a cause of death: exactly then the group is closed and has one entry in `scored`,
 * an entry that was delivered is pending with somebody, and what is pending is there.
 """
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from streamrl.queues import replies
 from streamrl.queues.foreign import Row, is_ours
-from streamrl.queues.keys import GROUP
+from streamrl.queues.keys import GROUP, WHOLE
 from streamrl.queues.ledger import Ledger
 
 _PAGE: Final = 1000
@@ -30,10 +31,10 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     hashes = await _hashes(ledger)
     foreign: list[str] = []
     prompts = await _entries(ledger, keys.prompts, (b"g", b"a"), foreign)
-    rollouts = await _entries(ledger, keys.rollouts, (b"g", b"a", b"k"), foreign)
+    rollouts = await _entries(ledger, keys.rollouts, (b"g", b"a", b"k"), foreign, whole=True)
     scored = await _entries(ledger, keys.scored, (b"g",), foreign)
     waiting = Counter(int(fields[b"g"]) for _, fields in prompts)
-    samples = Counter((int(fields[b"g"]), int(fields[b"k"])) for _, fields in rollouts)
+    samples = Counter((int(fields[b"g"]), fields[b"k"].decode()) for _, fields in rollouts)
     closed = Counter(int(fields[b"g"]) for _, fields in scored)
     faults = foreign + [f"group {gid}: in `live` or a hash, not both" for gid in sorted(hashes ^ live)]
     for name, counter in (("prompts", waiting), ("rollouts", samples), ("scored", closed)):
@@ -48,11 +49,19 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     return [space + fault for fault in faults]
 
 
-async def _entries(ledger: Ledger, stream: str, numbers: Sequence[bytes], foreign: list[str]) -> list[Row]:
+async def _entries(
+    ledger: Ledger, stream: str, numbers: Sequence[bytes], foreign: list[str], *, whole: bool = False
+) -> list[Row]:
     """Our entries of a stream; those of nobody of ours are named in `foreign` (the roles remove them, an audit not)."""
     rows = replies.entries(await ledger.connection.read("XRANGE", stream, "-", "+"))
-    foreign += [f"{stream}: entry {entry} is none of ours" for entry, fields in rows if not is_ours(fields, numbers)]
-    return [(entry, fields) for entry, fields in rows if is_ours(fields, numbers)]
+    ours = []
+    for entry, fields in rows:
+        group = whole and fields.get(b"k") == WHOLE.encode()
+        if is_ours(fields, numbers[:-1] if group else numbers):
+            ours.append((entry, fields))
+        else:
+            foreign.append(f"{stream}: entry {entry} is none of ours")
+    return ours
 
 
 async def _hashes(ledger: Ledger) -> set[int]:
@@ -66,7 +75,7 @@ async def _hashes(ledger: Ledger) -> set[int]:
             return found
 
 
-async def _group_faults(ledger: Ledger, gid: int, waiting: bool, samples: set[int], closed: bool) -> list[str]:
+async def _group_faults(ledger: Ledger, gid: int, waiting: bool, samples: set[str], closed: bool) -> list[str]:
     key = ledger.keys.group(gid)
     names = {name.decode() for name in await ledger.connection.read("HKEYS", key)}
     values = dict(zip(_FIELDS, await ledger.connection.read("HMGET", key, *_FIELDS), strict=True))
@@ -82,7 +91,11 @@ async def _group_faults(ledger: Ledger, gid: int, waiting: bool, samples: set[in
     }
     faults = [f"group {gid}: {name} is {int(values[name])}, not {counts[name]}" for name in counts
               if int(values[name]) != counts[name]]  # fmt: skip
-    unscored = has["s"] - has["r"] - has["x"]
+    unscored = {str(k) for k in has["s"] - has["r"] - has["x"]}
+    if "whole" in names:
+        unscored = {WHOLE} if unscored and not counts["todo"] else set()
+        if values["st"] == b"open" and has["r"]:
+            faults.append(f"group {gid}: is scored whole, and samples {sorted(has['r'])} have a score alone")
     if unscored != samples:
         faults.append(f"group {gid}: samples {sorted(unscored)} wait for a score, {sorted(samples)} are in rollouts")
     if has["r"] & has["x"]:

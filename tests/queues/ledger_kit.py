@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.queues import Lease, Ledger, replies
+from streamrl.queues.keys import WHOLE
 from streamrl.queues.records import Admission
 
 GROUP = "g"
@@ -50,8 +51,9 @@ async def lease(ledger: Ledger, stage: str, consumer: str = "worker", count: int
 
 
 def _lease(ledger: Ledger, stage: str, entry: str, fields: dict[bytes, bytes], deliveries: int = 1) -> Lease:
-    sample = int(fields[b"k"]) if stage == "rollouts" else None
-    return Lease(ledger, entry, int(fields[b"g"]), int(fields[b"a"]), sample, deliveries)
+    number = fields[b"k"].decode() if stage == "rollouts" else None
+    sample = int(number) if number is not None and number != WHOLE else None
+    return Lease(ledger, entry, int(fields[b"g"]), int(fields[b"a"]), sample, deliveries, whole=number == WHOLE)
 
 
 async def take(ledger: Ledger, stage: str, old: Lease, consumer: str) -> Lease | None:
@@ -112,7 +114,8 @@ async def faults(ledger: Ledger) -> list[Any]:
     """What is wrong with the structure of a ledger; nothing may be running. Empty is right.
 
     A group has a hash if and only if it is live. Its prompt is in `prompts` if and only if a sample has neither payload
-    nor cause of death; a sample is in `rollouts` if and only if it has a payload and neither score nor cause; a group
+    nor cause of death; a sample is in `rollouts` if and only if it has a payload and neither score nor cause, and of a
+    group that is scored whole all together if and only if nothing is left to generate and something to score; a group
     is in `scored` if and only if all samples have a score or a cause, which is what `closed` means. Nothing is there
     twice, nothing pending without an entry, nothing delivered without being pending.
     """
@@ -132,7 +135,7 @@ async def faults(ledger: Ledger) -> list[Any]:
         return replies.entries(await call("XRANGE", stream, "-", "+"))
 
     prompts = Counter(int(f[b"g"]) for _, f in await entries(keys.prompts))
-    rollouts = Counter((int(f[b"g"]), int(f[b"k"])) for _, f in await entries(keys.rollouts))
+    rollouts = Counter((int(f[b"g"]), f[b"k"].decode()) for _, f in await entries(keys.rollouts))
     scored = Counter(int(f[b"g"]) for _, f in await entries(keys.scored))
     for name, counter in (("prompts", prompts), ("rollouts", rollouts), ("scored", scored)):
         bad += [("twice", name, place) for place, times in counter.items() if times > 1]
@@ -152,18 +155,24 @@ async def faults(ledger: Ledger) -> list[Any]:
 
 def _group_faults(gid: int, known: dict[bytes, bytes], prompts: Any, rollouts: Any, scored: Any) -> list[Any]:
     bad: list[Any] = []
-    todo = left = failed = 0
+    todo = left = failed = waiting = 0
+    whole = b"whole" in known
     for k in range(int(known[b"n"])):
         payload, score, cause = (b"%c:%d" % (letter, k) in known for letter in b"srx")
         todo += not payload and not cause
         left += not score and not cause
         failed += cause
-        if ((gid, k) in rollouts) != (payload and not score and not cause):
+        waiting += payload and not score and not cause
+        if ((gid, str(k)) in rollouts) != (payload and not score and not cause and not whole):
             bad.append(("sample in the wrong place", gid, k))
+        if whole and score and known[b"st"] == b"open":
+            bad.append(("scored alone", gid, k))
         if score and cause:
             bad.append(("score and cause of death", gid, k))
     if [todo, left, failed] != [int(known[name]) for name in (b"todo", b"left", b"nx")]:
         bad.append(("counters", gid, todo, left, failed, known))
+    if ((gid, WHOLE) in rollouts) != (whole and waiting > 0 and todo == 0):
+        bad.append(("group in the wrong place", gid))
     if (gid in prompts) != (todo > 0):
         bad.append(("prompt in the wrong place", gid))
     if not (gid in scored) == (left == 0) == (known[b"st"] == b"closed"):

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced
 from streamrl.queues import Lease, open_ledgers
-from streamrl.queues.records import AdmitOutcome, ReplayOutcome, ScoreOutcome
+from streamrl.queues.records import AdmitOutcome, Cause, ReplayOutcome, ScoreOutcome
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import admit, everything, faults, lease, take
 from tests.redis_kit import RedisRun
@@ -47,6 +47,12 @@ class Group:
     score: dict[int, bytes] = field(default_factory=dict)
     cause: dict[int, str] = field(default_factory=dict)
     crashes: set[str] = field(default_factory=set)
+    whole: bool = False
+    doomed: bool = False
+
+    @property
+    def waiting(self) -> list[int]:
+        return [k for k in self.payload if not self.fate(k)]
 
     @property
     def missing(self) -> list[int]:
@@ -57,7 +63,7 @@ class Group:
 
     def close_if_complete(self) -> str:
         if all(self.fate(k) for k in range(self.size)):
-            self.state = "closed" if len(self.score) >= self.least else "dead"
+            self.state = "closed" if len(self.score) >= self.least and not self.doomed else "dead"
         return self.state
 
 
@@ -81,6 +87,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.dead_groups: dict[int, Group] = {}
         self.prompts: list[Lease] = []
         self.samples: list[Lease] = []
+        self.wholes: list[Lease] = []
+        self.said = False
         self.owners: dict[str, Lease] = {}
         self.nonce, self.old_nonces, self.epoch, self.held, self.version_number = "", [], 0, 0, 0
         self.restarts = 0
@@ -119,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert found.outcome is AdmitOutcome.FULL
         else:
             assert (found.outcome, found.cursor) == (AdmitOutcome.ADMITTED, cursor + 1)
-            self.groups[cursor] = Group(size, least)
+            self.groups[cursor] = Group(size, least, whole=self.said)
 
     @rule(offset=st.integers(1, 3))
     def admit_elsewhere(self, offset):
@@ -133,14 +141,19 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(stage=st.sampled_from(["prompts", "rollouts"]), count=st.integers(1, 3))
     def lease(self, stage, count):
         for found in self.wait(lease(self.ledger, stage, "first", count)):
-            (self.prompts if stage == "prompts" else self.samples).append(found)
+            (self.prompts if stage == "prompts" else self.wholes if found.whole else self.samples).append(found)
             group = self.groups[found.gid]
             assert found.attempt == group.attempt
             if stage == "prompts":
                 assert group.missing
+            elif found.whole:
+                assert group.whole
+                assert group.waiting
+                assert not group.missing
             else:
                 assert found.sample in group.payload
                 assert not group.fate(found.sample)
+                assert not group.whole
 
     def known(self, lease: Lease) -> Group | None:
         """The open group of a lease, when it is still on that attempt."""
@@ -148,9 +161,13 @@ class LedgerMachine(RuleBasedStateMachine):
         return group if group is not None and group.state == "open" and group.attempt == lease.attempt else None
 
     def awaits(self, lease: Lease) -> Group | None:
-        """The group of a leased sample or prompt that is still waiting for it."""
+        """The group of a lease that is still waiting for what was leased: a prompt, a sample, or the whole group."""
         group = self.known(lease)
         if group is None:
+            return None
+        if lease.whole:
+            return group if group.whole and not group.missing else None
+        if lease.sample is not None and group.whole:
             return None
         if lease.sample is None:
             return group if group.missing else None
@@ -252,6 +269,23 @@ class LedgerMachine(RuleBasedStateMachine):
             elif group is not None:
                 assert self.wait(self.ledger.fail_score(held, "reward"))
                 self.die(gid, [held.sample], "reward")
+        for held in [held for held in self.wholes if held.gid == gid]:
+            group = self.awaits(held)
+            if group is not None:
+                self.settle_whole(held, sorted(group.waiting)[:scored])
+
+    def settle_whole(self, held: Lease, scored: list[int], doom: str = "") -> None:
+        """Settle a leased group that waits: these samples have a score, the others die."""
+        group = self.awaits(held)
+        scores = dict.fromkeys(scored, b"w")
+        causes = {k: Cause("compared", "trace") for k in sorted(group.waiting) if k not in scores}
+        outcome = self.twice(
+            lambda: self.ledger.score_group(held, scores, causes, doom=doom), unchanged=ScoreOutcome.LOST
+        )
+        group.score |= scores
+        group.doomed = group.doomed or bool(doom)
+        self.die(held.gid, list(causes), "compared")
+        assert outcome is {"closed": ScoreOutcome.CLOSED, "dead": ScoreOutcome.DEAD}[group.state]
 
     def die(self, gid: int, samples: list[int], why: str) -> None:
         group = self.groups[gid]
@@ -270,13 +304,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.fates[gid] = "dead"
         self.dead_groups[gid] = self.groups.pop(gid)
 
-    @precondition(lambda self: self.prompts or self.samples)
+    @precondition(lambda self: self.prompts or self.samples or self.wholes)
     @rule(data=st.data(), name=st.sampled_from("bc"))
     def take_over(self, data, name):
         """The holder died or was slow: somebody else holds the entry, and the old lease goes on as a zombie's."""
-        held = data.draw(st.sampled_from(self.prompts + self.samples))
+        held = data.draw(st.sampled_from(self.prompts + self.samples + self.wholes))
         held = self.owners.get(held.entry, held)
-        stage, mine = ("prompts", self.prompts) if held.sample is None else ("rollouts", self.samples)
+        stage, mine = "rollouts", self.wholes if held.whole else self.samples
+        if held.sample is None and not held.whole:
+            stage, mine = "prompts", self.prompts
         found = self.wait(take(self.ledger, stage, held, name))
         assert (found is not None) == (self.awaits(held) is not None)
         if found is not None:
@@ -373,7 +409,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert outcome is ReplayOutcome.REPLAYED
         assert self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
         old = self.dead_groups[gid]
-        self.groups[gid] = Group(old.size, old.least, old.attempt + 1)
+        self.groups[gid] = Group(old.size, old.least, old.attempt + 1, whole=self.said)
         del self.fates[gid]
         self.letters = [letter for letter in self.letters if letter[0] != gid]
 
@@ -406,6 +442,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.wait(self.ledger.closed()) == self.closed()
         assert state.cursor == len(self.groups) + len(self.fates), "a group is neither live nor accounted for"
         assert (state.held, state.version, state.live) == (self.held, self.version_number, len(self.groups))
+        assert state.whole == self.said
         assert state.live <= CAP
         assert self.wait(self.ledger.dropped()) == sorted(gid for gid, f in self.fates.items() if f == "dropped")
         letters = self.wait(self.ledger.dead_letters())

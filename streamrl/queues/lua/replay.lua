@@ -13,11 +13,12 @@ if f.g ~= ARGV[2] or f.k ~= '-1' then return 0 end
 local known = redis.call('ZSCORE', KEYS[4], ARGV[2])
 if not known then
   if not f.prompt then return 3 end
-  local live, s = redis.call('ZCARD', KEYS[4]), redis.call('HMGET', KEYS[5], 'held', 'version')
+  local live, s = redis.call('ZCARD', KEYS[4]), redis.call('HMGET', KEYS[5], 'held', 'version', 'whole')
   if live - tonumber(s[1] or '0') >= tonumber(ARGV[3]) or live >= tonumber(ARGV[4]) then return -1 end
   local a = tonumber(f.a) + 1
   redis.call('HSET', KEYS[2], 'prompt', f.prompt, 'n', f.n, 'm', f.m, 'left', f.n, 'todo', f.n, 'nx', 0, 'a', a,
     'st', 'open', 'v', s[2] or f.v or '0') -- held-out groups have no newest version: they stay in their round
+  if s[3] then redis.call('HSET', KEYS[2], 'whole', 1) end
   redis.call('HSET', KEYS[2], 'p', redis.call('XADD', KEYS[3], '*', 'g', ARGV[2], 'a', a))
   redis.call('ZADD', KEYS[4], ARGV[2], ARGV[2])
   redis.call('HINCRBY', KEYS[5], 'replayed', 1)
