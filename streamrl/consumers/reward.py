@@ -190,7 +190,12 @@ class RewardContext:
 
 
 class RewardLife:
-    """The life of a reward in one worker: `open`, then scores, then `close`. The base of both kinds of rewards."""
+    """The life of a reward in one worker: `open`, then scores, then `close`. The base of both kinds of rewards.
+
+    `deadline` is the seconds of one attempt where the run file says nothing; None: `reward_worker.deadline`.
+    """
+
+    deadline: ClassVar[float | None] = None
 
     async def open(self, context: RewardContext) -> None:
         """Get ready: called once per worker, before the first score and in its event loop; nothing by default.

@@ -33,8 +33,8 @@ class Refusal(StreamrlError):
         self.code = code
 
 
-class ProgramFailed(StreamrlError):
-    """A program says that it could not score a sample."""
+class ProgramFailed(StreamrlError, ValueError):
+    """A program says that it could not score a sample. It says nothing of other samples, hence a `ValueError`."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ _REMEMBERED: Final = 4096
 """Settled leases that are remembered, so that a program may post again what it got no answer to."""
 
 
-class ProgramsLost(StreamrlError):
+class ProgramsLost(StreamrlError, RuntimeError):
     """So many programs took a sample and were not heard of again that it seems to be the sample's fault."""
 
 

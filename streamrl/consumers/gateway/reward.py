@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
 from streamrl.consumers.gateway.offers import Offer, Offers
@@ -34,6 +35,8 @@ class GatewayReward(Reward):
         patience: seconds without a request of any program after which a waiting sample gives up.
         body_bytes: size of the largest request that is read.
     """
+
+    deadline: ClassVar[float | None] = 600.0
 
     def __init__(self, lease_seconds: float = 60.0, patience: float = 120.0, body_bytes: int = 1 << 20) -> None:
         if not MIN_LEASE <= lease_seconds <= MAX_LEASE:
@@ -68,6 +71,10 @@ class GatewayReward(Reward):
             self._gateway.app(), worker.gateway_host, port, what="the gateway of rewards", hint=_ADDRESS_HINT
         )
         self.url = await self._stack.enter_async_context(serving)
+        if context.worker:
+            self._stack.enter_context(
+                _told(context.run_dir / "rewards" / "gateway" / f"{context.worker}.url", self.url)
+            )
         logger.info("gateway open", extra={"url": self.url, "token": token is not None})
 
     async def close(self) -> None:
@@ -127,3 +134,19 @@ def _read(path: Path) -> str:
     if len(token) < _MIN_TOKEN:
         raise ConfigError(f"the token in {path} has fewer than {_MIN_TOKEN} characters", "write a long random word")
     return token
+
+
+@contextlib.contextmanager
+def _told(path: Path, url: str) -> Iterator[None]:
+    """Keep the URL in a file while the gateway is open, for programs that start before it has a port."""
+    draft = path.with_suffix(".draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(f"{url}\n")
+        draft.rename(path)
+    except OSError as error:
+        logger.warning("the URL of the gateway is in no file", extra={"path": str(path), "error": str(error)})
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

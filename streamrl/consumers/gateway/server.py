@@ -124,7 +124,8 @@ class Gateway:
             "seconds": [messages.MIN_LEASE, messages.MAX_LEASE],
             "body_bytes": self._body_bytes,
         }
-        counts = {"waiting": self._offers.waiting, "leased": self._offers.leased}
+        offers = self._offers
+        counts = {name: getattr(offers, name) for name in ("waiting", "leased", "taken", "failed", "lost")}
         return _answer({**self._about, **counts, "seconds": self._seconds, "limits": limits})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
