@@ -40,7 +40,7 @@ def sample_data(number: int, payload: bytes | None, score: bytes | None, cause: 
             }
         if score is not None:
             value = wire.decode(score, wire.Score)
-            found |= {"score": value.value, "parts": value.parts}
+            found |= {"score": value.value, "parts": value.parts, "seconds": value.seconds}
     except WireError as error:
         found["unreadable"] = error.message
     if cause is not None:

@@ -11,6 +11,7 @@ from streamrl.commands.attach import ledgers
 from streamrl.commands.letters import letter_data, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, WireError
+from streamrl.monitor.lines import shortened
 from streamrl.queues.records import LedgerState
 
 SCHEMA = "streamrl.trace/1"
@@ -85,7 +86,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if "attempt" in found:
         lines.append("  " + "  ".join(f"{key} {found[key]}" for key in facts))
     if found.get("prompt"):
-        lines.append(f"  prompt  {_short(found['prompt'].get('text', found['prompt']))}")
+        lines.append(f"  prompt  {shortened(found['prompt'].get('text', found['prompt']))}")
     lines.extend("  " + _response(response) for response in found.get("responses", ()))
     for letter in found["letters"]:
         who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
@@ -111,10 +112,5 @@ def _response(response: dict[str, Any]) -> str:
     if "score" in response:
         parts.append(f"score {response['score']:g}")
     if "text" in response:
-        parts.append(_short(response["text"]))
+        parts.append(shortened(response["text"]))
     return "  ".join(parts)
-
-
-def _short(text: Any, most: int = 100) -> str:
-    shown = repr(text) if isinstance(text, str) else str(text)
-    return shown if len(shown) <= most else f"{shown[: most - 3]}..."

@@ -67,6 +67,12 @@ def log_line(role: str, at: float, record: Mapping[str, Any], width: int) -> str
     return "\n".join(f"{clock(at)} {role:{width}} | {printable(line)}" for line in lines)
 
 
+def shortened(text: Any, most: int = 100) -> str:
+    """The text as Python writes it, on one line, of at most `most` characters."""
+    shown = repr(text) if isinstance(text, str) else str(text)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
 def printable(text: str) -> str:
     """The text with control characters spelt out: what a model or a reward wrote must not steer the terminal."""
     return "".join(

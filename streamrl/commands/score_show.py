@@ -1,0 +1,147 @@
+"""`streamrl score show GROUP`: what the rewards said of each response of a group, alive in Redis or archived."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+from streamrl import wire
+from streamrl.commands import output
+from streamrl.commands.archive import note_problems
+from streamrl.commands.attach import ledgers
+from streamrl.commands.letters import letter_data, prompt_data, sample_data
+from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.errors import ExitCode, StreamrlError
+from streamrl.monitor.lines import duration, shortened
+from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
+
+SCHEMA: Final = "streamrl.score/1"
+
+
+def show(chosen: Path | None, gid: int, *, evaluation: bool, width: int, json: bool) -> int:
+    """Show the scores of a group; 1 when nothing is known of its responses."""
+    run = find_run(chosen)
+    found = find_group(run, gid, evaluation=evaluation)
+    if json:
+        output.write_json(SCHEMA, found)
+    else:
+        output.write("\n".join(_lines(found, width)))
+    return int(ExitCode.OK if found["responses"] else ExitCode.FAILURE)
+
+
+def find_group(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
+    """What is known of a group: the ledger while it is live there, else the archive; scores made again with both."""
+    try:
+        known = asyncio.run(_live(run, gid, evaluation=evaluation))
+    except StreamrlError as error:
+        output.note(f"warning: Redis does not answer, so only the archive is read: {error.message}")
+        known = {"state": "unknown", "responses": []}
+    found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "attempt": None, "prompt": None, "letters": []}
+    found |= {"source": "ledger" if known["responses"] else None, **known}
+    if not known["responses"]:
+        attempts = _archived(run.path, gid, evaluation=evaluation)
+        if attempts:
+            newest = attempts[-1]
+            found |= {"source": "archive", **archived_data(newest), "earlier_attempts": len(attempts) - 1}
+    found["rescored"] = _rescored(run.path, gid, evaluation=evaluation)
+    return found
+
+
+async def _live(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
+    async with ledgers(run) as opened:
+        known = await (opened.evaluation if evaluation else opened.train).trace(gid)
+    if known is None:
+        return {"state": "unknown", "responses": []}
+    letters = [letter_data(letter) for letter in known.get("letters", ())]
+    if "samples" not in known:
+        return {"state": known["state"], "letters": letters, "responses": []}
+    numbers = range(known["samples"])
+    payloads, scores, causes = known["payloads"], known["scores"], known["causes"]
+    return {
+        "state": known["state"],
+        "attempt": known["attempt"],
+        "prompt": prompt_data(known["prompt"]),
+        "letters": letters,
+        "responses": [sample_data(k, payloads.get(k), scores.get(k), causes.get(k)) for k in numbers],
+    }
+
+
+def archived_data(group: ArchivedGroup) -> dict[str, Any]:
+    """The part of an archived group that people look at, with the fields of a live one."""
+    raw = group.raw
+    by_number = dict(zip(raw.numbers, raw.samples, strict=True))
+    numbers = sorted({*by_number, *group.causes})
+    return {
+        "attempt": group.attempt,
+        "prompt": prompt_data(raw.prompt),
+        "responses": [sample_data(k, *by_number.get(k, (None, None)), group.causes.get(k)) for k in numbers],
+    }
+
+
+def _archived(run_dir: Path, gid: int, *, evaluation: bool) -> list[ArchivedGroup]:
+    files = archive_files(run_dir, evaluation=evaluation)
+    reading = ArchiveReading(files)
+    found = reading.find(gid)
+    note_problems(reading)
+    if not files:
+        output.note("no archive: archive.enabled: true keeps the groups that have left Redis")
+    return found
+
+
+def _rescored(run_dir: Path, gid: int, *, evaluation: bool) -> dict[str, dict[str, Any]]:
+    """Scores of the group that were made again, by the name they were made under: sample to score and parts."""
+    found: dict[str, dict[str, Any]] = {}
+    folders = sorted((run_dir / RESCORED).iterdir()) if (run_dir / RESCORED).is_dir() else []
+    for folder in folders:
+        groups = ArchiveReading(archive_files(folder, evaluation=evaluation)).find(gid)
+        if groups:
+            scores = {sample.number: sample.score for sample in groups[-1].samples}
+            found[folder.name] = {str(number): _score_data(score) for number, score in scores.items()}
+    return found
+
+
+def _score_data(score: wire.Score) -> dict[str, Any]:
+    return {"score": score.value, "parts": score.parts, "seconds": score.seconds}
+
+
+def _lines(found: dict[str, Any], width: int) -> list[str]:
+    kind = "held-out group" if found["evaluation"] else "group"
+    where = f", from the {found['source']}" if found["source"] else ""
+    attempt = f", attempt {found['attempt']}" if found["attempt"] else ""
+    lines = [f"{kind} {found['group']}: {found['state']}{attempt}{where}"]
+    if found["prompt"]:
+        lines.append(f"  prompt  {shortened(found['prompt'].get('text', found['prompt']), width)}")
+        lines.append(f"  answer  {shortened(found['prompt'].get('answer'), width)}")
+    for response in found["responses"]:
+        lines.extend(_response(response, found["rescored"], width))
+    for letter in found["letters"]:
+        who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
+        lines.append(f"  dead {who} in {letter['stage']}: {letter['why']}  ({letter['id']})")
+    if not found["responses"]:
+        lines.append("  nothing is kept of its responses")
+    return lines
+
+
+def _response(response: dict[str, Any], rescored: dict[str, dict[str, Any]], width: int) -> list[str]:
+    head = [f"  sample {response['sample']}"]
+    if "score" in response:
+        head.append(f"score {response['score']:g}")
+        head.append(f"in {duration(response['seconds'])}")
+    if "cause" in response:
+        head.append(f"dead: {shortened(response['cause'], width)}")
+    if "unreadable" in response:
+        head.append(f"unreadable: {response['unreadable']}")
+    if "tokens" in response:
+        head.append(f"{response['tokens']} tokens ({response['finish']})")
+    elif "cause" not in response:
+        head.append("not generated yet")
+    lines = ["  ".join(head)]
+    if response.get("parts"):
+        lines.append("    parts  " + "  ".join(f"{name} {value:g}" for name, value in response["parts"].items()))
+    for name, scores in rescored.items():
+        if (again := scores.get(str(response["sample"]))) is not None:
+            lines.append(f"    {name}  score {again['score']:g}")
+    if "text" in response:
+        lines.append(f"    {shortened(response['text'], width)}")
+    return lines

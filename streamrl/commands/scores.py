@@ -1,0 +1,157 @@
+"""`streamrl score`, `streamrl rescore` and `streamrl archive`: look at scores, and make them again.
+
+Every command line reads this module: each command imports what it needs itself.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamrl.commands.options import JsonOption, RunOption, SetOption
+
+score_app = typer.Typer(no_args_is_help=True, help="Scores: what the rewards said of each response of a group.")
+archive_app = typer.Typer(no_args_is_help=True, help="The archive: groups with their scores, kept in files.")
+
+EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out groups instead of training groups.")]
+FromOption = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="DIR|FILE", help="An archive, a recording, or RUN_DIR/rescored/NAME; else the run."),
+]
+SinceOption = Annotated[
+    str | None,
+    typer.Option("--since", metavar="TIME", help="Only what closed since: 30m, 2h, 1d ago, or 2026-01-31T12:00."),
+]
+
+
+class FileFormat(StrEnum):
+    """Values of `archive export --format`."""
+
+    jsonl = "jsonl"
+    parquet = "parquet"
+
+
+@score_app.command("show")
+def show(
+    group: Annotated[int, typer.Argument(min=0, metavar="GROUP", help="Id of the group.")],
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    width: Annotated[int, typer.Option("--width", min=10, help="Characters of a text that are shown.")] = 200,
+    json: JsonOption = False,
+) -> int:
+    """Show each response of a group: text, score, parts, seconds, or why it died. 1 when nothing is kept of it.
+
+    A live group is read from Redis, one that has left it from the archive (archive.enabled) or the recording of the
+    run. Scores that `streamrl rescore` made are shown beside the first ones. --json has the whole texts.
+    """
+    from streamrl.commands.score_show import show as command
+
+    return command(run, group, evaluation=evaluation, width=width, json=json)
+
+
+@archive_app.command("ls")
+def ls(run: RunOption = None, source: FromOption = None, json: JsonOption = False) -> int:
+    """List the files of an archive: size, groups, samples, times. It may be read while the run writes it."""
+    from streamrl.commands.archive import ls as command
+
+    return command(run, source, json=json)
+
+
+@archive_app.command("export")
+def export(
+    *,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write; -: JSON lines to stdout.")],
+    run: RunOption = None,
+    source: FromOption = None,
+    kind: Annotated[
+        FileFormat | None, typer.Option("--format", help="Else by the name of the file: .parquet, or JSON lines.")
+    ] = None,
+    since: SinceOption = None,
+    evaluation: EvalOption = False,
+    tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="With token ids and log-probabilities.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
+
+    A response that died has its cause and no score. Parquet needs `pip install 'streamrl[parquet]'`.
+    """
+    from streamrl.commands.archive import export as command
+
+    return command(
+        run,
+        source,
+        out,
+        kind.value if kind is not None else None,
+        since=since,
+        evaluation=evaluation,
+        tokens=tokens,
+        force=force,
+        json=json,
+    )
+
+
+def rescore(
+    *,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="REWARD", help="Built-in name, module:Name, or a name in the run's rewards."),
+    ] = None,
+    into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new scores: RUN_DIR/rescored/NAME.")],
+    run: RunOption = None,
+    source: FromOption = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="RUN.yaml", help="Rewards, scoring and models of a run file; else of the run."),
+    ] = None,
+    overrides: SetOption = None,
+    arguments: Annotated[
+        list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="One of its args, e.g. tolerance=0.1")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="verl|trl", help="The function is one of verl or of TRL.")
+    ] = None,
+    since: SinceOption = None,
+    evaluation: EvalOption = False,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Groups that are scored at a time.")] = 16,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many groups.")] = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="A response with a score above it is right.")] = 0.5,
+    differ: Annotated[int, typer.Option("--differ", min=0, help="Responses to show that differ most.")] = 10,
+    drop_failed: Annotated[
+        bool, typer.Option("--drop-failed", help="Write groups that lost responses to failures too.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Throw away the scores of this name first.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.png", help="Draw both sets of scores (matplotlib).")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Score recorded groups with another reward, and compare: agreement, correlation, histogram, what differs most.
+
+    The run is not touched. The new scores are a recording of their own, RUN_DIR/rescored/NAME: `--from` reads it, and
+    `streamrl up --train-only` trains it. The same call again goes on where it was stopped, and tries again what failed.
+    A sample that the reward fails on is listed and has no new score: never a 0. 1 when there was one.
+    """
+    from streamrl.commands.rescore import Choice
+    from streamrl.commands.rescore import rescore as command
+
+    choice = Choice(reward, file, tuple(overrides or ()), tuple(arguments or ()), adapter)
+    return command(
+        run,
+        source,
+        choice,
+        into,
+        since=since,
+        evaluation=evaluation,
+        concurrency=concurrency,
+        limit=limit,
+        threshold=threshold,
+        differ=differ,
+        drop_failed=drop_failed,
+        force=force,
+        picture=picture,
+        json=json,
+    )

@@ -1,0 +1,269 @@
+"""Scores of recorded groups, made again by other rewards, beside the old ones.
+
+```
+groups of an archive -> samples, a few at a time -> Scorer -> RUN_DIR/rescored/NAME, a recording with the new scores
+```
+A sample that cannot be scored is listed with its reason; it has no new score, never a 0. Its group is not written, so
+the next call with the same name tries it again and nothing else; `drop_failed` writes it without the sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import orjson
+
+from streamrl import wire
+from streamrl.consumers.reward import RewardSample
+from streamrl.errors import CannotCreate, ConfigError, StreamrlError
+from streamrl.queues.archive import EVALUATION
+from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
+from streamrl.queues.durable import write_durably
+from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, greatest_epoch
+
+ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.Score | StreamrlError]]]
+"""Scores the samples of one group: for each a score, or why there is none."""
+
+_ABOUT: Final = "rescored.json"
+_FILE_BYTES: Final = 256 << 20
+_SYNC_SECONDS: Final = 1.0
+_LEAST: Final = 2
+"""Responses of a group below which there is no contrast."""
+
+Key = tuple[int, int, int]
+"""Group, attempt, number of the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A response without a new score."""
+
+    gid: int
+    attempt: int
+    number: int
+    why: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the responses.
+
+    Attributes:
+        groups: that were looked at.
+        scored: responses that were scored now.
+        kept: responses that had a score under this name already.
+        failures: responses that could not be scored.
+        unwritten: groups that are not in the new recording, because of their failures.
+        keys, old, new: of each response with both scores, in the same order.
+        seconds: that it took.
+    """
+
+    groups: int = 0
+    scored: int = 0
+    kept: int = 0
+    unwritten: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
+    old: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, key: Key, old: float, new: float) -> None:
+        """Note both scores of a response."""
+        self.keys.append(key)
+        self.old.append(old)
+        self.new.append(new)
+
+
+class RescoredSet:
+    """The recording with the new scores: `RUN_DIR/rescored/NAME`.
+
+    Args:
+        run_dir: of the run.
+        name: of the scores.
+        about: the rewards they are made with, as JSON; a name belongs to one of them.
+        evaluation: held-out groups.
+
+    Raises:
+        ConfigError: the name is taken by scores of other rewards, or its files are damaged.
+        CannotCreate: no room.
+    """
+
+    def __init__(self, run_dir: Path, name: str, about: dict[str, Any], *, evaluation: bool) -> None:
+        self.folder = run_dir / RESCORED / name
+        self.files = self.folder / EVALUATION if evaluation else self.folder
+        self._writers: dict[str, RecordingWriter] = {}
+        self._synced_at = time.monotonic()
+        self._claim(about)
+        self.kept = self._read(evaluation=evaluation)
+
+    @staticmethod
+    def remove(run_dir: Path, name: str) -> None:
+        """Throw away the scores of a name. A repeat does nothing; other folders than these are not touched."""
+        folder = run_dir / RESCORED / name
+        if (folder / _ABOUT).exists():
+            shutil.rmtree(folder)
+
+    def _claim(self, about: dict[str, Any]) -> None:
+        file, data = self.folder / _ABOUT, orjson.dumps(about, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+        try:
+            there = file.read_bytes() if file.exists() else None
+            if there is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_durably(file, data)
+        except OSError as error:
+            raise CannotCreate(f"{file}: {error.strerror or error}", "check space and permissions") from error
+        if there is not None and there != data:
+            raise ConfigError(
+                f"{self.folder} holds scores of other rewards or of another source ({_ABOUT} there names them)",
+                "choose another --into, or replace them with --force",
+            )
+
+    def _read(self, *, evaluation: bool) -> dict[tuple[int, int], dict[int, wire.Score]]:
+        """The new scores that are there, by group and attempt."""
+        reading = ArchiveReading(archive_files(self.folder, evaluation=evaluation))
+        found = {
+            (group.gid, group.attempt): {sample.number: sample.score for sample in group.samples} for group in reading
+        }
+        if reading.problems:
+            raise ConfigError(f"{self.files}: {reading.problems[0]}", "make the scores anew with --force")
+        return found
+
+    def add(self, group: ArchivedGroup, scores: dict[int, wire.Score], causes: dict[int, str]) -> None:
+        """Write a group with its new scores, within a second.
+
+        Raises:
+            CannotCreate: no room.
+        """
+        by_number = dict(zip(group.raw.numbers, group.raw.samples, strict=True))
+        record = RecordedGroup(
+            gid=group.gid,
+            prompt=group.raw.prompt,
+            samples=[(by_number[number][0], wire.encode(scores[number])) for number in sorted(scores)],
+            causes=sorted((group.causes | causes).items()),
+            attempt=group.attempt,
+            version=group.version,
+            at=time.time(),
+        )
+        self._writer(group.header).add(record)
+        if time.monotonic() >= self._synced_at + _SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make durable what was added.
+
+        Raises:
+            CannotCreate: no room.
+        """
+        self._synced_at = time.monotonic()
+        try:
+            for writer in self._writers.values():
+                writer.sync()
+        except OSError as error:
+            raise CannotCreate(f"{self.files}: {error.strerror or error}", "make room and call it again") from error
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, header: Header) -> RecordingWriter:
+        """A file for the groups of each recording that they come from."""
+        if header.id not in self._writers:
+            name = hashlib.sha256(f"{header.id} {self.folder.name}".encode()).hexdigest()[:32]
+            mine = msgspec.structs.replace(header, id=name)
+            epoch = greatest_epoch(self.files) + 1  # the writer makes the folder
+            self._writers[header.id] = RecordingWriter(self.files, epoch, mine, _FILE_BYTES)
+        return self._writers[header.id]
+
+
+async def rescore(
+    groups: Iterable[ArchivedGroup],
+    score: ScoreGroup,
+    into: RescoredSet,
+    *,
+    concurrency: int,
+    drop_failed: bool = False,
+    on_progress: Callable[[Outcome], None] = lambda _: None,
+) -> Outcome:
+    """Score recorded groups again. What was written is kept on cancellation; the same call goes on from there.
+
+    Args:
+        groups: recorded ones, read in a thread, a few ahead.
+        score: the new rewards.
+        into: where the new scores go, and which are there.
+        concurrency: groups at a time, at least 1.
+        drop_failed: write groups that lost responses too, if two are left (or all that there were).
+        on_progress: called after each group.
+
+    Raises:
+        CannotCreate: no room for the scores.
+        StreamrlError: the rewards cannot go on at all.
+    """
+    outcome, started = Outcome(), time.monotonic()
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(group: ArchivedGroup) -> None:
+        try:
+            await _one(group, score, into, outcome, drop_failed=drop_failed)
+            outcome.seconds = time.monotonic() - started
+            on_progress(outcome)
+        finally:
+            slots.release()
+
+    try:
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(_ahead(groups)) as coming:
+            async for group in coming:
+                await slots.acquire()
+                tasks.create_task(one(group), name=f"group {group.gid}")
+    finally:
+        await asyncio.to_thread(into.sync)
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+async def _ahead(groups: Iterable[ArchivedGroup]) -> AsyncIterator[ArchivedGroup]:
+    """The groups, each read in a thread: reading and unpacking must not hold up calls in flight."""
+    iterator = iter(groups)
+    while (group := await asyncio.to_thread(next, iterator, None)) is not None:
+        yield group
+
+
+async def _one(
+    group: ArchivedGroup, score: ScoreGroup, into: RescoredSet, outcome: Outcome, *, drop_failed: bool
+) -> None:
+    outcome.groups += 1
+    there = into.kept.get((group.gid, group.attempt))
+    if there is not None:
+        for sample in group.samples:
+            if (new := there.get(sample.number)) is not None:
+                outcome.kept += 1
+                outcome.add((group.gid, group.attempt, sample.number), sample.score.value, new.value)
+        return
+    if not group.samples:
+        return
+    samples = [RewardSample.of(group.prompt, each.response, group.gid, each.number) for each in group.samples]
+    results = await score(samples)
+    scores: dict[int, wire.Score] = {}
+    causes: dict[int, str] = {}
+    for sample, result in zip(group.samples, results, strict=True):
+        if isinstance(result, wire.Score):
+            scores[sample.number] = result
+            outcome.add((group.gid, group.attempt, sample.number), sample.score.value, result.value)
+        else:
+            causes[sample.number] = result.message
+            outcome.failures.append(Failure(group.gid, group.attempt, sample.number, result.message))
+    outcome.scored += len(scores)
+    if not causes or (drop_failed and len(scores) >= _LEAST):
+        into.add(group, scores, causes)
+    else:
+        outcome.unwritten += 1
