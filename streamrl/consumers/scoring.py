@@ -1,130 +1,242 @@
-"""One sample through all rewards of a run: deadline, retries with backoff, weighted sum."""
+"""A sample, or a whole group, through all rewards of a run: in stages, up to each gate; then one score of all parts."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import random
-import traceback
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 from streamrl import wire
-from streamrl.config import RewardWorkerConfig
-from streamrl.consumers.plugins import LoadedReward
-from streamrl.consumers.reward import RewardSample, Score, finite
+from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
+from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, detail_of
+from streamrl.consumers.composition import Composition
+from streamrl.consumers.plugins import LoadedReward, load_rewards
+from streamrl.consumers.reward import RewardContext, RewardSample, Score
 from streamrl.consumers.threads import CallThreads
-from streamrl.errors import DeadlineExceeded, StreamrlError
+from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError
 
-DETAIL_BYTES: Final = 4096
-WHY_CHARACTERS: Final = 200
+__all__ = ["Scorer", "ScoringFailed", "open_scorer"]
+
+logger = logging.getLogger(__name__)
+
 MAX_HANGING: Final = 256
-
-
-class ScoringFailed(StreamrlError):
-    """All attempts at a sample failed; `detail` is the traceback of the last one, at most `DETAIL_BYTES` long."""
-
-    def __init__(self, message: str, detail: str = "") -> None:
-        super().__init__(message)
-        self.args = (message, detail)
-        self.detail = detail
+_CLOSE_SECONDS: Final = 10.0
 
 
 class Scorer:
     """Scores samples with the rewards of a run.
 
+    `calls` are the rewards with their figures, in the order of the run file; `whole` says that one of them compares, so
+    that groups are scored as a whole; `threads` are those of sync rewards.
+
     Args:
-        rewards: loaded rewards; names are unique.
-        config: deadline of one attempt, number of attempts, first pause.
+        rewards: loaded and open; names are unique.
+        worker: limits of rewards that have none of their own.
+        scoring: how the values make a score.
+        longest: tokens of the longest response, for the penalty of long ones.
     """
 
-    def __init__(self, rewards: Sequence[LoadedReward], config: RewardWorkerConfig) -> None:
-        self.retried = 0
+    def __init__(
+        self,
+        rewards: Sequence[LoadedReward],
+        worker: RewardWorkerConfig,
+        scoring: ScoringConfig | None = None,
+        longest: int | None = None,
+    ) -> None:
         self.threads = CallThreads()
-        self._rewards = rewards
-        self._config = config
-        self._instant = all(reward.instant for reward in rewards)
+        self.calls = [RewardCalls(reward, worker, self.threads) for reward in rewards]
+        self.whole = any(reward.group for reward in rewards)
+        self._composition = Composition(rewards, scoring or ScoringConfig(), longest)
+        self._dooms = worker.on_failure == "dead"
+        self._stages: list[list[RewardCalls]] = [[]]
+        for calls in self.calls:
+            self._stages[-1].append(calls)
+            if calls.reward.spec.gate is not None:
+                self._stages.append([])
+
+    @property
+    def retried(self) -> int:
+        """Attempts that were followed by another one, of all rewards."""
+        return sum(calls.figures.retried for calls in self.calls)
 
     async def score(self, sample: RewardSample) -> wire.Score:
-        """Return the weighted sum and every part; a part that was scored is kept when another one is tried again.
+        """Return the score of one sample with every part; `docs/rewards.md` says how it is made.
 
-        Parts have the names of their rewards; the parts of a part are `name/part`.
+        The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
+        reward that compares gets a group of one.
 
         Raises:
-            ScoringFailed: the last attempt failed too. Never a score of 0 instead.
+            ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
+        self._check_threads()
+        scores: dict[str, Score] = {}
+        for stage in self._stages:
+            await self._through(stage, sample, scores)
+            if stage and not self._passes(stage[-1], scores):
+                break
+        return self._composed(scores, sample)
+
+    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.Score | ScoringFailed]:
+        """Score the samples of one group together: for each its score, or why it has none.
+
+        Rewards of single samples are called for each; one that compares gets those that no gate has held back and no
+        reward has failed. When it fails, all of them have no score.
+
+        Raises:
+            DeadlineExceeded: as of `score`.
+        """
+        self._check_threads()
+        scores: list[dict[str, Score]] = [{} for _ in samples]
+        failures: dict[int, ScoringFailed] = {}
+        going = list(range(len(samples)))
+        for stage in self._stages:
+            await self._group_through(stage, samples, going, scores, failures)
+            going = [index for index in going if index not in failures]
+            if stage:
+                going = [index for index in going if self._passes(stage[-1], scores[index])]
+        results: list[wire.Score | ScoringFailed] = []
+        for index, sample in enumerate(samples):
+            try:
+                results.append(failures.get(index) or self._composed(scores[index], sample))
+            except ScoringFailed as error:
+                results.append(error)
+        return results
+
+    async def _through(self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
+        """Call the rewards of a stage for one sample."""
+        slow = []
+        for calls in stage:
+            if calls.reward.instant:
+                scores[calls.reward.name] = await calls.instant(sample)
+            else:
+                slow.append(calls)
+        if not slow:
+            return
+        together = Together()
+        results = await _all_of([calls.score([sample] if calls.reward.group else sample, together) for calls in slow])
+        if together.failure is not None:
+            raise together.failure
+        for calls, result in zip(slow, results, strict=True):
+            (scores[calls.reward.name],) = result
+
+    async def _group_through(
+        self,
+        stage: Sequence[RewardCalls],
+        samples: Sequence[RewardSample],
+        going: Sequence[int],
+        scores: list[dict[str, Score]],
+        failures: dict[int, ScoringFailed],
+    ) -> None:
+        """Call the rewards of a stage for those samples of a group that go on."""
+
+        async def alone(index: int) -> None:
+            singles = [calls for calls in stage if not calls.reward.group]
+            try:
+                await self._through(singles, samples[index], scores[index])
+            except ScoringFailed as error:
+                failures[index] = error
+
+        async def compared(calls: RewardCalls) -> None:
+            try:
+                found = await calls.score([samples[index] for index in going], Together())
+            except ScoringFailed as error:
+                failures.update(dict.fromkeys(going, error))
+                return
+            for index, score in zip(going, found, strict=True):
+                scores[index][calls.reward.name] = score
+
+        if going:
+            comparing = [compared(calls) for calls in stage if calls.reward.group]
+            await _all_of([*(alone(index) for index in going), *comparing])
+
+    def _passes(self, last: RewardCalls, scores: dict[str, Score]) -> bool:
+        return self._composition.passes(last.reward, scores[last.reward.name])
+
+    def _composed(self, scores: dict[str, Score], sample: RewardSample) -> wire.Score:
+        try:
+            return self._composition.score(scores, len(sample.tokens))
+        except (ValueError, TypeError, ArithmeticError) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise ScoringFailed(message, detail_of(error), self._dooms) from error
+
+    def _check_threads(self) -> None:
         if self.threads.abandoned >= MAX_HANGING:
             raise DeadlineExceeded(f"{MAX_HANGING} calls of sync rewards hang", "give the reward a time-out of its own")
-        scores: dict[str, Score] = {}
-        for attempt in range(1, self._config.attempts + 1):
-            try:
-                await self._attempt(sample, scores)
-                return self._sum(scores)
-            except Exception as error:
-                if attempt == self._config.attempts:
-                    raise ScoringFailed(self._why(error), _detail(error)) from error
-            self.retried += 1
-            pause = self._config.backoff * 2 ** (attempt - 1)
-            await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
-        raise AssertionError("attempts is at least 1")
-
-    async def _attempt(self, sample: RewardSample, scores: dict[str, Score]) -> None:
-        if self._instant:
-            for reward in self._rewards:
-                scores[reward.name] = await self._one(reward, sample)
-            return
-        missing = [reward for reward in self._rewards if reward.name not in scores]
-        try:
-            async with asyncio.timeout(self._config.deadline) as limit:
-                calls = (self._one(reward, sample) for reward in missing)
-                results = await asyncio.gather(*calls, return_exceptions=True)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            names = ", ".join(reward.name for reward in missing)
-            raise TimeoutError(f"{names}: no score within {self._config.deadline:g} s") from error
-        failures = [result for result in results if isinstance(result, BaseException)]
-        scores.update(
-            {
-                reward.name: result
-                for reward, result in zip(missing, results, strict=True)
-                if not isinstance(result, BaseException)
-            }
-        )
-        if failures:
-            raise failures[0]
-
-    async def _one(self, reward: LoadedReward, sample: RewardSample) -> Score:
-        result: Any
-        try:
-            if reward.blocking and not reward.instant:
-                result = await self.threads.run(reward.call, sample)
-            else:
-                result = reward.call(sample)
-            if inspect.isawaitable(result):
-                result = await result
-        except SystemExit as error:  # asyncio would end the whole worker with it
-            raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error
-        return result if type(result) is Score else Score(finite(result, "the value"))
-
-    def _sum(self, scores: dict[str, Score]) -> wire.Score:
-        value = 0.0
-        parts: dict[str, float] = {}
-        for reward in self._rewards:
-            score = scores[reward.name]
-            value += reward.weight * score.value
-            parts[reward.name] = score.value
-            parts.update({f"{reward.name}/{name}": part for name, part in score.parts.items()})
-        return wire.Score(value=finite(value, "the weighted sum"), parts=parts)
-
-    def _why(self, error: BaseException) -> str:
-        tries = f" ({self._config.attempts} attempts)" if self._config.attempts > 1 else ""
-        kind = "deadline" if isinstance(error, TimeoutError) else type(error).__name__
-        return f"{kind}: {error}"[:WHY_CHARACTERS] + tries
 
 
-def _detail(error: BaseException) -> str:
-    """Return the end of the traceback: its last lines say most."""
-    text = "".join(traceback.format_exception(error)).encode(errors="replace")
-    return text[-DETAIL_BYTES:].decode(errors="ignore")
+async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
+    """Await all, at the same time; results in their order, None for one that failed with `ScoringFailed`.
+
+    Nobody is cancelled when one fails: a sync reward cannot be, and would count as one that hangs.
+
+    Raises:
+        Exception: any other, after all have ended.
+    """
+    if len(coroutines) == 1:
+        with contextlib.suppress(ScoringFailed):
+            return [await coroutines[0]]
+        return [None]
+    results = await asyncio.gather(*coroutines, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, ScoringFailed):
+            raise result
+    return [None if isinstance(result, BaseException) else result for result in results]
+
+
+@contextlib.asynccontextmanager
+async def open_scorer(
+    config: RunConfig, context: RewardContext, rewards: Sequence[LoadedReward] | None = None
+) -> AsyncIterator[Scorer]:
+    """Load the rewards of a run, open them, and close them at the end of the block, also when opening fails.
+
+    Args:
+        config: of the run.
+        context: what the rewards may use.
+        rewards: loaded already; None: those of the run.
+
+    Raises:
+        PluginError: a reward cannot be loaded or opened.
+        ConfigError: what a reward says of its own settings.
+        DeadlineExceeded: a reward was not open within `supervisor.start_deadline`.
+    """
+    rewards = load_rewards(config) if rewards is None else rewards
+    begun: list[LoadedReward] = []
+    try:
+        for reward in rewards:
+            begun.append(reward)
+            await _open(reward, context)
+        yield Scorer(rewards, config.reward_worker, config.scoring, config.sampling.max_new_tokens)
+    finally:
+        for reward in reversed(begun):
+            await _close(reward)
+
+
+async def _open(reward: LoadedReward, context: RewardContext) -> None:
+    if reward.life is None:
+        return
+    seconds = context.config.supervisor.start_deadline
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            await reward.life.open(context)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise PluginError(f"reward {reward.name} cannot be opened: {error}") from error
+        raise DeadlineExceeded(f"reward {reward.name} was not open within {seconds:g} s", "see its `open`") from error
+    except StreamrlError:
+        raise
+    except Exception as error:
+        raise PluginError(f"reward {reward.name} cannot be opened: {type(error).__name__}: {error}") from error
+
+
+async def _close(reward: LoadedReward) -> None:
+    """Close a reward; what goes wrong is said, and ends nothing: its scores are written."""
+    if reward.life is None:
+        return
+    try:
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await reward.life.close()
+    except Exception:
+        logger.exception("a reward did not close", extra={"reward": reward.name})

@@ -1,0 +1,275 @@
+"""The calls of one reward in one worker: places, circuit, deadline, attempts with backoff, figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import random
+import time
+import traceback
+from collections.abc import Awaitable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from streamrl.config import RewardWorkerConfig
+from streamrl.consumers.circuit import Circuit
+from streamrl.consumers.figures import Outcome, RewardFigures
+from streamrl.consumers.plugins import LoadedReward
+from streamrl.consumers.reward import RewardSample, Score, finite
+from streamrl.consumers.steps import Timed
+from streamrl.consumers.threads import CallThreads
+from streamrl.errors import ConfigError, DeadlineExceeded, RewardUnavailable, StreamrlError
+
+logger = logging.getLogger(__name__)
+
+DETAIL_BYTES: Final = 4096
+WHY_CHARACTERS: Final = 200
+HELD_SECONDS: Final = 1.0
+"""A reward that keeps the event loop for longer than this is counted and named."""
+_LONGEST_PAUSE: Final = 30.0
+_OF_THE_SAMPLE: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
+    ValueError,
+)
+"""Python's own errors for wrong values: they say nothing of a service. Whatever else is raised may be its absence."""
+
+Subject = RewardSample | Sequence[RewardSample]
+"""What is scored by one call: a sample, or all samples of a group."""
+
+
+class ScoringFailed(StreamrlError):
+    """A sample has no score for good; `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
+
+    `doom`: its whole group is to die of it (on_failure dead).
+    """
+
+    def __init__(self, message: str, detail: str = "", doom: bool = False) -> None:
+        super().__init__(message)
+        self.args = (message, detail, doom)
+        self.detail = detail
+        self.doom = doom
+
+
+@dataclass(slots=True)
+class Together:
+    """What the calls for one sample, or for one group, know of each other.
+
+    `failure`: the end that one of them came to; the others need not be tried again.
+    """
+
+    failure: ScoringFailed | None = None
+
+
+class RewardCalls:
+    """Calls one reward and keeps its limits.
+
+    Args:
+        reward: loaded, and open.
+        worker: limits that the reward does not have of its own.
+        threads: where sync rewards run.
+    """
+
+    def __init__(self, reward: LoadedReward, worker: RewardWorkerConfig, threads: CallThreads) -> None:
+        spec = reward.spec
+        self.reward = reward
+        self.figures = RewardFigures()
+        self.circuit = Circuit()
+        self.in_flight = 0
+        self._threads = threads
+        own = None if reward.life is None else reward.life.deadline
+        self._deadline = spec.deadline or own or worker.deadline
+        self._attempts = 1 if reward.instant else spec.attempts or worker.attempts
+        self._backoff = worker.backoff
+        self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
+        self._retry_for = worker.retry_for
+        self._places = asyncio.Semaphore(spec.concurrency) if spec.concurrency else contextlib.nullcontext()
+        self._circuit_moved = asyncio.Event()
+
+    async def instant(self, sample: RewardSample) -> Score:
+        """Call a rule that cannot hang: once, in this task, without a deadline.
+
+        Raises:
+            ScoringFailed: it raised, or its result is no number.
+        """
+        began = time.perf_counter()
+        try:
+            score = _score(await self._call(sample))
+        except Exception as error:
+            self.figures.failures["error"] += 1
+            raise self.failed(error, 1) from error
+        spent = time.perf_counter() - began
+        if spent > HELD_SECONDS:
+            self.held_loop(spent)
+        self.figures.took(spent)
+        self.figures.gave(score.value, score.tokens)
+        return score
+
+    async def score(self, subject: Subject, others: Together) -> list[Score]:
+        """Call the reward until it gives a result; one score for each sample.
+
+        Safe to cancel. A result that is no number counts as a failed attempt.
+
+        Raises:
+            ScoringFailed: `on_failure` ends it; or this attempt failed, and another reward has failed for good.
+        """
+        attempt, began = 0, time.monotonic()
+        while True:
+            attempt += 1
+            try:
+                return await self._attempt(subject)
+            except Exception as error:
+                if others.failure is not None:
+                    raise others.failure from error
+                if self._is_last(error, attempt, time.monotonic() - began):
+                    others.failure = self.failed(error, attempt)
+                    raise others.failure from error
+            self.figures.retried += 1
+            pause = min(self._backoff * 2 ** min(attempt - 1, 16), _LONGEST_PAUSE)
+            await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
+
+    def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
+        if isinstance(error, ConfigError):  # refused: by a server, or by the reward itself
+            return True
+        if self._on_failure == "retry" and not self.reward.instant:
+            return seconds >= self._retry_for
+        return attempt >= self._attempts
+
+    def failed(self, error: BaseException, attempts: int) -> ScoringFailed:
+        """The end of a sample, with the cause in words and where it was raised."""
+        self.figures.dead += 1
+        tries = f" ({attempts} attempts)" if attempts > 1 else ""
+        kind = "deadline" if isinstance(error, TimeoutError) else type(error).__name__
+        said = error.message if isinstance(error, StreamrlError) else str(error)
+        message = f"{kind}: {said}"[:WHY_CHARACTERS] + tries
+        if self.reward.name[:40] not in message:
+            message += f" [{self.reward.name[:40]}]"
+        return ScoringFailed(message[:250], detail_of(error), self._on_failure == "dead")
+
+    async def _attempt(self, subject: Subject) -> list[Score]:
+        async with self._places:
+            tries = await self._enter()
+            began = time.perf_counter()
+            self.in_flight += 1
+            try:
+                async with asyncio.timeout(self._deadline) as limit:
+                    result = await self._call(subject)
+                scores = _scores(result, subject) if self.reward.group else [_score(result)]
+            except Exception as error:
+                failure = error
+                if isinstance(error, TimeoutError) and limit.expired():
+                    failure = TimeoutError(f"{self.reward.name}: no score within {self._deadline:g} s")
+                self._note(failure, subject, tries=tries)
+                if failure is error:
+                    raise
+                raise failure from error
+            except BaseException:
+                self.circuit.neither(tries=tries)
+                self._circuit_moved.set()
+                raise
+            finally:
+                self.in_flight -= 1
+            self._succeeded(scores, time.perf_counter() - began)
+            return scores
+
+    async def _enter(self) -> bool:
+        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it."""
+        if self.circuit.since is None:
+            return False
+        end = time.monotonic() + self._deadline
+        while (wait := self.circuit.wait(now := time.monotonic())) > 0:
+            if now >= end:
+                away = now - (self.circuit.since or now)
+                self.figures.failures["unavailable"] += 1
+                raise RewardUnavailable(f"nobody scores since {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
+            self._circuit_moved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait, end - now)):
+                    await self._circuit_moved.wait()
+        return self.circuit.enter()
+
+    def _succeeded(self, scores: Sequence[Score], seconds: float) -> None:
+        if self.circuit.since is not None:
+            logger.info("circuit closed", extra={"reward": self.reward.name})
+        self.circuit.success()
+        self._circuit_moved.set()
+        self.figures.took(seconds)
+        for score in scores:
+            self.figures.gave(score.value, score.tokens)
+
+    def _note(self, error: Exception, subject: Subject, *, tries: bool) -> None:
+        outcome: Outcome = "error"
+        if isinstance(error, RewardUnavailable):
+            outcome = "unavailable"
+        elif isinstance(error, TimeoutError | DeadlineExceeded):
+            outcome = "deadline"
+        self.figures.failures[outcome] += 1
+        if isinstance(error, _OF_THE_SAMPLE):
+            self.circuit.neither(tries=tries)
+        else:
+            was_open = self.circuit.since is not None
+            why = f"{type(error).__name__}: {error.message if isinstance(error, StreamrlError) else error}"
+            unavailable = outcome == "unavailable"
+            now = time.monotonic()
+            self.circuit.failure(now, _identity(subject), why[:WHY_CHARACTERS], tries=tries, unavailable=unavailable)
+            if self.circuit.since is not None and not was_open:
+                extra = {"reward": self.reward.name, "why": self.circuit.why}
+                logger.warning("circuit open: samples wait for this reward", extra=extra)
+        self._circuit_moved.set()
+
+    async def _call(self, subject: Subject) -> Any:
+        """Call the reward once. The watch of the event loop looks for this frame: keep `self` and `subject`."""
+        try:
+            if self.reward.instant:
+                result = self.reward.call(subject)
+                return await result if inspect.isawaitable(result) else result
+            if self.reward.blocking:
+                result = await self._threads.run(self.reward.call, subject)
+            else:
+                result = await Timed(_called(self.reward, subject), HELD_SECONDS, self.held_loop)
+            if inspect.isawaitable(result):
+                result = await Timed(_awaited(result), HELD_SECONDS, self.held_loop)
+        except SystemExit as error:  # asyncio would end the whole worker with it
+            raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error
+        return result
+
+    def held_loop(self, seconds: float) -> None:
+        """Note, and say, that the reward kept the event loop to itself."""
+        self.figures.held_loop(seconds)
+        if self.figures.blocked & (self.figures.blocked - 1) == 0:  # the first, second, fourth, ... time
+            extra = {"reward": self.reward.name, "seconds": round(seconds, 3), "times": self.figures.blocked}
+            hint = "await what takes long, or make it a sync reward, which runs in a thread"
+            logger.warning("a reward held the event loop", extra=extra | {"hint": hint})
+
+
+def detail_of(error: BaseException) -> str:
+    """The end of the traceback: its last lines say most."""
+    text = "".join(traceback.format_exception(error)).encode(errors="replace")
+    return text[-DETAIL_BYTES:].decode(errors="ignore")
+
+
+async def _called(reward: LoadedReward, subject: Subject) -> Any:
+    return await reward.call(subject)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _score(result: Any) -> Score:
+    return result if type(result) is Score else Score(finite(result, "the value"))
+
+
+def _scores(results: Any, samples: Subject) -> list[Score]:
+    wanted = len(samples) if isinstance(samples, Sequence) else 1
+    if not isinstance(results, Sequence) or isinstance(results, str | bytes):
+        raise TypeError(f"a group reward returned a {type(results).__name__}, not a sequence of {wanted} scores")
+    if len(results) != wanted:
+        raise ValueError(f"a group reward returned {len(results)} scores for {wanted} samples")
+    return [_score(result) for result in results]
+
+
+def _identity(subject: Subject) -> Hashable:
+    first = subject[0] if isinstance(subject, Sequence) else subject
+    return first.prompt.evaluation, first.gid, first.index

@@ -1,0 +1,148 @@
+"""From the values of all rewards to the one score of a response. Pure: what goes in decides what comes out.
+
+```
+value of a reward -> normalise -> clip -> gate                     a gate that does not let through: scoring.gated
+                                       -> sum, product or min of the rewards without a gate -> clip of the score
+                                                                                   -> + penalty of a long response
+```
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from streamrl import wire
+from streamrl.config.rewards import Bounds, Normalisation, OverlongConfig, ScoringConfig
+from streamrl.consumers.plugins import LoadedReward
+from streamrl.consumers.reward import Score, finite
+
+OVERLONG = "overlong"
+"""Part of a score: the penalty of a long response."""
+
+
+class Composition:
+    """How the rewards of a run become a score.
+
+    Args:
+        rewards: all of the run, in its order.
+        scoring: how.
+        longest: tokens of the longest response (`sampling.max_new_tokens`); None: nothing is overlong.
+    """
+
+    def __init__(self, rewards: Sequence[LoadedReward], scoring: ScoringConfig, longest: int | None = None) -> None:
+        self._rewards = tuple(rewards)
+        self._scoring = scoring
+        self._longest = longest
+        self._plain = scoring == ScoringConfig() and not any(_shaped(reward) for reward in rewards)
+
+    def passes(self, reward: LoadedReward, score: Score) -> bool:
+        """Whether a response with this value gets past the reward; always, when it is no gate."""
+        gate = reward.spec.gate
+        return gate is None or shaped(reward, score.value) >= gate
+
+    def score(self, scores: Mapping[str, Score], tokens: int) -> wire.Score:
+        """Put the values together.
+
+        Args:
+            scores: by the name of the reward; those behind a gate that did not let through are missing.
+            tokens: of the response.
+
+        Returns:
+            The score, with a part for each reward and its parts as `name/part`. What was normalised or clipped also
+            keeps its `name/raw`, a gate has `name/passed` (1 or 0), and `overlong` is the penalty.
+
+        Raises:
+            ValueError, ArithmeticError: the values cannot be put together to a finite number.
+        """
+        if self._plain:
+            return self._weighted_sum(scores)
+        parts: dict[str, float] = {}
+        values: list[tuple[str, float, float]] = []
+        passed = True
+        for reward in self._rewards:
+            score = scores.get(reward.name)
+            if score is None:
+                continue
+            value = shaped(reward, score.value)
+            parts[reward.name] = value
+            if _changes(reward):
+                parts[f"{reward.name}/raw"] = score.value
+            if reward.spec.gate is not None:
+                passed = value >= reward.spec.gate
+                parts[f"{reward.name}/passed"] = float(passed)
+            elif reward.weight:
+                values.append((reward.name, value, reward.weight))
+            parts.update({f"{reward.name}/{name}": part for name, part in score.parts.items()})
+        value = self._combined(values) if passed else self._scoring.gated
+        if self._scoring.overlong is not None and self._longest is not None:
+            parts[OVERLONG] = overlong_penalty(tokens, self._longest, self._scoring.overlong)
+            value += parts[OVERLONG]
+        return wire.Score(value=finite(value, "the whole"), parts=parts)
+
+    def _weighted_sum(self, scores: Mapping[str, Score]) -> wire.Score:
+        """What most runs do, without the rest."""
+        value = 0.0
+        parts: dict[str, float] = {}
+        for reward in self._rewards:
+            score = scores[reward.name]
+            value += reward.weight * score.value
+            parts[reward.name] = score.value
+            if score.parts:
+                parts.update({f"{reward.name}/{name}": part for name, part in score.parts.items()})
+        return wire.Score(value=finite(value, "the weighted sum"), parts=parts)
+
+    def _combined(self, values: Sequence[tuple[str, float, float]]) -> float:
+        match self._scoring.combine:
+            case "sum":
+                value = finite(math.fsum(weight * part for _, part, weight in values), "the weighted sum")
+            case "product":
+                value = finite(math.prod(power(*part) for part in values), "the product")
+            case "min":
+                value = min(part for _, part, _ in values)
+        return value if self._scoring.clip is None else clipped(value, self._scoring.clip)
+
+
+def shaped(reward: LoadedReward, value: float) -> float:
+    """The value of a reward after `normalise` and `clip`."""
+    if reward.spec.normalise is not None:
+        value = normalised(value, reward.spec.normalise)
+    return value if reward.spec.clip is None else clipped(value, reward.spec.clip)
+
+
+def normalised(value: float, how: Normalisation) -> float:
+    """`(value - mean) / std`, squashed; `ValueError` when that is not finite."""
+    value = finite((value - how.mean) / how.std, "the normalised value")
+    match how.squash:
+        case "sigmoid":
+            return 0.5 * (1 + math.tanh(value / 2))  # 1 / (1 + exp(-value)) would overflow
+        case "tanh":
+            return math.tanh(value)
+        case "none":
+            return value
+
+
+def clipped(value: float, bounds: Bounds) -> float:
+    """The value, or the bound that it is beyond."""
+    return min(max(value, bounds[0]), bounds[1])
+
+
+def power(name: str, value: float, weight: float) -> float:
+    """`value ** weight`; `ValueError` where there is no such number."""
+    if (value < 0 and not weight.is_integer()) or (value == 0 and weight < 0):
+        raise ValueError(f"{name} is {value:g}, which has no power {weight:g} (its weight in a product)")
+    return float(value**weight)
+
+
+def overlong_penalty(tokens: int, longest: int, config: OverlongConfig) -> float:
+    """The soft penalty of DAPO (arXiv:2503.14476, equation 13) of a response of so many tokens, 0 to `-penalty`."""
+    over = tokens - (longest - config.buffer)
+    return -config.penalty * clipped(over / config.buffer, (0, 1)) if over > 0 else 0.0
+
+
+def _changes(reward: LoadedReward) -> bool:
+    return reward.spec.normalise is not None or reward.spec.clip is not None
+
+
+def _shaped(reward: LoadedReward) -> bool:
+    return _changes(reward) or reward.spec.gate is not None
