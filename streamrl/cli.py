@@ -62,6 +62,7 @@ class Stage(StrEnum):
     feeder = "feeder"
     rollout = "rollout"
     reward = "reward"
+    reward_model = "reward_model"
     learner = "learner"
     recorder = "recorder"
     player = "player"
@@ -131,11 +132,14 @@ def run_role(
     role: Annotated[Stage, typer.Argument(help="Which role.")],
     run: RunOption = None,
     index: Annotated[int, typer.Option("--index", min=0, help="Which of several: replica, worker or rank.")] = 0,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Which of reward_models; role reward_model only.")
+    ] = None,
 ) -> int:
     """Run one role of a run in this process: what the supervisor, Ray or Kubernetes start."""
     from streamrl.commands.role import role as command
 
-    command(role.value, run, index)
+    command(role.value, run, index, model)
 
 
 @app.command()

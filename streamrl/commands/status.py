@@ -71,7 +71,9 @@ def look(run: RunDirectory) -> dict[str, Any]:
 def _planned(run: RunDirectory) -> list[str]:
     config = run.config
     learner = {"learner": config["learner"]["ranks"]}
-    producing = {"rollout": config["rollout"]["replicas"], "reward": config["reward_worker"]["replicas"], "feeder": 1}
+    served = {f"reward_model.{name}": of["servers"] for name, of in config["reward_models"].items() if not of["url"]}
+    workers = {"rollout": config["rollout"]["replicas"], "reward": config["reward_worker"]["replicas"], "feeder": 1}
+    producing = served | workers
     by_mode = {"off": learner | producing, "write": {"recorder": 1} | producing, "read": learner | {"player": 1}}
     counts = by_mode[config["recording"]["mode"]]
     redis = [] if run.redis_url is not None else ["redis"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.queues.connection import Connection
@@ -21,6 +21,24 @@ logger = logging.getLogger(__name__)
 _ASK_SECONDS: Final = 0.05
 _RENEWALS: Final = 3
 """A lease is renewed so often in its time."""
+
+
+class Turn(Protocol):
+    """What `EngineSwitch` asks of a turn; the lock is one."""
+
+    seconds: float
+
+    @property
+    def settled(self) -> bool:
+        """See `DeviceTurn.settled`."""
+        ...
+
+    async def use(self, engine: str, *, on_devices: bool) -> bool:
+        """See `DeviceTurn.use`."""
+        ...
+
+    async def leave(self, engine: str) -> None:
+        """See `DeviceTurn.leave`."""
 
 
 class DeviceTurn:
@@ -156,7 +174,7 @@ class EngineSwitch:
     """An engine's side: takes it off the devices when the learner asks, and brings it back afterwards.
 
     Args:
-        turn: the lock.
+        turn: the lock, or what else says when the engine may be on the devices.
         name: of the replica.
         wake: brings the engine onto the devices; a repeat does nothing.
         sleep: takes it off them; a repeat does nothing.
@@ -164,7 +182,7 @@ class EngineSwitch:
 
     def __init__(
         self,
-        turn: DeviceTurn,
+        turn: Turn,
         name: str,
         *,
         wake: Callable[[], Awaitable[None]],

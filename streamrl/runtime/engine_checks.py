@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from streamrl.config import EngineConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
 from streamrl.producers.servers import environments
+from streamrl.runtime.reward_models.kinds import model_server
 
 _DEADLINE: Final = 10.0
 _PLUGIN: Final = "streamrl.producers.servers"
@@ -36,6 +37,20 @@ def look_at_engine(config: RunConfig) -> str:
         return "transformers in the replica's process"
     assert engine.kind != "openai", "the configuration refuses it without a URL"
     return _environment(engine, engine.kind)
+
+
+def look_at_reward_models(config: RunConfig) -> str:
+    """Return which servers answer for which reward model. Those that run already may be down: workers wait for them.
+
+    Raises:
+        ConfigError: what is started lacks its environment, or is given flags or a sleep that it cannot have.
+    """
+    found = []
+    for name, model in config.reward_models.items():
+        if not model.url:
+            model_server(name, model)
+        found.append(f"{name}: {', '.join(model.url) if model.url else f'{model.servers} x {model.kind}'}")
+    return "; ".join(found) or "none"
 
 
 def _environment(engine: EngineConfig, kind: environments.Kind) -> str:

@@ -11,12 +11,13 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.queues import embedded
+from streamrl.queues.reward_servers import ROLE as REWARD_MODEL
 from streamrl.runtime.process import Command
 
-ORDER: Final = ("redis", "learner", "recorder", "rollout", "reward", "feeder", "player")
-"""Order of the start: each kind waits until all before it are ready."""
+ORDER: Final = ("redis", REWARD_MODEL, "learner", "recorder", "rollout", "reward", "feeder", "player")
+"""Order of the start; see `starts_after`."""
 
-DRAIN_ORDER: Final = ("feeder", "player", "rollout", "reward", "learner", "recorder", "redis")
+DRAIN_ORDER: Final = ("feeder", "player", "rollout", "reward", REWARD_MODEL, "learner", "recorder", "redis")
 """Order of the drain, which is the order of the data; Redis last."""
 
 DRAIN_SHARE: Final = {
@@ -24,7 +25,8 @@ DRAIN_SHARE: Final = {
     "player": 0.0,
     "rollout": 0.3,
     "reward": 0.2,
-    "learner": 0.4,
+    REWARD_MODEL: 0.05,
+    "learner": 0.35,
     "recorder": 0.0,
     "redis": 0.05,
 }
@@ -38,6 +40,8 @@ RENDEZVOUS: Final = "rendezvous"
 """Directory in the run's where the ranks of a learner find each other, one file for each start."""
 
 _FINISHES: Final = END_OF_RUN | {"feeder"}
+_BESIDE_REWARD_MODELS: Final = frozenset({"learner", "recorder", "rollout"})
+"""Kinds that score nothing: they load their models while servers of reward models load theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class UnitSpec:
 
     Args:
         kind: one of `ORDER`.
-        processes: names of the processes, `rollout.0`; several for the ranks of a learner.
+        processes: names of the processes, `rollout.0`, `reward_model.judge.0`; several for the ranks of a learner.
         command: makes the command of the process at a position; the second argument is a token that is new for each
             start of the unit (the ranks of one start find each other by it).
         finishes: whether exit code 0 without being asked is the end of its work.
@@ -67,6 +71,12 @@ class UnitSpec:
         return self.processes[0] if len(self.processes) == 1 else self.kind
 
 
+def starts_after(kind: str) -> frozenset[str]:
+    """Kinds that have to be ready before one of `kind` starts."""
+    before = frozenset(ORDER[: ORDER.index(kind)])
+    return before - {REWARD_MODEL} if kind in _BESIDE_REWARD_MODELS else before
+
+
 def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
     """Return the units of a run in the order of their start."""
     units = [] if config.redis.url is not None else [_redis(config, run_dir)]
@@ -77,8 +87,12 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 
 
 def processes(config: RunConfig) -> dict[str, int]:
-    """How many processes a run has of each kind besides Redis, in the order of their start."""
-    producing = {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
+    """How many processes a run has of each kind besides Redis, in the order of their start.
+
+    A server of a reward model is of the kind `reward_model.NAME`.
+    """
+    producing = {f"{REWARD_MODEL}.{name}": count for name, count in config.reward_servers.items()}
+    producing |= {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":
         return {"recorder": 1, **producing}
     if config.recording.mode == "read":
@@ -104,11 +118,14 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
         return _command(run_dir, kind, indices[position], env)
 
     names = tuple(f"{kind}.{index}" for index in indices)
-    return UnitSpec(kind, names, command, finishes=kind in _FINISHES, start_seconds=_start_seconds(config, kind))
+    start_seconds = _start_seconds(config, kind)
+    return UnitSpec(kind.partition(".")[0], names, command, kind in _FINISHES, start_seconds=start_seconds)
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:
     """A replica is ready when its first server is, and when that has the weights."""
+    if kind.startswith(f"{REWARD_MODEL}."):
+        return config.reward_models[kind.partition(".")[2]].start_deadline + config.supervisor.term_grace
     serverless = kind != "rollout" or (config.engine.kind == "hf" and not config.engine.url)
     return 0.0 if serverless else config.engine.start_deadline + config.weights.deadline
 
@@ -123,8 +140,10 @@ def threads(config: RunConfig, kind: str) -> dict[str, str]:
     """Environment that bounds the CPU threads of a role: the configured number, else the library's choice.
 
     Feeder and reward workers get one: their numerics are tiny, and a pool per process would only fight for cores.
+    Servers of reward models, which inherit it, are given theirs when they are started.
     """
-    wanted = {"learner": config.learner.threads, "rollout": config.engine.threads}.get(kind, 1)
+    served = {f"{REWARD_MODEL}.{name}": None for name in config.reward_models}
+    wanted = {"learner": config.learner.threads, "rollout": config.engine.threads, **served}.get(kind, 1)
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if wanted is not None:
         env |= {f"{library}_NUM_THREADS": str(wanted) for library in ("OMP", "MKL", "OPENBLAS")}

@@ -19,7 +19,7 @@ from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
 from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
 from streamrl.queues.probe import Probe
-from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
+from streamrl.runtime.engine_checks import look_at_engine, look_at_reward_models, look_at_way, shared_memory_copies
 
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
@@ -44,6 +44,7 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
         "model": lambda: _model(config),
         "data": lambda: _data(config),
         "rewards": lambda: _rewards(config),
+        "reward models": lambda: look_at_reward_models(config),
         "engine": lambda: look_at_engine(config),
         "weights": lambda: look_at_way(config),
         "disk": lambda: _disk(config, run_dir),
@@ -51,7 +52,7 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
     }
     if config.recording.mode == "read":
         looks |= {"data": lambda: _recording(config)}
-        del looks["engine"]
+        del looks["engine"], looks["reward models"]
     checks = []
     for name, look in looks.items():
         try:

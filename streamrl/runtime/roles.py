@@ -30,6 +30,7 @@ from streamrl.runtime.status import StatusPipe
 logger = logging.getLogger(__name__)
 
 _RUNNERS: Final = {
+    "reward_model": ("streamrl.runtime.reward_models.role", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
@@ -65,7 +66,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     code. Call it once per process; it sets up logging, signals and the lifeline.
 
     Args:
-        kind: `feeder`, `rollout`, `reward`, `learner`, `recorder` or `player`.
+        kind: `feeder`, `rollout`, `reward`, `learner`, `recorder`, `player` or `reward_model.NAME`.
         index: which of several; the rank of a learner.
         run_dir: directory with `run.json`.
     """
@@ -110,7 +111,7 @@ async def _pulse(role: Role, status: StatusPipe) -> None:
 
 def _runner(name: str, config: RunConfig) -> Callable[[Role], Awaitable[None]]:
     """Import the coroutine of a role; only then is torch loaded, and only by the roles that need it."""
-    kind, _, index = name.partition(".")
+    kind, index = name.partition(".")[0], name.rpartition(".")[2]
     if kind not in _RUNNERS:
         raise UsageError(f"there is no role {kind}", f"roles: {', '.join(_RUNNERS)}")
     if kind == "learner":

@@ -20,7 +20,7 @@ from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEven
 from streamrl.runtime.instance import State
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, ORDER, RENDEZVOUS, UnitSpec, plan
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, RENDEZVOUS, UnitSpec, plan, starts_after
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.unit import KILL_SECONDS, Unit
 from streamrl.weight_sync.transports import release_memory
@@ -175,9 +175,9 @@ class Supervisor:
 
     async def _gate(self, unit: Unit) -> None:
         """Return when all units that start before this one have been ready."""
-        place = ORDER.index(unit.spec.kind)
+        before = starts_after(unit.spec.kind)
         for other in self.units:
-            if ORDER.index(other.spec.kind) < place:
+            if other.spec.kind in before:
                 await other.ready.wait()
 
     def _end(self, outcome: Outcome) -> None:

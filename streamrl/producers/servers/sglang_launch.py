@@ -16,7 +16,7 @@ from streamrl.producers.servers.environments import find_environment, has_gpu
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
 LOADER: Final = "streamrl_engine.sglang.load"
-_SHIM: Final = PLUGIN / "sglang_cpu"
+SHIM: Final = PLUGIN / "sglang_cpu"
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
@@ -96,7 +96,7 @@ def _environ(config: RunConfig, model: str) -> dict[str, str]:
             # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
-        paths.insert(0, str(_SHIM))
+        paths.insert(0, str(SHIM))
     environ["PYTHONPATH"] = os.pathsep.join(path for path in (str(PLUGIN), *paths) if path)
     return environ
 
