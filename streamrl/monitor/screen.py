@@ -15,6 +15,7 @@ from streamrl.monitor import plots
 from streamrl.monitor.board import Board, RoleState
 from streamrl.monitor.lines import clock, duration, number, percent
 from streamrl.monitor.progress import Side
+from streamrl.monitor.tables import stream_name
 
 _STYLES: Final = {
     "ready": "green",
@@ -104,7 +105,7 @@ def _traffic(board: Board, width: int) -> Panel:
     ledger = board.snapshot.train
     for stream in ledger.streams:
         table.add_row(
-            stream.name,
+            stream_name(stream),
             str(stream.lag),
             str(stream.pending) if stream.name != "scored" else "-",
             number(stream.in_per_second),

@@ -26,10 +26,15 @@ def lag_table(snapshot: Snapshot) -> RenderableType:
         if prefix and not ledger.cursor:
             continue
         for stream in ledger.streams:
-            table.add_row(prefix + stream.name, *_stream_cells(stream, "feeder" if prefix else "learner"))
+            table.add_row(prefix + stream_name(stream), *_stream_cells(stream, "feeder" if prefix else "learner"))
     return Group(
         _server_line(snapshot), table, *(Text(line) for line in _ledger_lines(snapshot)), Text(_weights_line(snapshot))
     )
+
+
+def stream_name(stream: StreamView) -> str:
+    """Name of a stream; that of samples to score says so when its entries are whole groups."""
+    return f"{stream.name} (groups)" if stream.name == "rollouts" and stream.unit == "groups" else stream.name
 
 
 def _stream_cells(stream: StreamView, reader: str) -> list[str]:

@@ -50,6 +50,7 @@ class StreamView:
         in_per_second: entries put per second between two snapshots; None without a second one.
         out_per_second: entries done per second between two snapshots.
         consumers: who reads it.
+        unit: what an entry is: `groups`, or `samples` (of `rollouts`, unless groups are scored whole).
     """
 
     name: str
@@ -64,6 +65,7 @@ class StreamView:
     in_per_second: float | None = None
     out_per_second: float | None = None
     consumers: tuple[Consumer, ...] = ()
+    unit: str = "groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
 def _shown_rates(ledger: LedgerView, roles: Mapping[str, Mapping[str, str]]) -> LedgerView:
     """What one look can know of rates: the reward workers show how many samples a second they score."""
     shown = [float(status["per_second"]) for name, status in roles.items() if "per_second" in status]
-    if not shown:
+    if not shown or ledger.stream("rollouts").unit != "samples":
         return ledger
     streams = [replace(s, out_per_second=sum(shown)) if s.name == "rollouts" else s for s in ledger.streams]
     return replace(ledger, streams=tuple(streams))
@@ -217,7 +219,9 @@ def _ledger(reply: list[Any], at: float) -> LedgerView:
     state = _text_map(flat)
     fields = _text_map(version[1:])
     return LedgerView(
-        streams=tuple(_stream(name, parts, at) for name, parts in zip(_STREAMS, streams, strict=True)),
+        streams=tuple(
+            _stream(name, _unit(name, state), parts, at) for name, parts in zip(_STREAMS, streams, strict=True)
+        ),
         live=live,
         held=int(state.get("held", 0)),
         dead=dead,
@@ -230,7 +234,11 @@ def _ledger(reply: list[Any], at: float) -> LedgerView:
     )
 
 
-def _stream(name: str, parts: list[Any], at: float) -> StreamView:
+def _unit(name: str, state: Mapping[str, str]) -> str:
+    return "samples" if name == "rollouts" and "whole" not in state else "groups"
+
+
+def _stream(name: str, unit: str, parts: list[Any], at: float) -> StreamView:
     depth, pending, added, _, waiting, silent, retried, leased, consumers = parts
     return StreamView(
         name=name,
@@ -243,6 +251,7 @@ def _stream(name: str, parts: list[Any], at: float) -> StreamView:
         retried=retried,
         added=added,
         consumers=tuple(Consumer(_text(who), held, idle / 1000) for who, held, idle in consumers),
+        unit=unit,
     )
 
 
