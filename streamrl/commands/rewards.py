@@ -71,4 +71,13 @@ def trial(
     """
     from streamrl.commands.reward_trial import trial as command
 
-    return command(reward, sample, file, overrides or [], arguments or [], adapter, limit=limit, json=json)
+    return command(
+        reward,
+        sample,
+        run_file=file,
+        overrides=overrides or [],
+        arguments=arguments or [],
+        adapter=adapter,
+        limit=limit,
+        json=json,
+    )

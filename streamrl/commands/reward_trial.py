@@ -1,0 +1,200 @@
+"""`streamrl reward test`: scores, times and errors of a reward on samples that are at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from streamrl.commands import output
+from streamrl.commands.reward_choice import choose, opened
+from streamrl.config import RunConfig
+from streamrl.consumers.reward import RewardSample
+from streamrl.errors import ConfigError, ExitCode
+from streamrl.monitor.lines import printable, shortened
+
+if TYPE_CHECKING:
+    from streamrl import wire
+    from streamrl.consumers.scoring import Scorer, ScoringFailed
+
+SCHEMA: Final = "streamrl.reward.test/1"
+_SHOWN_TRACEBACKS: Final = 5
+_TEXT: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How one sample fared; `seconds` is that of its whole group where the reward compares."""
+
+    sample: RewardSample
+    end: wire.Score | ScoringFailed
+    seconds: float
+
+
+def trial(
+    reward: str | None,
+    file: Path,
+    *,
+    run_file: Path | None,
+    overrides: Sequence[str],
+    arguments: Sequence[str],
+    adapter: str | None,
+    *,
+    limit: int,
+    json: bool,
+) -> int:
+    """Score the samples of a file and show what came of it.
+
+    Args:
+        reward: as of `choose`.
+        file: with samples.
+        run_file: with rewards, models and limits; None: the defaults.
+        overrides: of the run file.
+        arguments: of the reward.
+        adapter: of a function of another system.
+        limit: samples, at most.
+        json: one envelope instead of a table.
+
+    Returns:
+        0 all samples have a score, 1 one of them has none.
+
+    Raises:
+        ConfigError: samples, run file or reward are wrong.
+        UsageError: the options do not fit together.
+    """
+    from streamrl.consumers.samples import read_samples
+
+    config = _configured(reward, run_file, overrides, arguments, adapter)
+    samples = list(itertools.islice(read_samples(file), limit))
+    trials = asyncio.run(_try(config, samples))
+    failed = sum(not _has_score(each) for each in trials)
+    if json:
+        names = [spec.name or spec.use for spec in config.rewards]
+        output.write_json(SCHEMA, {"rewards": names, "samples": [_data(each) for each in trials], **_summary(trials)})
+    else:
+        _print(trials, _summary(trials))
+    return int(ExitCode.FAILURE if failed else ExitCode.OK)
+
+
+def _configured(
+    reward: str | None, run_file: Path | None, overrides: Sequence[str], arguments: Sequence[str], adapter: str | None
+) -> RunConfig:
+    """What the samples are scored with: each is tried once, so that an error is seen as it is."""
+    from streamrl.runfile import load
+
+    if reward is None and run_file is None:
+        raise ConfigError("no reward to test", "name one, or a run file with --file")
+    config = choose(load(run_file, overrides).config, reward, arguments, adapter)
+    once = {"attempts": 1, "on_failure": "drop_sample"}
+    worker: dict[str, Any] = {**once}
+    if any(spec.use == "gateway" for spec in config.rewards) and config.reward_worker.gateway_port is None:
+        worker["gateway_port"] = 0
+    return config.model_copy(
+        update={
+            "rewards": tuple(spec.model_copy(update=once) for spec in config.rewards),
+            "reward_worker": config.reward_worker.model_copy(update=worker),
+        }
+    )
+
+
+async def _try(config: RunConfig, samples: Sequence[RewardSample]) -> list[Trial]:
+    """Score all samples; in their order, those of a group together where a reward compares."""
+    with tempfile.TemporaryDirectory(prefix="streamrl-reward-") as folder:
+        async with opened(config, Path(folder)) as scorer:
+            for calls in scorer.calls:
+                if url := getattr(calls.reward.life, "url", ""):
+                    output.note(f"{calls.reward.name}: {len(samples)} samples wait for a program at {url}")
+            groups = _groups(samples) if scorer.whole else [[sample] for sample in samples]
+            places = asyncio.Semaphore(config.reward_worker.concurrency)
+
+            async def one(group: Sequence[RewardSample]) -> list[Trial]:
+                async with places:
+                    return await _timed(scorer, group)
+
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one(group)) for group in groups]
+    return [each for task in running for each in task.result()]
+
+
+def _groups(samples: Iterable[RewardSample]) -> list[list[RewardSample]]:
+    """Those of a group; where no line says which, those with the same prompt."""
+    found: dict[tuple[bool, int, str], list[RewardSample]] = {}
+    for sample in samples:
+        found.setdefault((sample.prompt.evaluation, sample.gid, sample.prompt.text), []).append(sample)
+    return list(found.values())
+
+
+async def _timed(scorer: Scorer, group: Sequence[RewardSample]) -> list[Trial]:
+    from streamrl.consumers.scoring import ScoringFailed
+
+    began = time.perf_counter()
+    ends: Sequence[wire.Score | ScoringFailed]
+    if scorer.whole:
+        ends = await scorer.score_group(group)
+    else:
+        try:
+            ends = [await scorer.score(group[0])]
+        except ScoringFailed as error:
+            ends = [error]
+    seconds = time.perf_counter() - began
+    return [Trial(sample, end, seconds) for sample, end in zip(group, ends, strict=True)]
+
+
+def _has_score(each: Trial) -> bool:
+    return not isinstance(each.end, Exception)
+
+
+def _data(each: Trial) -> dict[str, Any]:
+    sample, end = each.sample, each.end
+    data: dict[str, Any] = {"group": sample.gid, "index": sample.index, "line": sample.prompt.line}
+    data |= {"response": sample.text, "seconds": round(each.seconds, 6)}
+    if isinstance(end, Exception):
+        return data | {"value": None, "parts": {}, "error": end.message, "detail": end.detail}
+    return data | {"value": end.value, "parts": end.parts, "error": None, "detail": None}
+
+
+def _summary(trials: Sequence[Trial]) -> dict[str, Any]:
+    values = [each.end.value for each in trials if not isinstance(each.end, Exception)]
+    return {
+        "scored": len(values),
+        "failed": len(trials) - len(values),
+        "mean": sum(values) / len(values) if values else None,
+        "min": min(values, default=None),
+        "max": max(values, default=None),
+        "longest_seconds": round(max((each.seconds for each in trials), default=0.0), 6),
+    }
+
+
+def _print(trials: Sequence[Trial], summary: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("GROUP", "INDEX", "VALUE", "MS"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("PARTS")
+    table.add_column("RESPONSE", no_wrap=True)
+    for each in trials:
+        data = _data(each)
+        failed = data["error"] is not None
+        parts = data["error"] if failed else "  ".join(f"{name} {part:.4g}" for name, part in data["parts"].items())
+        table.add_row(
+            str(data["group"]),
+            str(data["index"]),
+            Text("error", style="bold red") if failed else f"{data['value']:.4g}",
+            f"{1000 * each.seconds:.1f}",
+            Text(printable(parts)),
+            Text(shortened(data["response"], _TEXT)),
+        )
+    output.console().print(table)
+    for each in [each for each in trials if not _has_score(each)][:_SHOWN_TRACEBACKS]:
+        data = _data(each)
+        output.write(f"\ngroup {data['group']} index {data['index']}: {printable(data['error'])}")
+        output.write("\n".join(printable(line) for line in data["detail"].splitlines()))
+    mean = f", mean {summary['mean']:.4g}, {summary['min']:.4g} to {summary['max']:.4g}" if summary["scored"] else ""
+    output.write(f"\n{summary['scored']} scored, {summary['failed']} failed{mean}")
