@@ -44,7 +44,6 @@ def trial(
     overrides: Sequence[str],
     arguments: Sequence[str],
     adapter: str | None,
-    *,
     limit: int,
     json: bool,
 ) -> int:
