@@ -17,7 +17,7 @@ from streamrl.config import RewardWorkerConfig
 from streamrl.consumers.circuit import Circuit
 from streamrl.consumers.figures import Outcome, RewardFigures
 from streamrl.consumers.plugins import LoadedReward
-from streamrl.consumers.reward import RewardSample, Score, finite
+from streamrl.consumers.reward import RewardLife, RewardSample, Score, finite
 from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import ConfigError, DeadlineExceeded, RewardUnavailable, StreamrlError
@@ -78,13 +78,14 @@ class RewardCalls:
         self.circuit = Circuit()
         self.in_flight = 0
         self._threads = threads
-        own = None if reward.life is None else reward.life.deadline
-        self._deadline = spec.deadline or own or worker.deadline
+        life = reward.life if isinstance(reward.life, RewardLife) else RewardLife()
+        self._deadline = spec.deadline or life.deadline or worker.deadline
         self._attempts = 1 if reward.instant else spec.attempts or worker.attempts
         self._backoff = worker.backoff
         self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
         self._retry_for = worker.retry_for
-        self._places = asyncio.Semaphore(spec.concurrency) if spec.concurrency else contextlib.nullcontext()
+        places = spec.concurrency or life.concurrency
+        self._places = asyncio.Semaphore(places) if places else contextlib.nullcontext()
         self._circuit_moved = asyncio.Event()
 
     async def instant(self, sample: RewardSample) -> Score:

@@ -193,9 +193,12 @@ class RewardLife:
     """The life of a reward in one worker: `open`, then scores, then `close`. The base of both kinds of rewards.
 
     `deadline` is the seconds of one attempt where the run file says nothing; None: `reward_worker.deadline`.
+    `concurrency` is the number of calls at the same time in one worker where the run file says nothing; None: no limit.
+    Waiting for a place takes nothing from the deadline.
     """
 
-    deadline: ClassVar[float | None] = None
+    deadline: float | None = None
+    concurrency: int | None = None
 
     async def open(self, context: RewardContext) -> None:
         """Get ready: called once per worker, before the first score and in its event loop; nothing by default.

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
 from streamrl.consumers.gateway.offers import Offer, Offers
@@ -36,7 +36,7 @@ class GatewayReward(Reward):
         body_bytes: size of the largest request that is read.
     """
 
-    deadline: ClassVar[float | None] = 600.0
+    deadline: float | None = 600.0
 
     def __init__(self, lease_seconds: float = 60.0, patience: float = 120.0, body_bytes: int = 1 << 20) -> None:
         if not MIN_LEASE <= lease_seconds <= MAX_LEASE:
