@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
 from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection
-from streamrl.queues.enlisted import read_enlisted
+from streamrl.queues.enlisted import Enlisted, read_enlisted
 from streamrl.queues.keys import Keys
 
 ROLE: Final = "reward_model"
@@ -73,10 +73,14 @@ class RewardServers:
             for name, fields in roles.items()
             if "url" in fields and _reachable(fields["url"], fields.get("host", ""))
         ]
-        removed = {name for name, entry in enlisted.items() if not entry.present}
+        removed = _removed(enlisted)
         known = {server.url: server for server in [*(RewardServer(url, url) for url in configured), *started]}
         added = [RewardServer(url, url) for url, entry in enlisted.items() if entry.present and url not in known]
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
+
+    async def removed(self, model: str) -> set[str]:
+        """Names and URLs of the servers that people took away from a model."""
+        return _removed(await read_enlisted(self._connection, self._keys.reward_servers(model)))
 
     async def enlist(self, model: str, name: str, *, present: bool) -> bool:
         """Add a server by its URL, or remove one by URL or role; False when it was so already.
@@ -89,6 +93,10 @@ class RewardServers:
         """Samples of the run that have no score yet, training and held-out ones, leased ones included."""
         streams = [Keys(self._keys.run).rollouts, Keys(self._keys.run, evaluation=True).rollouts]
         return sum(await asyncio.gather(*(self._connection.read("XLEN", stream) for stream in streams)))
+
+
+def _removed(enlisted: Mapping[str, Enlisted]) -> set[str]:
+    return {name for name, entry in enlisted.items() if not entry.present}
 
 
 def _reachable(url: str, host: str) -> bool:
