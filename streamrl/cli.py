@@ -18,6 +18,7 @@ import typer
 from streamrl.commands.engines import engines_app
 from streamrl.commands.options import EveryOption, JsonOption, RunOption, SetOption, WatchOption
 from streamrl.commands.rewards import reward_app
+from streamrl.commands.scores import archive_app, rescore, score_app
 from streamrl.commands.weights import weights_app
 from streamrl.errors import ExitCode, StreamrlError, unwrap
 
@@ -35,6 +36,9 @@ app.add_typer(dead_app, name="dead")
 app.add_typer(config_app, name="config")
 app.add_typer(engines_app, name="engines")
 app.add_typer(reward_app, name="reward")
+app.add_typer(score_app, name="score")
+app.add_typer(archive_app, name="archive")
+app.command("rescore")(rescore)
 app.add_typer(weights_app, name="weights")
 
 

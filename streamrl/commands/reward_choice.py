@@ -14,6 +14,7 @@ from streamrl.errors import UsageError
 
 if TYPE_CHECKING:
     from streamrl.consumers.scoring import Scorer
+    from streamrl.queues import Ledgers
 
 Adapter = Literal["verl", "trl"]
 
@@ -61,12 +62,13 @@ def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(config: RunConfig, run_dir: Path) -> AsyncIterator[Scorer]:
+async def opened(config: RunConfig, run_dir: Path, ledgers: Ledgers | None = None) -> AsyncIterator[Scorer]:
     """Open the rewards of a configuration with their models for the length of the block; no run has to be there.
 
     Args:
         config: from `choose`.
         run_dir: where rewards may write; it need not exist.
+        ledgers: of a run, for the servers of its models that were started or added there.
 
     Raises:
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
@@ -75,7 +77,7 @@ async def opened(config: RunConfig, run_dir: Path) -> AsyncIterator[Scorer]:
     from streamrl.consumers.reward import RewardContext
     from streamrl.consumers.scoring import open_scorer
 
-    async with open_models(config) as models:
+    async with open_models(config, ledgers) as models:
         context = RewardContext(config=config, run_dir=run_dir, models=models)
         async with open_scorer(config, context) as scorer:
             yield scorer

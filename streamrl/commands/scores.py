@@ -135,15 +135,17 @@ def rescore(
     `streamrl up --train-only` trains it. The same call again goes on where it was stopped, and tries again what failed.
     A sample that the reward fails on is listed and has no new score: never a 0. 1 when there was one.
     """
-    from streamrl.commands.rescore import Choice
+    from streamrl.commands.rescore import Options
     from streamrl.commands.rescore import rescore as command
 
-    choice = Choice(reward, file, tuple(overrides or ()), tuple(arguments or ()), adapter)
-    return command(
-        run,
-        source,
-        choice,
-        into,
+    options = Options(
+        into=into,
+        source=source,
+        reward=reward,
+        file=file,
+        overrides=overrides or [],
+        arguments=arguments or [],
+        adapter=adapter,
         since=since,
         evaluation=evaluation,
         concurrency=concurrency,
@@ -153,5 +155,5 @@ def rescore(
         drop_failed=drop_failed,
         force=force,
         picture=picture,
-        json=json,
     )
+    return command(run, options, json=json)

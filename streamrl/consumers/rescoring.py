@@ -186,7 +186,7 @@ class RescoredSet:
         return self._writers[header.id]
 
 
-async def rescore(
+async def rescore_groups(
     groups: Iterable[ArchivedGroup],
     score: ScoreGroup,
     into: RescoredSet,

@@ -1,0 +1,261 @@
+"""`streamrl rescore`: recorded groups scored again by other rewards, and both sets of scores compared."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+
+from streamrl import wire
+from streamrl.commands import output
+from streamrl.commands.archive import later_than, note_problems, since_of
+from streamrl.commands.attach import ledgers
+from streamrl.commands.rescore_report import draw, report
+from streamrl.commands.reward_choice import choose, opened
+from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.config import RunConfig
+from streamrl.consumers.comparison import compare, most_different
+from streamrl.consumers.rescoring import Outcome, RescoredSet, ScoreGroup, rescore_groups
+from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.scoring import Scorer
+from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrap
+from streamrl.monitor.lines import duration
+from streamrl.queues.archived import ArchiveReading, read_archive
+from streamrl.runfile import load, read_saved
+
+SCHEMA: Final = "streamrl.rescore/1"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NOTE_SECONDS: Final = 10.0
+_DRAW_SECONDS: Final = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says; `streamrl rescore --help` explains each."""
+
+    into: str
+    source: Path | None = None
+    reward: str | None = None
+    file: Path | None = None
+    overrides: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+    adapter: str | None = None
+    since: str | None = None
+    evaluation: bool = False
+    concurrency: int = 16
+    limit: int | None = None
+    threshold: float = 0.5
+    differ: int = 10
+    drop_failed: bool = False
+    force: bool = False
+    picture: Path | None = None
+
+    def config(self, run: RunDirectory) -> RunConfig:
+        """The configuration with the rewards that are meant.
+
+        Raises:
+            ConfigError: the run file is wrong.
+            UsageError: options that do not go together.
+        """
+        if self.file is None and self.overrides:
+            raise UsageError("--set changes a run file", "name it with --file")
+        whole = (
+            read_saved(run.path / "run.json").config if self.file is None else load(self.file, self.overrides).config
+        )
+        return choose(whole, self.reward, self.arguments, self.adapter)
+
+
+def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
+    """Score groups again and compare; 1 when a response could not be scored.
+
+    Raises:
+        UsageError: a wrong option.
+        ConfigError: no recorded groups, a reward that cannot be loaded, or the name is taken by other scores.
+        CannotCreate: no room.
+    """
+    if not _NAME.fullmatch(options.into):
+        raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
+    run = find_run(chosen)
+    config = options.config(run)
+    reading = read_archive(options.source or run.path, evaluation=options.evaluation)
+    try:
+        with Counting() as counting:
+            outcome, folder = asyncio.run(_score(run, config, reading, options, counting.show))
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+    note_problems(reading)
+    groups = [key[:2] for key in outcome.keys]
+    comparison = compare(outcome.old, outcome.new, groups, options.threshold) if groups else None
+    data = {
+        "run": run.name,
+        "into": options.into,
+        "directory": str(folder),
+        "rewards": [spec.name or spec.use for spec in config.rewards],
+        **_counts(outcome),
+        "comparison": None if comparison is None else dataclasses.asdict(comparison),
+        "differ": _different(reading, outcome, options.differ),
+    }
+    if options.picture is not None and comparison is not None:
+        draw(options.picture, options.into, comparison, outcome.old, outcome.new)
+    if json:
+        output.write_json(SCHEMA, data)
+    else:
+        output.write("\n".join(report(data, comparison, options.threshold)))
+    return int(ExitCode.FAILURE if outcome.failures else ExitCode.OK)
+
+
+async def _score(
+    run: RunDirectory,
+    config: RunConfig,
+    reading: ArchiveReading,
+    options: Options,
+    on_progress: Callable[[Outcome], None],
+) -> tuple[Outcome, Path]:
+    """Open the rewards, then the folder of the new scores; returns what came of it, and the folder."""
+    groups = itertools.islice(later_than(reading, since_of(options.since)), options.limit)
+    about = _about(config, options.source or run.path)
+    async with _opened(run, config) as scorer:
+        if options.force:
+            RescoredSet.remove(run.path, options.into)
+        new = RescoredSet(run.path, options.into, about, evaluation=options.evaluation)
+        try:
+            outcome = await rescore_groups(
+                groups,
+                scoring_of(scorer, options.concurrency),
+                new,
+                concurrency=options.concurrency,
+                drop_failed=options.drop_failed,
+                on_progress=on_progress,
+            )
+        finally:
+            new.close()
+    return outcome, new.files
+
+
+@contextlib.asynccontextmanager
+async def _opened(run: RunDirectory, config: RunConfig) -> AsyncIterator[Scorer]:
+    """The rewards with their models; servers that the run has started or was given are asked too."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = await stack.enter_async_context(ledgers(run)) if config.reward_models else None
+        yield await stack.enter_async_context(opened(config, run.path, found))
+
+
+def scoring_of(scorer: Scorer, concurrency: int) -> ScoreGroup:
+    """How a scorer scores a group: sample by sample, or whole where a reward compares; so many calls at a time."""
+    places = asyncio.Semaphore(concurrency)
+
+    async def once(samples: Sequence[RewardSample]) -> list[wire.Score | StreamrlError]:
+        async with places:
+            began = time.monotonic()
+            results = await scorer.score_group(samples)
+        seconds = round(time.monotonic() - began, 6)
+        return [
+            msgspec.structs.replace(result, seconds=seconds) if isinstance(result, wire.Score) else result
+            for result in results
+        ]
+
+    async def each(samples: Sequence[RewardSample]) -> list[wire.Score | StreamrlError]:
+        async with asyncio.TaskGroup() as tasks:
+            scored = [tasks.create_task(once([sample])) for sample in samples]
+        return [result for task in scored for result in task.result()]
+
+    return once if scorer.whole else each
+
+
+def _about(config: RunConfig, source: Path) -> dict[str, Any]:
+    """What the scores of a name are made with."""
+    return {
+        "rewards": [spec.model_dump(mode="json") for spec in config.rewards],
+        "scoring": config.scoring.model_dump(mode="json"),
+        "reward_models": {name: model.model_dump(mode="json") for name, model in config.reward_models.items()},
+        "source": str(source.resolve()),
+    }
+
+
+def _counts(outcome: Outcome) -> dict[str, Any]:
+    failures = [
+        {"group": each.gid, "attempt": each.attempt, "sample": each.number, "why": each.why}
+        for each in sorted(outcome.failures, key=lambda failure: (failure.gid, failure.attempt, failure.number))
+    ]
+    return {
+        "groups": outcome.groups,
+        "scored": outcome.scored,
+        "kept": outcome.kept,
+        "failed": len(failures),
+        "unwritten": outcome.unwritten,
+        "seconds": round(outcome.seconds, 3),
+        "failures": failures,
+    }
+
+
+def _different(reading: ArchiveReading, outcome: Outcome, count: int) -> list[dict[str, Any]]:
+    """The responses whose scores differ most, with their texts: the archive is read once more for them."""
+    places = most_different(outcome.old, outcome.new, count) if outcome.keys else []
+    wanted = {outcome.keys[place][:2] for place in places}
+    if not wanted:
+        return []
+    groups = {key: group for group in reading if (key := (group.gid, group.attempt)) in wanted}
+    rows = []
+    for place in places:
+        gid, attempt, number = outcome.keys[place]
+        group = groups.get((gid, attempt))
+        sample = next((each for each in group.samples if each.number == number), None) if group is not None else None
+        if group is None or sample is None:
+            continue  # `archive.files` removed it meanwhile
+        rows.append(
+            {
+                "group": gid,
+                "attempt": attempt,
+                "sample": number,
+                "old": outcome.old[place],
+                "new": outcome.new[place],
+                "parts": sample.score.parts,
+                "prompt": group.prompt.text,
+                "answer": group.prompt.answer,
+                "text": sample.response.text,
+            }
+        )
+    return rows
+
+
+class Counting:
+    """Progress on stderr: one line that changes on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._next = 0.0 if self._terminal else time.monotonic() + _NOTE_SECONDS
+        self._drawn = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn:
+            output.note("")
+
+    def show(self, outcome: Outcome) -> None:
+        """Show what is done, unless that was a moment ago."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        rate = outcome.scored / outcome.seconds if outcome.seconds else 0.0
+        text = (
+            f"{outcome.groups} groups, {outcome.scored} responses scored, {outcome.kept} kept,"
+            f" {len(outcome.failures)} failed, {duration(outcome.seconds)}, {rate:.0f}/s"
+        )
+        if self._terminal:
+            self._next, self._drawn = now + _DRAW_SECONDS, True
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        else:
+            self._next = now + _NOTE_SECONDS
+            output.note(text)
