@@ -1,21 +1,26 @@
-"""The reward worker: leases responses, scores them, and writes score or cause of death."""
+"""The reward worker: leases responses, or whole groups of them, scores them, and writes score or cause of death."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import orjson
 
 from streamrl import wire
-from streamrl.consumers.plugins import load_rewards
-from streamrl.consumers.reward import RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed
+from streamrl.consumers.calls import RewardCalls
+from streamrl.consumers.memory import MemoryWatch
+from streamrl.consumers.models import open_models
+from streamrl.consumers.reward import RewardContext, RewardSample
+from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
+from streamrl.consumers.watch import LoopWatch
 from streamrl.errors import WireError
 from streamrl.queues.leases import Lease, Leases
 from streamrl.queues.ledger import ScoreOutcome
+from streamrl.queues.records import Cause, LeasedGroup
 from streamrl.queues.role import Role
 
 logger = logging.getLogger(__name__)
@@ -23,6 +28,9 @@ logger = logging.getLogger(__name__)
 _RECORD_SECONDS: Final = 1.0
 _DRAIN_SHARE: Final = 0.15
 """Part of the run's drain in which a worker finishes what is in hand; what is left is handed back."""
+_WAITING: Final = 4
+"""Samples held for each place of the reward with the fewest: more would only wait here, and not for other workers."""
+_UNSETTLED: Final = frozenset({ScoreOutcome.LOST, ScoreOutcome.GONE})
 
 
 async def run_reward_worker(role: Role) -> None:
@@ -33,30 +41,46 @@ async def run_reward_worker(role: Role) -> None:
     by another worker and dead after `lease.max_deliveries`.
 
     Raises:
-        PluginError: a reward of the run cannot be loaded.
+        PluginError: a reward of the run cannot be loaded or opened.
         Unreachable: Redis was away for longer than `redis.patience`.
         DeadlineExceeded: so many sync rewards hang in their threads that the process should start afresh.
     """
-    scorer = Scorer(load_rewards(role.config), role.config.reward_worker)
-    worker = RewardWorker(role, scorer)
-    leases = Leases(
-        [role.ledgers.train, role.ledgers.evaluation],
-        "rollouts",
-        role.name,
-        role.config.lease,
-        role.config.reward_worker.concurrency,
-        worker.handle,
-        drain=_DRAIN_SHARE * role.config.supervisor.drain_deadline,
-    )
-    role.ready()
-    async with asyncio.TaskGroup() as tasks:
-        recorder = tasks.create_task(worker.record(leases))
-        await leases.run(role.stop)
-        recorder.cancel()
+    config, ledgers = role.config, role.ledgers
+    async with open_models(config, ledgers) as models:
+        context = RewardContext(config, role.run_dir, models, role.name)
+        async with open_scorer(config, context) as scorer:
+            for ledger in (ledgers.train, ledgers.evaluation):
+                await ledger.say_whole(scorer.whole)
+            worker = RewardWorker(role, scorer)
+            leases = Leases(
+                [ledgers.train, ledgers.evaluation],
+                "rollouts",
+                role.name,
+                config.lease,
+                width_of(scorer, config.reward_worker.concurrency),
+                worker.handle,
+                drain=_DRAIN_SHARE * config.supervisor.drain_deadline,
+            )
+            role.ready()
+            async with asyncio.TaskGroup() as tasks:
+                beside = [
+                    tasks.create_task(worker.record(leases), name="record"),
+                    tasks.create_task(LoopWatch(scorer.calls).run(), name="watch the event loop"),
+                    tasks.create_task(MemoryWatch(scorer.calls).run(), name="watch the memory"),
+                ]
+                await leases.run(role.stop)
+                for task in beside:
+                    task.cancel()
+
+
+def width_of(scorer: Scorer, concurrency: int) -> int:
+    """Samples (or whole groups) that a worker holds: as many as the reward with the fewest places can keep busy."""
+    places = [calls.reward.spec.concurrency for calls in scorer.calls]
+    return min([concurrency, *(_WAITING * place for place in places if place is not None)])
 
 
 class RewardWorker:
-    """Scores leased samples and counts.
+    """Scores leased samples and groups, and counts.
 
     `scored` and `failed` count samples whose fate this process decided; what another worker was faster at is in
     neither.
@@ -68,9 +92,18 @@ class RewardWorker:
         self._total = 0.0
         self._role = role
         self._scorer = scorer
+        self._lines: dict[str, dict[str, Any]] = {}
 
     async def handle(self, lease: Lease) -> None:
-        """Score one leased sample. Safe to repeat and to cancel: the lease then goes to another worker."""
+        """Score what is leased. Safe to repeat and to cancel: the lease then goes to another worker."""
+        if lease.whole:
+            await self._handle_group(lease)
+        elif self._scorer.whole:
+            await lease.ledger.gather(lease)  # admitted before a reward of the run compared
+        else:
+            await self._handle_sample(lease)
+
+    async def _handle_sample(self, lease: Lease) -> None:
         leased = await lease.ledger.leased_sample(lease)
         if leased is None:
             return
@@ -78,24 +111,51 @@ class RewardWorker:
         try:
             prompt = wire.decode(leased.prompt, wire.Prompt)
             sample = wire.decode(leased.payload, wire.Sample)
-            score = await self._scorer.score(RewardSample.of(prompt, sample))
-            data = wire.encode(msgspec.structs.replace(score, seconds=round(time.monotonic() - started, 6)))
+            score = await self._scorer.score(RewardSample.of(prompt, sample, lease.gid, leased.sample))
+            data = _encoded(score, started)
         except WireError as error:
-            await self._bury(lease, f"wire: {error}", "")
+            await self._bury(lease, f"wire: {error}")
         except ScoringFailed as error:
-            await self._bury(lease, error.message, error.detail)
+            await self._bury(lease, error.message, error.detail, doom=error.doom)
         else:
-            await self._write(lease, score.value, data)
+            if await lease.ledger.score(lease, data) not in _UNSETTLED:
+                self._count(score.value)
 
-    async def _write(self, lease: Lease, value: float, data: bytes) -> None:
-        outcome = await lease.ledger.score(lease, data)
-        if outcome not in {ScoreOutcome.LOST, ScoreOutcome.GONE}:
-            self.scored += 1
-            self._total += value
+    async def _handle_group(self, lease: Lease) -> None:
+        leased = await lease.ledger.leased_group(lease)
+        if leased is None:
+            return
+        started = time.monotonic()
+        try:
+            samples, causes = _samples(lease, leased)
+        except WireError as error:
+            await self._bury(lease, f"wire: {error}", samples=len(leased.payloads))
+            return
+        results = await self._scorer.score_group(list(samples.values())) if samples else []
+        scores: dict[int, wire.Score] = {}
+        doom = ""
+        for index, result in zip(samples, results, strict=True):
+            if isinstance(result, ScoringFailed):
+                causes[index] = Cause(result.message, result.detail)
+                doom = doom or (result.message if result.doom else "")
+            else:
+                scores[index] = result
+        encoded = {index: _encoded(score, started) for index, score in scores.items()}
+        if await lease.ledger.score_group(lease, encoded, causes, doom=doom) in _UNSETTLED:
+            return
+        for score in scores.values():
+            self._count(score.value)
+        self.failed += len(causes)
+        for index, cause in causes.items():
+            logger.warning("sample is dead", extra={"group": lease.gid, "sample": index, "why": cause.why})
 
-    async def _bury(self, lease: Lease, why: str, detail: str) -> None:
-        if await lease.ledger.fail_score(lease, why, detail):
-            self.failed += 1
+    def _count(self, value: float) -> None:
+        self.scored += 1
+        self._total += value
+
+    async def _bury(self, lease: Lease, why: str, detail: str = "", *, doom: bool = False, samples: int = 1) -> None:
+        if await lease.ledger.fail_score(lease, why, detail, doom=doom):
+            self.failed += samples
             logger.warning("sample is dead", extra={"group": lease.gid, "sample": lease.sample, "why": why})
 
     async def record(self, leases: Leases) -> None:
@@ -115,6 +175,51 @@ class RewardWorker:
             }
             if new:
                 counts["mean"] = round((self._total - total) / new, 4)
+            news = self._news()
             self._role.status.update(counts)
-            self._role.record(counts)
+            self._role.status["rewards"] = orjson.dumps(self._lines).decode()
+            self._role.record({**counts, "rewards": news} if news else counts)
             at, scored, total = now, self.scored, self._total
+
+    def _news(self) -> dict[str, dict[str, Any]]:
+        """Figures of the rewards that did something since the last call."""
+        news = {}
+        for calls in self._scorer.calls:
+            before = self._lines.get(calls.reward.name)
+            line = line_of(calls)
+            if before != {**(before or {}), **line}:
+                self._lines[calls.reward.name] = {**(before or {}), "trouble": "", **line}
+                news[calls.reward.name] = line
+        return news
+
+
+def line_of(calls: RewardCalls) -> dict[str, Any]:
+    """The figures of one reward, with what is wrong with it now, in words."""
+    line = calls.figures.line()
+    trouble = []
+    if calls.circuit.since is not None:
+        trouble.append(f"nobody scores: {calls.circuit.why}")
+    if calls.figures.blocked:
+        trouble.append(f"held the event loop {calls.figures.blocked}x, up to {calls.figures.blocked_seconds:.1f} s")
+    if calls.figures.leaks:
+        trouble.append(f"keeps memory: {calls.figures.leaks}")
+    line["trouble"] = "; ".join(trouble)
+    if calls.circuit.opened:
+        line["circuit_opened"] = calls.circuit.opened
+    return line
+
+
+def _encoded(score: wire.Score, started: float) -> bytes:
+    return wire.encode(msgspec.structs.replace(score, seconds=round(time.monotonic() - started, 6)))
+
+
+def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample], dict[int, Cause]]:
+    """The samples of a group by number, and why those that cannot be decoded die; `WireError`: the prompt cannot be."""
+    prompt = wire.decode(leased.prompt, wire.Prompt)
+    samples, causes = {}, {}
+    for index, payload in sorted(leased.payloads.items()):
+        try:
+            samples[index] = RewardSample.of(prompt, wire.decode(payload, wire.Sample), lease.gid, index)
+        except WireError as error:
+            causes[index] = Cause(f"wire: {error}")
+    return samples, causes
