@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 BUILT_IN: Final[dict[str, str]] = {
-    "exact_match": "streamrl.consumers.rules:ExactMatch",
-    "number_match": "streamrl.consumers.rules:NumberMatch",
+    "exact_match": "streamrl.consumers.rules.match:ExactMatch",
+    "number_match": "streamrl.consumers.rules.match:NumberMatch",
+    "math": "streamrl.consumers.rules.math_answer:MathAnswer",
+    "regex": "streamrl.consumers.rules.regex:Regex",
+    "json_schema": "streamrl.consumers.rules.json_schema:JsonSchema",
+    "format": "streamrl.consumers.rules.format:Format",
+    "length": "streamrl.consumers.rules.length:Length",
+    "repetition": "streamrl.consumers.rules.repetition:Repetition",
+    "reward_model": "streamrl.consumers.models.reward:RewardModel",
     "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
 }

@@ -181,12 +181,14 @@ class RewardContext:
         run_dir: of the run; a reward that writes, writes below `run_dir/rewards/NAME`, and a worker is not alone.
         models: `reward_models` by name; empty where there are none.
         worker: name of the role, for example `reward.0`; empty outside of a run.
+        deadline: seconds after which one attempt of this reward is cancelled; what it waits for should end before.
     """
 
     config: RunConfig
     run_dir: Path
     models: Mapping[str, AskedModel] = field(default_factory=dict)
     worker: str = ""
+    deadline: float = 30.0
 
 
 class RewardLife:
@@ -210,6 +212,10 @@ class RewardLife:
 
     async def close(self) -> None:
         """Let go of what `open` got: called once when the worker ends, also after an error of `open`."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Counts of its own since the process began, by name; they are shown with the metrics of the reward."""
+        return {}
 
 
 class Reward(RewardLife, ABC):

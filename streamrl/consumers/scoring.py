@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
@@ -218,9 +219,10 @@ async def _open(reward: LoadedReward, context: RewardContext) -> None:
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline
+    deadline = reward.spec.deadline or reward.life.deadline or context.config.reward_worker.deadline
     try:
         async with asyncio.timeout(seconds) as limit:
-            await reward.life.open(context)
+            await reward.life.open(dataclasses.replace(context, deadline=deadline))
     except TimeoutError as error:
         if not limit.expired():
             raise PluginError(f"reward {reward.name} cannot be opened: {error}") from error

@@ -28,7 +28,8 @@ HEALTH_SECONDS: Final = 5.0
 _FIRST_PAUSE: Final = 0.1
 _NOT_NOW: Final = frozenset({429, 503})
 _NO_ROUTE: Final = frozenset({404, 405})
-"""What a server answers that has another model, or none that can be asked so."""
+_NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
+"""What a server answers that has another model, or none that can be asked so, or that wants another key."""
 
 Answer = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -55,7 +56,7 @@ class _Request:
         tokens: that it will cost.
         failed: servers that have failed it and are not asked again.
         last: what the last of them failed with.
-        answered: some server was there, and failed it all the same.
+        answered: some server tried, and failed it all the same.
         rounds: times that all servers were away.
     """
 
@@ -72,7 +73,7 @@ class _Request:
         if outcome is Outcome.FAULT:
             self.failed.add(url)
             self.last = error
-            self.answered = self.answered or not isinstance(error, Lost) or error.late
+            self.answered = self.answered or not _is_away(error)
 
 
 class ModelClient:
@@ -124,8 +125,8 @@ class ModelClient:
 
         Raises:
             RewardUnavailable: nobody can be asked: no server works or has room, or the rate limit is used up.
-            Unreachable: every server that could be asked failed; the last failure.
-            WireError: likewise, and the last answer was none.
+            Unreachable: every server that could be asked has failed; what the last of them failed with.
+            WireError: likewise; the last answer makes no sense.
             BadRequest: the server refuses the request itself: asking again does not help.
         """
         loop = asyncio.get_running_loop()
@@ -190,7 +191,9 @@ class ModelClient:
             now = loop.time()
             if now >= request.end:
                 self._wake_one()
-                raise self._late(request)
+                if request.last is not None and request.answered:
+                    raise request.last
+                raise self._unavailable() from request.last
             url = self._router.pick(now, request.failed)
             if url is not None:
                 return self._router.began(url, now)
@@ -309,10 +312,7 @@ class ModelClient:
             )
         return self._sessions[url]
 
-    def _late(self, request: _Request) -> StreamrlError:
-        """What is said of a request whose time is over."""
-        if request.last is not None and request.answered:
-            return request.last
+    def _unavailable(self) -> RewardUnavailable:
         rows = self._router.standings()
         known = "; ".join(f"{row.url} is {row.state.value}{row.why and ': '}{row.why}" for row in rows) or "it has none"
         return RewardUnavailable(
@@ -328,6 +328,13 @@ def _outcome(error: StreamrlError) -> Outcome:
     if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
         return Outcome.OK
     return Outcome.FAULT
+
+
+def _is_away(error: StreamrlError) -> bool:
+    """Whether a fault says nothing of the request: the server is not there, or is the wrong one."""
+    if isinstance(error, Lost):
+        return not error.late
+    return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
 
 
 def _health_call(kind: str) -> Call:

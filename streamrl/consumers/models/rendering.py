@@ -1,0 +1,259 @@
+"""A prompt and its response as the reward model reads them: with its own chat template and its own tokenizer.
+
+The response was sampled with another tokenizer, so its text is encoded anew. Files are read with the `tokenizers`
+package alone: a reward worker has no torch. The ids are those of transformers' `apply_chat_template`, with one
+difference: a special token that is spelled out in a message is text and not that token, so that a response cannot end
+its own turn and praise itself in the next.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import orjson
+
+from streamrl.consumers.models.template import conversation
+from streamrl.consumers.reward import RewardSample
+from streamrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+Mode = Literal["chat", "plain"]
+_TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_OPEN: Final = "\ufdd0"
+_CLOSE: Final = "\ufdd1"
+# no characters, and never will be: a text that has them loses them
+_MARKS: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
+_INSTALL: Final = "pip install 'streamrl[reward-models]'"
+
+
+class Renderer:
+    """Text and token ids of samples for one reward model. Safe to use in threads.
+
+    Args:
+        name: directory or hub name of the model, for messages.
+        make: reads the tokenizer anew.
+        template: chat template; None: there is none.
+        special: special tokens by the names that chat templates use (`bos_token`, ...).
+        mode: `chat`: with the template; `plain`: prompt and response one after the other, as the policy read them;
+            None: chat where there is a template, plain where there is none and the prompt is plain text.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], tokenizers.Tokenizer],
+        template: str | None,
+        special: Mapping[str, str],
+        mode: Mode | None,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._backend = make()
+        self._literal: tokenizers.Tokenizer | None = None
+        self._template = None if template is None or mode == "plain" else _compiled(template, name)
+        self._special = special
+        self._mode = mode
+        tokens = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @classmethod
+    def load(cls, name: str, *, mode: Mode | None = None, template: Path | None = None) -> Renderer:
+        """Read the tokenizer of a model. Slow: call in a thread.
+
+        Args:
+            name: directory, or name on the hub, which is asked for what is not in its cache.
+            mode: of the rendering.
+            template: file with a chat template that takes the place of the model's own.
+
+        Raises:
+            ConfigError: something is missing; the message says what.
+        """
+        try:
+            import jinja2  # noqa: F401
+            import tokenizers
+        except ImportError as error:
+            raise ConfigError(f"the text of a reward model needs the package {error.name}", _INSTALL) from error
+        path = _file(name, _TOKENIZER)
+        if path is None:
+            raise ConfigError(
+                f"{name} has no {_TOKENIZER}, which the text of the reward model is made with",
+                "args.tokenizer names another directory or hub name; args.text: server leaves it to a vLLM server",
+            )
+
+        def make() -> tokenizers.Tokenizer:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend.no_truncation()
+            backend.no_padding()
+            return backend
+
+        settings = _read_json(_file(name, _SETTINGS))
+        own = _own_template(name, settings) if template is None else _read_text(template, "args.chat_template")
+        if mode == "chat" and own is None:
+            raise ConfigError(
+                f"the tokenizer of {name} has no chat template",
+                "args.chat_template names a file with one; args.text: plain gives it prompt and response as text",
+            )
+        return cls(name, make, own, _special_tokens(settings), mode)
+
+    def ids(self, sample: RewardSample) -> list[int]:
+        """Token ids of a prompt and its response.
+
+        Raises:
+            DataError: the chat template refuses the messages, or there is none for messages.
+        """
+        if self._template is None:
+            return self._plain(sample)
+        messages = [self._marked(message) for message in conversation(sample)]
+        return self._encoded(self._rendered(self._template, messages))
+
+    def _plain(self, sample: RewardSample) -> list[int]:
+        if self._mode is None and sample.prompt.messages:
+            raise DataError(
+                f"line {sample.prompt.line} of the data set has messages, and {self._name} has no chat template",
+                "args.text: plain gives it what the policy read; args.chat_template names a file with a template",
+            )
+        encoded: list[int] = self._backend.encode(sample.prompt.text + sample.text).ids
+        return encoded
+
+    def _rendered(self, template: jinja2.Template, messages: Sequence[Mapping[str, Any]]) -> str:
+        import jinja2
+
+        try:
+            return template.render(
+                **self._special, messages=messages, tools=None, documents=None, add_generation_prompt=False
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise DataError(f"the chat template of {self._name} refuses the messages: {error}") from error
+
+    def _encoded(self, text: str) -> list[int]:
+        pieces = _MARKS.split(text)
+        ids: list[int] = self._backend.encode(pieces[0], add_special_tokens=False).ids
+        for number, piece in enumerate(pieces[1:], start=1):
+            if piece:
+                backend = self._as_text() if number % 2 else self._backend
+                ids += backend.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _as_text(self) -> tokenizers.Tokenizer:
+        """The tokenizer that knows no special tokens; few runs ever need it."""
+        if self._literal is None:
+            literal = self._make()
+            literal.encode_special_tokens = True
+            self._literal = literal
+        return self._literal
+
+    def _marked(self, value: Any) -> Any:
+        """A message whose special tokens are marked wherever a person or a policy wrote them; None is left out."""
+        if isinstance(value, str):
+            clean = value.replace(_OPEN, "").replace(_CLOSE, "")
+            return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", clean)
+        if isinstance(value, Mapping):
+            return {key: self._marked(inner) for key, inner in value.items() if inner is not None}
+        if isinstance(value, list | tuple):
+            return [self._marked(inner) for inner in value]
+        return value
+
+
+def _compiled(template: str, name: str) -> jinja2.Template:
+    """A chat template as transformers compiles it: sandboxed, with the few names that templates use."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the model wrote; nothing is made of it here."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        # jinja's own escapes HTML; the spaces are those that models were trained with, so no other library will do
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: dt.datetime.now().astimezone().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of {name} is none: {error}") from error
+
+
+def _own_template(name: str, settings: Mapping[str, Any]) -> str | None:
+    """The model's template: a file of its own, else in the settings, where several may have names."""
+    path = _file(name, _TEMPLATE)
+    if path is not None:
+        return _read_text(path, _TEMPLATE)
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; a file has them as text or with their flags."""
+    named = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _file(name: str, file: str) -> Path | None:
+    """A file of a model: in its directory, else from the hub or its cache; None when it has none."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    if folder.is_absolute() or not name:
+        raise ConfigError(
+            f"{name or 'the model'} is no directory", "reward_models.NAME.model or args.tokenizer names it"
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except LocalEntryNotFoundError as error:
+        if file == _TOKENIZER:
+            raise ConfigError(f"the tokenizer of {name} is not here, and the hub does not answer: {error}") from error
+        return None
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"no tokenizer of {name}: {reason}", "args.tokenizer names a directory or a hub name"
+        ) from error
+
+
+def _read_json(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        found = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _read_text(path: Path, option: str) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from error

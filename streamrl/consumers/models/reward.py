@@ -1,0 +1,221 @@
+"""The reward `reward_model`: a model with a head that gives a number, behind vLLM, SGLang or any server with JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
+from streamrl.consumers.models.rendering import Renderer
+from streamrl.consumers.models.template import Template, conversation
+from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, Score
+from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable, StreamrlError
+from streamrl.http import BadAnswer
+
+logger = logging.getLogger(__name__)
+
+_SHARE: Final = 0.95
+"""Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
+_PROBE_SECONDS: Final = 10.0
+_NEVER: Final = frozenset({401, 403, 501})
+"""What a server answers that no repeat will mend: another key is needed, or it has no such route."""
+_LONG: Final = 20_000
+"""Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
+_CHARACTERS_PER_TOKEN: Final = 3
+_TEMPLATE_ARGS: Final = ("path", "body", "value")
+_TEXT_ARGS: Final = ("text", "tokenizer", "chat_template", "label")
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What a server is asked for one sample, and what its answer means."""
+
+    path: str
+    body: Mapping[str, Any]
+    read: Callable[[Mapping[str, Any]], float]
+    tokens: int
+
+
+class RewardModel(Reward):
+    """Scores a response with a model that is trained to. The score is the raw number of its head.
+
+    Args:
+        model: its name in `reward_models`.
+        text: how a sample becomes text. `chat`: the reward model's own chat template; `plain`: prompt and response one
+            after the other; `server`: the messages go to the server, which has a template (vLLM); empty: chat where
+            the model has a template.
+        tokenizer: directory or hub name of tokenizer and template; empty: `model` of `reward_models`.
+        chat_template: file with a template that takes the place of the model's own.
+        label: which number of several is the score, from 0; negative: from the end.
+        path: for servers of kind template: where the body goes.
+        body: for servers of kind template: JSON with places such as `{prompt}` and `{response}`.
+        value: for servers of kind template: where the score is in the answer, for example `result.score`.
+
+    Raises:
+        PluginError: arguments do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        text: Literal["chat", "plain", "server"] | None = None,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        label: int | None = None,
+        path: str | None = None,
+        body: Mapping[str, Any] | None = None,
+        value: str | None = None,
+    ) -> None:
+        if text not in {None, "chat", "plain", "server"}:
+            raise PluginError(f"text is {text!r}", "it is one of chat, plain, server")
+        if label is not None and (isinstance(label, bool) or not isinstance(label, int)):
+            raise PluginError(f"label is {label!r}", "it is a whole number: 0 for the first")
+        if text in {"plain", "server"} and chat_template is not None:
+            raise PluginError(f"chat_template is for text: chat, and text is {text}")
+        if text == "server" and tokenizer is not None:
+            raise PluginError("tokenizer is not used with text: server: the server has one")
+        self._name = model
+        self._text, self._tokenizer, self._chat_template, self._label = text, tokenizer, chat_template, label
+        self._path = path
+        given = {name for name, arg in zip(_TEMPLATE_ARGS, (path, body, value), strict=True) if arg is not None}
+        if given and given != set(_TEMPLATE_ARGS):
+            missing = next(name for name in _TEMPLATE_ARGS if name not in given)
+            raise PluginError(f"{missing} is missing", "a server of kind template needs path, body and value")
+        self._template = None if body is None or value is None else Template(body, value)
+        self._model: AskedModel | None = None
+        self._renderer: Renderer | None = None
+        self._deadline = 0.0
+
+    async def open(self, context: RewardContext) -> None:
+        """Read tokenizer and template, and ask a server once, if one is there: what never fits ends the run here.
+
+        Raises:
+            ConfigError: no such model, no tokenizer, or servers that refuse what they are asked.
+        """
+        if self._name not in context.models:
+            close = difflib.get_close_matches(self._name, context.models, n=1)
+            known = ", ".join(context.models) or "none"
+            hint = f"did you mean {close[0]}?" if close else f"reward_models has: {known}"
+            raise ConfigError(f"there is no reward model {self._name!r}", hint)
+        self._model = context.models[self._name]
+        self._deadline = _SHARE * context.deadline
+        self._check(self._model)
+        if self._template is None and self._text != "server":
+            name = self._tokenizer or self._model.config.model
+            file = None if self._chat_template is None else Path(self._chat_template)
+            self._renderer = await asyncio.to_thread(Renderer.load, name, mode=self._text, template=file)
+        await self._probe()
+
+    async def score(self, sample: RewardSample) -> Score:
+        """Ask a server for the score of one response.
+
+        Raises:
+            RewardUnavailable: none can be asked now.
+            Unreachable: those that could be asked failed.
+            WireError: they answered without a finite score.
+            DataError: the sample cannot be asked for: the server refuses it (too long, say), the chat template does,
+                or something is missing in its prompt.
+        """
+        if len(sample.text) + len(sample.prompt.text) > _LONG:
+            question = await asyncio.to_thread(self._question, sample)
+        else:
+            question = self._question(sample)
+        return Score(await self._ask(question, self._deadline))
+
+    async def _ask(self, question: _Question, deadline: float) -> float:
+        return await self._asked.ask(
+            question.path, question.body, question.read, deadline=deadline, tokens=question.tokens
+        )
+
+    @property
+    def _asked(self) -> AskedModel:
+        assert self._model is not None, "scores come after open"
+        return self._model
+
+    def _question(self, sample: RewardSample) -> _Question:
+        config = self._asked.config
+        if self._template is not None:
+            body = self._template.filled(sample)
+            return _Question(str(self._path), body, self._template.read, _estimate(sample))
+        dialect = DIALECTS[config.kind, config.task]
+        if self._renderer is None:
+            body = dialect.conversation(config.model, conversation(sample))
+            return _Question(dialect.path, body, self._reader(dialect), _estimate(sample))
+        ids = self._renderer.ids(sample)
+        return _Question(dialect.path, dialect.body(config.model, ids), self._reader(dialect), len(ids))
+
+    def _reader(self, dialect: Dialect) -> Callable[[Mapping[str, Any]], float]:
+        return lambda answer: read_score(dialect, answer, self._label)
+
+    def _check(self, model: AskedModel) -> None:
+        """Refuse arguments that the model's kind of server cannot do anything with.
+
+        Raises:
+            ConfigError: what does not fit.
+        """
+        kind, task = model.config.kind, model.config.task
+        where = f"reward_models.{self._name}"
+        if kind == "template":
+            if self._template is None:
+                raise ConfigError(f"{where}: a server of kind template needs path, body and value in the reward's args")
+            unused = [name for name in _TEXT_ARGS if getattr(self, f"_{name}") is not None]
+            if unused:
+                raise ConfigError(f"{unused[0]} is not used with a server of kind template: its body says what it gets")
+            return
+        if self._template is not None:
+            raise ConfigError(f"path, body and value are for kind template, and {where}.kind is {kind}")
+        if (kind, task) not in DIALECTS:
+            raise ConfigError(
+                f"{where} is of kind {kind} and task {task}, which gives no score by itself",
+                "`use: judge` asks chat models; this reward takes kind vllm or sglang with task classify or pooling",
+            )
+        if self._text == "server" and not DIALECTS[kind, task].takes_messages:
+            raise ConfigError(f"servers of kind {kind} take no messages for a score", "leave args.text empty")
+
+    async def _probe(self) -> None:
+        """Ask for the score of a short text. Only what no server will ever do ends the run.
+
+        Raises:
+            ConfigError: the servers refuse such a request, or it is not clear which of their numbers is the score.
+        """
+        try:
+            question = self._question(_SAMPLE)
+        except DataError:
+            return  # a body that needs more of a prompt than this one has
+        try:
+            await self._ask(question, min(_PROBE_SECONDS, self._deadline))
+        except StreamrlError as error:
+            cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
+            if isinstance(cause, DataError | UnclearScore) or (isinstance(cause, BadAnswer) and cause.status in _NEVER):
+                raise ConfigError(f"reward model {self._name} cannot be asked: {cause.message}", cause.hint) from error
+            extra = {"model": self._name, "why": error.message}
+            logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
+
+
+def _estimate(sample: RewardSample) -> int:
+    """Tokens of a sample where nobody has counted those of the reward model."""
+    return (len(sample.prompt.text) + len(sample.text)) // _CHARACTERS_PER_TOKEN + 1
+
+
+_SAMPLE: Final = RewardSample(
+    text="Four.",
+    prompt=RewardPrompt(
+        text="What is two plus two?",
+        messages=None,
+        answer="4",
+        metadata={},
+        tokens=np.zeros(1, dtype=np.int32),
+        line=0,
+        evaluation=False,
+    ),
+    tokens=np.zeros(1, dtype=np.int32),
+    finish="stop",
+)

@@ -1,0 +1,141 @@
+"""Requests to servers of any other kind: a JSON body with places for what is known of a sample, and where the score is.
+
+```yaml
+args:
+  model: mine
+  path: /score
+  body: {question: "{prompt}", reply: "{response}", reference: "{answer}", level: "{metadata.level}"}
+  value: result.score
+```
+
+A string that is one place and nothing else becomes the value itself (a list stays a list); a place within a longer
+string becomes text. `{{` and `}}` are braces.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import orjson
+
+from streamrl.consumers.models.dialects import finite_number
+from streamrl.consumers.reward import RewardSample
+from streamrl.errors import DataError, PluginError, WireError
+
+_PLACE: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+
+
+def conversation(sample: RewardSample) -> list[dict[str, Any]]:
+    """The messages of a sample, with its response as the last; a prompt that is plain text is the user's."""
+    before = sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}]
+    return [*before, {"role": "assistant", "content": sample.text}]
+
+
+_VALUES: Final[Mapping[str, Callable[[RewardSample], Any]]] = {
+    "prompt": lambda sample: sample.prompt.text,
+    "response": lambda sample: sample.text,
+    "messages": conversation,
+    "answer": lambda sample: sample.prompt.answer,
+    "metadata": lambda sample: sample.prompt.metadata,
+    "finish": lambda sample: sample.finish,
+    "gid": lambda sample: sample.gid,
+    "index": lambda sample: sample.index,
+}
+_METADATA: Final = "metadata."
+
+
+class Template:
+    """A body with places, and the way to the score in the answer.
+
+    Args:
+        body: JSON value; every string in it may have places.
+        value: keys and numbers of list entries that lead to the score, with dots between them.
+
+    Raises:
+        PluginError: a place has no known name, a brace is alone, or `value` is empty.
+    """
+
+    def __init__(self, body: Mapping[str, Any], value: str) -> None:
+        self._body = body
+        self._way = value.split(".")
+        if not all(self._way):
+            raise PluginError(
+                f"value {value!r} is no way to a number", "write it with dots: result.score, data.0.score"
+            )
+        self.places = frozenset(_places(body))
+
+    def filled(self, sample: RewardSample) -> dict[str, Any]:
+        """The body for a sample.
+
+        Raises:
+            DataError: the prompt has no answer, or its metadata lacks a key.
+        """
+        return {key: _filled(value, sample) for key, value in self._body.items()}
+
+    def read(self, answer: Mapping[str, Any]) -> float:
+        """The score in an answer.
+
+        Raises:
+            WireError: it is not there, or no finite number.
+        """
+        found: Any = answer
+        for step in self._way:
+            try:
+                found = found[int(step)] if isinstance(found, list) else found[step]
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise WireError(f"an answer without {'.'.join(self._way)}: {str(answer)[:200]}") from error
+        return finite_number(found, ".".join(self._way))
+
+
+def _places(value: Any) -> list[str]:
+    """Names of all places of a body, checked."""
+    if isinstance(value, Mapping):
+        return [name for inner in value.values() for name in _places(inner)]
+    if isinstance(value, list | tuple):
+        return [name for inner in value for name in _places(inner)]
+    if not isinstance(value, str):
+        return []
+    if "{" in (rest := _PLACE.sub("", value)) or "}" in rest:
+        raise PluginError(f"a brace is alone in {value!r}", "write {{ or }} for a brace that is one")
+    names = [match[1] for match in _PLACE.finditer(value) if match[1] is not None]
+    for name in names:
+        if name not in _VALUES and not (name.startswith(_METADATA) and name != _METADATA):
+            close = difflib.get_close_matches(name, _VALUES, n=1)
+            hint = f"did you mean {{{close[0]}}}?" if close else f"known: {', '.join(_VALUES)}, metadata.KEY"
+            raise PluginError(f"nothing is known by the name {{{name}}}", hint)
+    return names
+
+
+def _filled(value: Any, sample: RewardSample) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, sample) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_filled(inner, sample) for inner in value]
+    if not isinstance(value, str):
+        return value
+    whole = _PLACE.fullmatch(value)
+    if whole is not None and whole[1] is not None:
+        return _value(whole[1], sample)
+    return _PLACE.sub(lambda match: _text(match, sample), value)
+
+
+def _text(match: re.Match[str], sample: RewardSample) -> str:
+    if match[1] is None:
+        return match[0][0]
+    found = _value(match[1], sample)
+    return found if isinstance(found, str) else orjson.dumps(found).decode()
+
+
+def _value(name: str, sample: RewardSample) -> Any:
+    if name.startswith(_METADATA):
+        key = name.removeprefix(_METADATA)
+        if key not in sample.prompt.metadata:
+            raise DataError(f"line {sample.prompt.line} of the data set has no {key!r}, which the reward's body needs")
+        return sample.prompt.metadata[key]
+    found = _VALUES[name](sample)
+    if name == "answer" and found is None:
+        raise DataError(f"line {sample.prompt.line} of the data set has no answer, which the reward's body needs")
+    return found
