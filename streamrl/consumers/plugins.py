@@ -21,7 +21,7 @@ from typing import Any, Final
 from streamrl.config import RewardSpec, RunConfig
 from streamrl.consumers.built_in import BUILT_IN
 from streamrl.consumers.reward import Reward, RewardLife
-from streamrl.errors import PluginError
+from streamrl.errors import PluginError, StreamrlError
 
 GROUP: Final = "streamrl.rewards"
 
@@ -161,6 +161,8 @@ def _build(target: Callable[..., Any], spec: RewardSpec) -> Any:
         raise PluginError(f"reward {spec.use} is abstract", f"implement {missing}")
     try:
         return target(**spec.args)
+    except StreamrlError as error:
+        raise PluginError(f"reward {spec.use} cannot be built: {error.message}", error.hint) from error
     except Exception as error:
         raise PluginError(f"reward {spec.use} cannot be built: {_last(error)}", "see its args") from error
 

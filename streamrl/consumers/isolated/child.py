@@ -1,0 +1,153 @@
+"""A process that answers requests with one function, one after the other, within limits that the kernel keeps.
+
+Run as a script, with nothing but the standard library and what the function needs. Frames on standard input and output:
+four bytes of length (big endian), then JSON.
+
+```
+in   order (see `main`)                                  first
+out  {"ready": true} | {"error": why}                    the function is imported and prepared, or cannot be
+in   request                                             any JSON
+out  {"phase": name}                                     where the function is, as often as it says so
+out  {"result": ...} | {"error": why} | {"memory": true}, with {"last": true} when the process ends after it
+```
+
+Limits: address space (`RLIMIT_AS`; over it, Python raises MemoryError), CPU time of each call (a timer whose signal
+nobody catches: the kernel ends the process, whatever it is doing), no core dumps, no files written. The process ends
+when its standard input does, and on Linux with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Tell = Callable[[str], None]
+Answer = Callable[[Any, Tell], Any]
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_ERROR = 500
+
+
+class Frames:
+    """Messages in both directions.
+
+    Args:
+        source: where they are read.
+        sink: where they are written.
+    """
+
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._source, self._sink = source, sink
+
+    def read(self) -> Any:
+        """Return the next message; None at the end of the input, or when the message is `null`."""
+        head = self._source.read(4)
+        if len(head) < 4:
+            return None
+        size = int.from_bytes(head, "big")
+        data = self._source.read(size)
+        return json.loads(data) if len(data) == size else None
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Write one message, at once."""
+        data = json.dumps(message).encode()
+        self._sink.write(len(data).to_bytes(4, "big") + data)
+        self._sink.flush()
+
+
+def main() -> int:
+    """Read the order, prepare the function, answer until the input ends.
+
+    The order is `{"script": path, "settings": any, "path": list, "memory": bytes, "cpu": seconds, "calls": number}`:
+    the file whose `prepare(settings)` returns the function, additions to `sys.path`, limits, and the calls after which
+    this process makes way for a new one.
+    """
+    frames = Frames(sys.stdin.buffer, os.fdopen(os.dup(1), "wb"))
+    os.dup2(2, 1)  # what a library prints must not get between the frames
+    order = frames.read()
+    if order is None:
+        return 0
+    _limit(order["memory"])
+    sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
+    try:
+        answer = _prepare(Path(order["script"]), order["settings"])
+    except Exception as error:  # noqa: BLE001 (told to the process that started this one)
+        frames.write({"error": _why(error)})
+        return 1
+    frames.write({"ready": True})
+    _serve(frames, answer, order)
+    return 0
+
+
+def _limit(memory: int) -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+def _prepare(script: Path, settings: Any) -> Answer:
+    spec = importlib.util.spec_from_file_location(f"isolated_{script.stem}", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    answer: Answer = module.prepare(settings)
+    return answer
+
+
+def _serve(frames: Frames, answer: Answer, order: dict[str, Any]) -> None:
+    base = _address_space()
+    worn = base + (order["memory"] - base) // 2
+    for number in range(1, order["calls"] + 1):
+        request = frames.read()
+        if request is None:
+            return
+        reply = _call(frames, answer, request, order["cpu"])
+        # Half of the room is in use for good: the next request would not find what it is entitled to.
+        if number == order["calls"] or "memory" in reply or _address_space() > worn:
+            reply["last"] = True
+        frames.write(reply)
+        if "last" in reply:
+            return
+
+
+def _call(frames: Frames, answer: Answer, request: Any, cpu: float) -> dict[str, Any]:
+    signal.setitimer(signal.ITIMER_PROF, cpu)
+    try:
+        return {"result": answer(request, lambda phase: frames.write({"phase": phase}))}
+    except MemoryError:
+        return {"memory": True}
+    except Exception as error:  # noqa: BLE001 (told to the process that asks)
+        return {"error": _why(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _address_space() -> int:
+    """Return the bytes of address space in use; 0 where nobody tells (only Linux does)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""Processes that work for a reward and can be killed: a request that takes too much ends its process, and nothing else.
+
+A thread cannot be stopped, and neither can a computation in C by a signal handler of Python. So what may explode
+(symbolic mathematics, regular expressions) runs in `streamrl.consumers.isolated.child`: a process and a session of its
+own, started with a clean environment and without anything of streamrl or torch, under limits that the kernel keeps.
+
+| what happens in a call | the caller gets | counted as |
+|---|---|---|
+| more CPU time than `Limits.cpu` | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
+| more memory than `Limits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
+| no answer within `Limits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
+| the process is killed by others, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
+| the caller is cancelled | its `CancelledError`; the process is killed | `lost` |
+| the function raises | `CallFailed`; the process goes on | |
+
+CPU time, unlike a deadline, does not depend on what else the host does: a request is too expensive always or never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import orjson
+
+from streamrl.consumers.isolated import child
+from streamrl.errors import ConfigError, RewardUnavailable, StreamrlError, WireError
+from streamrl.restarts import Deaths, RestartPolicy
+
+logger = logging.getLogger(__name__)
+
+Cause = Literal["cpu", "memory", "wall", "signal", "exit"]
+
+_LONGEST_REPLY: Final = 1 << 20
+START_SECONDS: Final = 60.0
+"""Longest time from the start of a process until it can be asked."""
+_END_SECONDS: Final = 5.0
+_WINDOW: Final = 60.0
+_DEATHS_PER_PROCESS: Final = 60
+_INHERITED: Final = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may take.
+
+    Attributes:
+        cpu: seconds of CPU time, above 0.
+        wall: seconds from the request to the answer; well above `cpu`, since it also ends calls on a busy host.
+        memory: bytes of address space of the process, its libraries included.
+        calls: after which a process makes way for a new one (libraries keep caches).
+    """
+
+    cpu: float
+    wall: float
+    memory: int
+    calls: int = 5000
+
+
+class CallFailed(StreamrlError):
+    """The function in the process raised; the message is its type and text."""
+
+
+class ProcessDied(StreamrlError):
+    """The process did not live to answer.
+
+    `cause` says of what it died. `phase` is where its function was, in words of its own; empty: it had not begun.
+    """
+
+    def __init__(self, message: str, cause: Cause, phase: str = "") -> None:
+        super().__init__(message)
+        self.args = (message, cause, phase)
+        self.cause = cause
+        self.phase = phase
+
+    @property
+    def too_expensive(self) -> bool:
+        """The request used up its CPU time or its memory: it would do so again, on any host."""
+        return self.cause in {"cpu", "memory"}
+
+
+@dataclass(slots=True)
+class ProcessCounts:
+    """What has become of the processes of a pool since it was made."""
+
+    started: int = 0
+    too_long: int = 0
+    too_large: int = 0
+    lost: int = 0
+
+
+class ProcessPool:
+    """Processes with one function, each of which answers one call at a time. For one event loop.
+
+    Processes are started when they are needed, and kept. After a death the next one waits, with growing pauses up to a
+    second; after 60 deaths per process within a minute none is started for a minute.
+
+    Args:
+        name: of the owner, for messages and logs.
+        script: a module whose `prepare(settings)` returns the function (see `isolated.child`).
+        settings: for `prepare`; anything that is JSON.
+        size: largest number of processes.
+        limits: of each call.
+    """
+
+    def __init__(self, name: str, script: Path, settings: Any, size: int, limits: Limits) -> None:
+        self.counts = ProcessCounts()
+        self._name = name
+        self._order = {
+            "script": str(script),
+            "settings": settings,
+            "memory": limits.memory,
+            "cpu": limits.cpu,
+            "calls": limits.calls,
+        }
+        self._limits = limits
+        self._slots = asyncio.Semaphore(size)
+        self._deaths = Deaths(RestartPolicy(_DEATHS_PER_PROCESS * size, _WINDOW, backoff=0.05, max_backoff=1.0))
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+        self._ending: list[_Process] = []
+        self._not_before = 0.0
+        self._closed = False
+
+    async def open(self) -> None:
+        """Start the first process, so that what is missing is known before the first call.
+
+        Raises:
+            ConfigError: it does not start.
+        """
+        async with self._slots:
+            try:
+                self._idle.append(await self._start())
+            except RewardUnavailable as error:
+                raise ConfigError(error.message, error.hint) from error
+
+    async def call(self, request: Any) -> Any:
+        """Return what the function returns for `request`. Waits for a free process; safe to cancel.
+
+        Args:
+            request: anything that is JSON.
+
+        Raises:
+            ProcessDied: the process did not live to answer.
+            CallFailed: the function raised.
+            RewardUnavailable: no process can be started now.
+        """
+        data = orjson.dumps(request)
+        async with self._slots:
+            if self._closed:
+                raise RewardUnavailable(f"{self._name} is closed")
+            process = await self._take()
+            self._busy.add(process)
+            try:
+                return await process.ask(data)
+            except ProcessDied as died:
+                extra = {"reward": self._name, "pid": process.pid, "cause": died.cause, "phase": died.phase}
+                logger.warning("process died of a call", extra=extra)
+                raise
+            finally:
+                self._busy.discard(process)
+                self._put_back(process)
+
+    async def close(self) -> None:
+        """End all processes, those that work at once, and wait until they are gone. A repeat does nothing."""
+        self._closed = True
+        for process in self._busy:
+            process.kill()
+        everyone = [*self._busy, *self._idle, *self._ending]
+        self._idle.clear()
+        self._ending.clear()
+        await asyncio.gather(*(process.gone() for process in everyone))
+
+    async def _take(self) -> _Process:
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+            self.counts.lost += 1
+        return await self._start()
+
+    async def _start(self) -> _Process:
+        pause = self._not_before - time.monotonic()
+        if pause > self._deaths.policy.max_backoff:
+            raise RewardUnavailable(
+                f"{self._name}: {self._deaths.recent} of its processes died within {_WINDOW:g} s;"
+                f" none is started for {pause:.0f} s",
+                "see `process died of a call` in the log of the worker",
+            )
+        await asyncio.sleep(max(0.0, pause))
+        self._ending = [process for process in self._ending if process.alive]
+        self._deaths.started()
+        try:
+            path = [entry for entry in sys.path if Path(entry).is_absolute()]
+            process = await _Process.start(self._name, {**self._order, "path": path}, self._limits)
+        except BaseException:
+            self._died()
+            raise
+        self._deaths.ready(time.monotonic())
+        self.counts.started += 1
+        return process
+
+    def _put_back(self, process: _Process) -> None:
+        if process.state == "ready" and not self._closed:
+            self._idle.append(process)
+            return
+        self._ending.append(process)
+        process.kill()
+        if process.state in {"ready", "worn"}:
+            return
+        if process.state == "cpu":
+            self.counts.too_long += 1
+        elif process.state == "memory":
+            self.counts.too_large += 1
+        else:
+            self.counts.lost += 1
+        self._died()
+
+    def _died(self) -> None:
+        now = time.monotonic()
+        pause = self._deaths.died(now, random.random())  # noqa: S311 (jitter, no secret)
+        self._not_before = max(self._not_before, now + (_WINDOW if pause is None else pause))
+
+
+class _Process:
+    """One process. `state`: `ready`, `asked` during a call, `worn` when it ends by itself, else of what it died."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, limits: Limits) -> None:
+        self.pid = process.pid
+        self.state: Literal["ready", "asked", "worn"] | Cause = "ready"
+        self._name = name
+        self._process = process
+        self._limits = limits
+
+    @classmethod
+    async def start(cls, name: str, order: Mapping[str, Any], limits: Limits) -> _Process:
+        """Start one and wait until it is ready; `RewardUnavailable` when it does not become so."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-B", child.__file__),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env={key: os.environ[key] for key in _INHERITED if key in os.environ} | {"LC_ALL": "C.UTF-8"},
+            )
+        except OSError as error:
+            raise RewardUnavailable(f"{name}: no process can be started: {error}") from error
+        started = cls(name, process, limits)
+        try:
+            await started._get_ready(order)
+        except BaseException:
+            started.kill()
+            await started.gone()
+            raise
+        return started
+
+    async def _get_ready(self, order: Mapping[str, Any]) -> None:
+        hint = f"it may need more than {self._limits.memory >> 20} MiB of memory"
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._write(orjson.dumps(order))
+                reply = await self._read()
+        except TimeoutError as error:
+            raise RewardUnavailable(f"{self._name}: its process is not ready within {START_SECONDS:g} s") from error
+        except (EOFError, OSError) as error:
+            raise RewardUnavailable(f"{self._name}: its process ends as soon as it is started", hint) from error
+        if "error" in reply:
+            why = str(reply["error"])
+            raise RewardUnavailable(
+                f"{self._name}: its process cannot be prepared: {why}", hint if "MemoryError" in why else ""
+            )
+
+    @property
+    def alive(self) -> bool:
+        """It has not ended, as far as is known."""
+        return self._process.returncode is None
+
+    async def ask(self, request: bytes) -> Any:
+        """Return the function's result; raises as `ProcessPool.call`. Leaves `state` at `asked` when cancelled."""
+        self.state = "asked"
+        phase = ""
+        try:
+            async with asyncio.timeout(self._limits.wall):
+                await self._write(request)
+                while "phase" in (reply := await self._read()):
+                    phase = str(reply["phase"])
+        except TimeoutError as error:
+            raise self._dead(f"no answer within {self._limits.wall:g} s", "wall", phase) from error
+        except (EOFError, OSError) as error:
+            code = await self.gone()
+            if code == -signal.SIGPROF:
+                raise self._dead(f"more than {self._limits.cpu:g} s of CPU time", "cpu", phase) from error
+            if code < 0:
+                raise self._dead(f"ended by {signal.Signals(-code).name}", "signal", phase) from error
+            raise self._dead(f"ended with exit code {code}", "exit", phase) from error
+        if "memory" in reply:
+            raise self._dead(f"more than {self._limits.memory >> 20} MiB of memory", "memory", phase)
+        self.state = "worn" if "last" in reply else "ready"
+        if "error" in reply:
+            raise CallFailed(f"{self._name}: {reply['error']}")
+        return reply["result"]
+
+    def kill(self) -> None:
+        """Kill it with all it may have started, now; nothing when it is gone."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def gone(self) -> int:
+        """Wait until it has ended, and kill it when that takes long; return its exit code (negative: signal)."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(_END_SECONDS):
+                    return await self._process.wait()
+            except TimeoutError:
+                self.kill()
+        logger.error("process cannot be killed", extra={"reward": self._name, "pid": self.pid})
+        return -signal.SIGKILL
+
+    def _dead(self, why: str, cause: Cause, phase: str) -> ProcessDied:
+        self.state = cause
+        where = f" in phase {phase}" if phase else ""
+        return ProcessDied(f"{self._name}: {why}{where}", cause, phase)
+
+    async def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(data).to_bytes(4, "big") + data)
+        await self._process.stdin.drain()
+
+    async def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        size = int.from_bytes(await self._process.stdout.readexactly(4), "big")
+        if size > _LONGEST_REPLY:
+            raise WireError(f"{self._name}: its process answers with {size} bytes")
+        reply: dict[str, Any] = orjson.loads(await self._process.stdout.readexactly(size))
+        return reply

@@ -1,0 +1,114 @@
+"""The base of rules that work in processes which can be killed, because a response could make them expensive."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from streamrl.consumers import isolated
+from streamrl.consumers.processes import START_SECONDS, Limits, ProcessDied, ProcessPool
+from streamrl.consumers.reward import Reward, RewardContext, RewardSample
+from streamrl.errors import DataError, PluginError
+
+Verdict = Literal["wrong", "fail"]
+
+_MOST_PROCESSES: Final = 4
+_SCRIPTS: Final = Path(isolated.__file__).parent
+
+
+class Processed(Reward):
+    """A rule whose work is done by a pool of processes.
+
+    One worker calls it for as many samples at a time as there are processes, unless the run file says otherwise.
+
+    Args:
+        rule: its name, for messages.
+        script: stem of its module in `streamrl/consumers/isolated`.
+        settings: for `prepare` of that module.
+        seconds: of CPU time for one response; it may take ten seconds and five times that by the clock.
+        memory_mib: MiB of address space of one process, with its libraries.
+        processes: at most so many in one reward worker; None: one per CPU, at most 4.
+        expensive: what a response is that uses up `seconds` or the memory: `wrong`, for the rule to make a 0 of, or
+            `fail`, an error that is not tried again (`on_failure` decides).
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        script: str,
+        settings: Mapping[str, Any],
+        *,
+        seconds: float,
+        memory_mib: int,
+        processes: int | None,
+        expensive: Verdict,
+    ) -> None:
+        if seconds <= 0 or memory_mib < 64 or (processes is not None and processes < 1):
+            raise ValueError("seconds must be above 0, memory_mib at least 64 and processes at least 1")
+        self.expensive = check_verdict("expensive", expensive)
+        limits = Limits(cpu=seconds, wall=10 + 5 * seconds, memory=memory_mib << 20)
+        self.concurrency = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        self.deadline = START_SECONDS + limits.wall
+        self._pool = ProcessPool(f"rule {rule}", _SCRIPTS / f"{script}.py", dict(settings), self.concurrency, limits)
+
+    async def open(self, context: RewardContext) -> None:
+        """Start the first process; `ConfigError` when it does not start."""
+        del context
+        await self._pool.open()
+
+    async def close(self) -> None:
+        """End all processes."""
+        await self._pool.close()
+
+    def counts(self) -> Mapping[str, int]:
+        """Processes started, and calls that ended one (`ProcessCounts`)."""
+        return asdict(self._pool.counts)
+
+    async def ask(self, request: Any, sample: RewardSample, *, theirs: str) -> Any:
+        """Return what the process says; None for a response that is too expensive and thereby wrong.
+
+        Args:
+            request: to the process.
+            sample: that it is about.
+            theirs: phase of the process in which the response is to blame; in another one it is what came with the
+                prompt.
+
+        Raises:
+            DataError: the response is too expensive and `expensive` is `fail`, or what came with the prompt is.
+            ProcessDied: the process died of something else.
+            CallFailed: its function raised.
+            RewardUnavailable: no process can be started now.
+        """
+        try:
+            return await self._pool.call(request)
+        except ProcessDied as died:
+            if not died.too_expensive:
+                raise
+            if died.phase != theirs:
+                where = f"line {sample.prompt.line} of the data set"
+                message = f"what comes with {where} is too expensive itself: {died.message}"
+                raise DataError(message, "mend that line, or raise seconds or memory_mib of the rule") from died
+            if self.expensive == "fail":
+                raise DataError(died.message, "raise seconds or memory_mib, or say `expensive: wrong`") from died
+            return None
+
+
+def check_verdict(name: str, value: Verdict) -> Verdict:
+    """Return `value`; `ValueError` when it is neither `wrong` nor `fail`."""
+    if value not in ("wrong", "fail"):
+        raise ValueError(f"{name} is wrong or fail, not {value!r}")
+    return value
+
+
+def require(package: str, extra: str, rule: str) -> None:
+    """Check that a package is installed, without importing it.
+
+    Raises:
+        PluginError: it is not; the hint has the command that installs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise PluginError(f"rule {rule} needs the package {package}", f"pip install 'streamrl[{extra}]'")
