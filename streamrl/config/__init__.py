@@ -21,6 +21,8 @@ from streamrl.config.rewards import (
     RewardWorkerConfig,
     ScoringConfig,
     check_gateway,
+    check_retrying,
+    check_scoring,
 )
 
 
@@ -333,8 +335,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_gateway(self) -> RunConfig:
+    def _check_rewards(self) -> RunConfig:
         check_gateway(self.rewards, self.reward_worker)
+        check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
+        check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from streamrl.config.base import Duration, Positive, Section, ServerUrl, Size, is_loopback
 
@@ -18,8 +18,8 @@ RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}
 class Normalisation(Section):
     """`(value - mean) / std`, then a squashing function; with constants, so that a response has one score for ever."""
 
-    mean: float = Field(0.0, description="subtracted")
-    std: Annotated[float, Field(gt=0)] = Field(1.0, description="divided by")
+    mean: FiniteFloat = Field(0.0, description="subtracted")
+    std: Annotated[FiniteFloat, Field(gt=0)] = Field(1.0, description="divided by")
     squash: Literal["none", "sigmoid", "tanh"] = Field("none", description="function of the result")
 
 
@@ -28,10 +28,10 @@ class RewardSpec(Section):
 
     use: str = Field(description="built-in name, module:Name, or entry point of streamrl.rewards")
     name: str | None = Field(None, description="name in scores and metrics; empty: derived from `use`")
-    weight: float = Field(1.0, description="factor in a sum, exponent in a product; 0: only shown")
+    weight: FiniteFloat = Field(1.0, description="factor in a sum, exponent in a product; 0: only shown")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     adapter: Literal["verl", "trl"] | None = Field(None, description="a function with the signature of another system")
-    gate: float | None = Field(
+    gate: FiniteFloat | None = Field(
         None,
         description="the score is scoring.gated unless this reward is at least so much; rewards after it are saved",
     )
@@ -46,7 +46,7 @@ class RewardSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RewardSpec:
-        if self.clip is not None and self.clip[0] > self.clip[1]:
+        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also when one is no number
             raise ValueError("clip is [lowest, highest]")
         return self
 
@@ -55,16 +55,22 @@ class OverlongConfig(Section):
     """The soft penalty of long responses (DAPO, arXiv:2503.14476, equation 13)."""
 
     buffer: Positive = Field(description="tokens before sampling.max_new_tokens over which the penalty grows")
-    penalty: Annotated[float, Field(gt=0)] = Field(1.0, description="at the limit")
+    penalty: Annotated[FiniteFloat, Field(gt=0)] = Field(1.0, description="at the limit")
 
 
 class ScoringConfig(Section):
     """How the values of all rewards become the score of a response; every part is kept."""
 
     combine: Literal["sum", "product", "min"] = Field("sum", description="of the rewards without a gate")
-    gated: float = Field(0.0, description="score of a response that a gate did not let through")
+    gated: FiniteFloat = Field(0.0, description="score of a response that a gate did not let through")
     clip: Bounds | None = Field(None, description="lowest and highest score, before overlong")
     overlong: OverlongConfig | None = Field(None, description="soft penalty of long responses; empty: none")
+
+    @model_validator(mode="after")
+    def _check(self) -> ScoringConfig:
+        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also when one is no number
+            raise ValueError("clip is [lowest, highest]")
+        return self
 
 
 class RewardWorkerConfig(Section):
@@ -157,3 +163,39 @@ def check_gateway(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig) -> 
         raise ValueError("a reward with `use: gateway` needs reward_worker.gateway_port; 0 is any free port")
     if worker.gateway_port is not None and not uses:
         raise ValueError("reward_worker.gateway_port is set, but no reward has `use: gateway`")
+
+
+def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest: int) -> None:
+    """Refuse rewards that make no score.
+
+    Args:
+        rewards: of the run.
+        scoring: how they make one.
+        longest: tokens of the longest response.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if all(reward.gate is not None or not reward.weight for reward in rewards):
+        raise ValueError("every reward has a gate or weight 0, so there is nothing to make a score of")
+    if any((reward.name or reward.use) == "overlong" for reward in rewards):
+        raise ValueError("overlong is the name of the penalty in scores: give the reward another `name:`")
+    if scoring.overlong is not None and scoring.overlong.buffer > longest:
+        raise ValueError(
+            f"scoring.overlong.buffer {scoring.overlong.buffer} is above sampling.max_new_tokens {longest}: every"
+            " response would be too long"
+        )
+
+
+def check_retrying(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig, max_hold: float) -> None:
+    """Refuse a sample that is tried for longer than it may be held.
+
+    Raises:
+        ValueError: `max_hold` seconds, after which a held sample is dead, are over before on_failure retry is.
+    """
+    retries = any((reward.on_failure or worker.on_failure) == "retry" for reward in rewards)
+    if retries and worker.retry_for >= max_hold:
+        raise ValueError(
+            f"reward_worker.retry_for {worker.retry_for:g} s is not below lease.max_hold {max_hold:g} s, after which a"
+            " sample is dead"
+        )
