@@ -11,6 +11,7 @@ import msgspec
 import orjson
 
 from streamrl import wire
+from streamrl.config import RunConfig
 from streamrl.consumers.calls import RewardCalls
 from streamrl.consumers.memory import MemoryWatch
 from streamrl.consumers.models import open_models
@@ -57,7 +58,7 @@ async def run_reward_worker(role: Role) -> None:
                 "rollouts",
                 role.name,
                 config.lease,
-                width_of(scorer, config.reward_worker.concurrency),
+                width_of(scorer, config),
                 worker.handle,
                 drain=_DRAIN_SHARE * config.supervisor.drain_deadline,
             )
@@ -73,10 +74,14 @@ async def run_reward_worker(role: Role) -> None:
                     task.cancel()
 
 
-def width_of(scorer: Scorer, concurrency: int) -> int:
-    """Samples (or whole groups) that a worker holds: as many as the reward with the fewest places can keep busy."""
-    places = [calls.reward.spec.concurrency for calls in scorer.calls]
-    return min([concurrency, *(_WAITING * place for place in places if place is not None)])
+def width_of(scorer: Scorer, config: RunConfig) -> int:
+    """Samples, or whole groups, that a worker holds: what the reward with the fewest places can keep busy."""
+    size = config.sampling.responses if scorer.whole else 1
+    held = [config.reward_worker.concurrency / size]
+    for reward in (calls.reward for calls in scorer.calls):
+        if reward.spec.concurrency is not None:
+            held.append(_WAITING * reward.spec.concurrency / (1 if reward.group else size))
+    return max(1, int(min(held)))
 
 
 class RewardWorker:
@@ -131,6 +136,9 @@ class RewardWorker:
         except WireError as error:
             await self._bury(lease, f"wire: {error}", samples=len(leased.payloads))
             return
+        if len(samples) < leased.least:  # dead whatever its scores are: no reward needs to look at it
+            causes = dict.fromkeys(samples, Cause(f"{len(samples)} of {leased.size} samples left to compare")) | causes
+            samples = {}
         results = await self._scorer.score_group(list(samples.values())) if samples else []
         scores: dict[int, wire.Score] = {}
         doom = ""
