@@ -65,6 +65,8 @@ class Together:
 class RewardCalls:
     """Calls one reward and keeps its limits.
 
+    `places` are the calls that may run at the same time (None: any number), `in_flight` those that do.
+
     Args:
         reward: loaded, and open.
         worker: limits that the reward does not have of its own.
@@ -84,8 +86,8 @@ class RewardCalls:
         self._backoff = worker.backoff
         self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
         self._retry_for = worker.retry_for
-        places = spec.concurrency or life.concurrency
-        self._places = asyncio.Semaphore(places) if places else contextlib.nullcontext()
+        self.places = spec.concurrency or life.concurrency
+        self._places = asyncio.Semaphore(self.places) if self.places else contextlib.nullcontext()
         self._circuit_moved = asyncio.Event()
 
     async def instant(self, sample: RewardSample) -> Score:

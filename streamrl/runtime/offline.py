@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.consumers.plugins import load_rewards
-from streamrl.consumers.reward import RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed
+from streamrl.consumers.models import open_models
+from streamrl.consumers.reward import RewardContext, RewardSample
+from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
 from streamrl.errors import StreamrlError
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Engine, Request
@@ -31,14 +33,15 @@ def with_model(config: RunConfig, path: str) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-async def measure_accuracy(config: RunConfig, label: str, seed: int, on_progress: OnProgress) -> float:
+async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: int, on_progress: OnProgress) -> float:
     """Sample the first `evaluation.final_prompts` held-out prompts at the run's temperature and score them.
 
     With transformers in this process, whatever engine the run had: its servers have ended or belong to others, and
-    what is measured is the model as it was saved.
+    what is measured is the model as it was saved. Rewards that ask models need servers that run (`url`).
 
     Args:
         config: of the run; `config.model.path` are the weights to measure.
+        run_dir: of the run, for rewards that read or write there.
         label: for `on_progress`.
         seed: of the sampling.
         on_progress: called after each response.
@@ -58,7 +61,9 @@ async def measure_accuracy(config: RunConfig, label: str, seed: int, on_progress
     engine = HfEngine(config, seed)
     await engine.start()
     try:
-        values = await _scores(config, engine, tokenizer, prompts, lambda done, all_: on_progress(label, done, all_))
+        async with open_models(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
+            progress = partial(on_progress, label)
+            values = await _scores(config, engine, tokenizer, scorer, prompts, progress)
     finally:
         await engine.close()
     if not values:
@@ -70,10 +75,10 @@ async def _scores(
     config: RunConfig,
     engine: Engine,
     tokenizer: Tokenizer,
+    scorer: Scorer,
     prompts: Sequence[wire.Prompt],
     on_progress: Callable[[int, int], None],
 ) -> list[float]:
-    scorer = Scorer(load_rewards(config), config.reward_worker)
     # Enough to keep every slot busy while finished responses are scored.
     room = asyncio.Semaphore(2 * config.engine.slots)
     total = len(prompts) * config.evaluation.samples

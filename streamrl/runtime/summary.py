@@ -42,11 +42,12 @@ async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> 
     if not config.evaluation.final_prompts:
         return Accuracies()
     seed = config.seed + _MEASURING_SEED
-    before = await measure_accuracy(config, "first version", seed, on_progress)
+    before = await measure_accuracy(config, run_dir, "first version", seed, on_progress)
     last = run_dir / "model"
     if not last.is_dir():
         return Accuracies(before)
-    return Accuracies(before, await measure_accuracy(with_model(config, str(last)), "last version", seed, on_progress))
+    trained = with_model(config, str(last))
+    return Accuracies(before, await measure_accuracy(trained, run_dir, "last version", seed, on_progress))
 
 
 async def write_summary(
