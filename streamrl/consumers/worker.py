@@ -77,11 +77,13 @@ async def run_reward_worker(role: Role) -> None:
 def width_of(scorer: Scorer, config: RunConfig) -> int:
     """Samples, or whole groups, that a worker holds: what the reward with the fewest places can keep busy."""
     size = config.sampling.responses if scorer.whole else 1
-    held = [config.reward_worker.concurrency / size]
-    for reward in (calls.reward for calls in scorer.calls):
-        if reward.spec.concurrency is not None:
-            held.append(_WAITING * reward.spec.concurrency / (1 if reward.group else size))
-    return max(1, int(min(held)))
+    limits = [config.reward_worker.concurrency / size]
+    limits += [
+        _WAITING * places / (1 if calls.reward.group else size)
+        for calls in scorer.calls
+        if (places := calls.reward.spec.concurrency) is not None
+    ]
+    return max(1, int(min(limits)))
 
 
 class RewardWorker:
