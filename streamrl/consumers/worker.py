@@ -79,9 +79,9 @@ def width_of(scorer: Scorer, config: RunConfig) -> int:
     size = config.sampling.responses if scorer.whole else 1
     limits = [config.reward_worker.concurrency / size]
     limits += [
-        _WAITING * places / (1 if calls.reward.group else size)
+        _WAITING * calls.places / (1 if calls.reward.group else size)
         for calls in scorer.calls
-        if (places := calls.reward.spec.concurrency) is not None
+        if calls.places is not None
     ]
     return max(1, int(min(limits)))
 

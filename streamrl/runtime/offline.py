@@ -63,7 +63,7 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     try:
         async with open_models(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
             progress = partial(on_progress, label)
-            values = await _scores(config, engine, tokenizer, scorer, prompts, progress)
+            values = await _scores(config, engine, tokenizer, scorer, prompts, on_progress=progress)
     finally:
         await engine.close()
     if not values:
@@ -77,6 +77,7 @@ async def _scores(
     tokenizer: Tokenizer,
     scorer: Scorer,
     prompts: Sequence[wire.Prompt],
+    *,
     on_progress: Callable[[int, int], None],
 ) -> list[float]:
     # Enough to keep every slot busy while finished responses are scored.
