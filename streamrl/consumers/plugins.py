@@ -81,8 +81,6 @@ def _load(spec: RewardSpec, paths: Sequence[Path]) -> LoadedReward:
             )
         instant = bool(getattr(instance, "instant", False)) and not group
         life = instance if hasattr(instance, "open") and hasattr(instance, "close") else None
-        if spec.deadline is None and isinstance(own := getattr(instance, "deadline", None), int | float):
-            spec = spec.model_copy(update={"deadline": float(own)})
         _check_signature(call, {}, spec)
     elif callable(target):
         call = functools.partial(target, **spec.args) if spec.args else target

@@ -1,0 +1,109 @@
+"""Samples without a run: made by hand, and read from files."""
+
+import numpy as np
+import orjson
+import pytest
+
+from streamrl import wire
+from streamrl.consumers import make_sample
+from streamrl.consumers.samples import read_samples
+from streamrl.errors import ConfigError, DataError
+from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter
+from tests.consumers.samples import prompt, response
+
+LINE = {"prompt": "2+2=", "response": "4", "answer": "4"}
+
+
+def test_a_sample_made_by_hand_has_what_rewards_read():
+    sample = make_sample("4", prompt="2+2=", answer="4", metadata={"topic": "sums"}, group=3, index=1, finish="length")
+    assert (sample.text, sample.finish, sample.gid, sample.index) == ("4", "length", 3, 1)
+    assert (sample.prompt.text, sample.prompt.answer, sample.prompt.metadata) == ("2+2=", "4", {"topic": "sums"})
+    assert sample.tokens.tolist() == [ord("4")]
+    assert sample.prompt.tokens.dtype == np.int32
+    assert make_sample("four", tokens=[7, 2]).tokens.tolist() == [7, 2]
+    with pytest.raises(ValueError, match="finish is 'done'"):
+        make_sample("4", finish="done")
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "object", "indented"])
+def test_json_in_every_form_is_read(tmp_path, form):
+    records = [LINE | {"topic": "sums", "metadata": {"level": 2}}] * (1 if form in {"object", "indented"} else 2)
+    data = {
+        "lines": b"\n\n".join(map(orjson.dumps, records)) + b"\n",
+        "list": orjson.dumps(records),
+        "object": orjson.dumps(records[0]),
+        "indented": orjson.dumps(records[0], option=orjson.OPT_INDENT_2),
+    }[form]
+    (tmp_path / "samples").write_bytes(data)
+    found = list(read_samples(tmp_path / "samples"))
+    assert len(found) == len(records)
+    assert (found[0].text, found[0].prompt.text, found[0].prompt.answer) == ("4", "2+2=", "4")
+    assert found[0].prompt.metadata == {"topic": "sums", "level": 2}
+
+
+def test_all_keys_of_a_sample(tmp_path):
+    record = {
+        "messages": [{"role": "user", "content": "What is"}, {"role": "user", "content": "6 * 7?"}],
+        "response": "42", "answer": 42, "finish": "length", "tokens": [4, 2], "group": 9, "index": 3, "line": 17,
+        "evaluation": True,
+    }  # fmt: skip
+    (tmp_path / "one.json").write_bytes(orjson.dumps(record))
+    (sample,) = read_samples(tmp_path / "one.json")
+    assert sample.prompt.messages == record["messages"]
+    assert sample.prompt.text == "What is\n6 * 7?"
+    assert (sample.prompt.answer, sample.prompt.line, sample.prompt.evaluation) == (42, 17, True)
+    assert (sample.gid, sample.index, sample.finish, sample.tokens.tolist()) == (9, 3, "length", [4, 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "hint"),
+    [
+        (b"", "is empty", "each line"),
+        (b"{} {", "line 1: no JSON", "write"),
+        (b'{"prompt": "x", "response": "y"}\nnonsense', "line 2: no JSON", "write"),
+        (b"[1]", "item 0: no object", "write"),
+        (b'{"prompt": "x", "completion": "y"}', "has no `response`", "is it `completion`?"),
+        (b'{"prompt": "x", "respones": "y"}', "has no `response`", "is it `respones`?"),
+        (b'{"prompt": "x"}', "has no `response`", "write"),
+        (b'{"response": "x"}', "neither `prompt` nor `messages`", "write"),
+        (b'{"prompt": 7, "response": "x"}', "`prompt` is a int, not a str", "write"),
+        (b'{"prompt": "x", "response": ["x"]}', "`response` is a list, not a str", "write"),
+        (b'{"messages": ["x"], "response": "x"}', "`messages` are not all objects", "write"),
+        (b'{"prompt": "x", "response": "x", "metadata": []}', "`metadata` is a list, not a dict", "write"),
+        (b'{"prompt": "x", "response": "x", "tokens": [1.5]}', "`tokens` are not all whole numbers", "write"),
+        (b'{"prompt": "x", "response": "x", "tokens": [4294967296]}', "out of bounds", "write"),
+        (b'{"prompt": "x", "response": "x", "index": true}', "`index` is a bool, not a int", "write"),
+        (b'{"prompt": "x", "response": "x", "finish": "done"}', "finish is 'done'", "write"),
+    ],
+)
+def test_a_line_that_is_no_sample_is_named(tmp_path, data, said, hint):
+    (tmp_path / "samples.jsonl").write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        list(read_samples(tmp_path / "samples.jsonl"))
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+    assert "samples.jsonl" in caught.value.message
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="No such file"):
+        list(read_samples(tmp_path / "nothing.jsonl"))
+    with pytest.raises(ConfigError, match="no recorded groups"):
+        list(read_samples(tmp_path))
+
+
+def test_a_recording_is_read_like_samples(tmp_path):
+    folder = tmp_path / "run" / "recording"
+    writer = RecordingWriter(folder, 1, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
+    score = wire.encode(wire.Score(value=1.0))
+    writer.add(
+        RecordedGroup(
+            gid=5, prompt=wire.encode(prompt()), samples=[(wire.encode(response(text)), score) for text in ("4", "5")]
+        )
+    )
+    writer.sync()
+    writer.close()
+    for path in (tmp_path / "run", folder, next(folder.iterdir())):
+        found = list(read_samples(path))
+        assert [(each.gid, each.index, each.text) for each in found] == [(5, 0, "4"), (5, 1, "5")]
+        assert found[0].prompt.answer == "4"
