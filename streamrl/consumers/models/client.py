@@ -9,6 +9,7 @@ refuses (400) every server would refuse: that ends the request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ LOOK_SECONDS: Final = 2.0
 """Seconds between two looks at the list of servers, and at the health of those that no request says anything of."""
 HEALTH_SECONDS: Final = 5.0
 """Longest time of a health check."""
+_FAIR_SHARE: Final = 0.5
+"""Part of the time of a request that a server has to have had before it is its fault that there was no answer."""
 _FIRST_PAUSE: Final = 0.1
 _NOT_NOW: Final = frozenset({429, 503})
 _NO_ROUTE: Final = frozenset({404, 405})
@@ -52,6 +55,7 @@ class _Request:
 
     Attributes:
         call: what is sent.
+        seconds: that it may take.
         end: when its time is over.
         tokens: that it will cost.
         failed: servers that have failed it and are not asked again.
@@ -61,6 +65,7 @@ class _Request:
     """
 
     call: Call
+    seconds: float
     end: float
     tokens: int
     failed: set[str] = field(default_factory=set)
@@ -130,7 +135,7 @@ class ModelClient:
             BadRequest: the server refuses the request itself: asking again does not help.
         """
         loop = asyncio.get_running_loop()
-        request = _Request(Call("POST", path, body, pooled=True), loop.time() + deadline, tokens)
+        request = _Request(Call("POST", path, body, pooled=True), deadline, loop.time() + deadline, tokens)
         while True:
             flight = await self._place(request)
             answer = await self._fly(request, flight, read)
@@ -150,7 +155,8 @@ class ModelClient:
             logger.info("reward server leaves", extra={"model": self.name, "url": url})
         for url in [url for url in self._sessions if url not in self._router.known]:
             await self._sessions.pop(url).close()
-        self._wake_all()
+        if removed:
+            self._wake_all()
 
     async def check(self) -> None:
         """Check the health of the servers of whom no request says anything, side by side."""
@@ -201,7 +207,8 @@ class ModelClient:
                 await self._all_failed(request)
                 continue
             wakes = self._router.wakes(now, request.failed)
-            await self._turn(min(request.end, request.end if wakes is None else wakes) - now, alone=not request.failed)
+            until = request.end if wakes is None else min(request.end, wakes)
+            await self._turn(until - now, self._choosy if request.failed else self._line)
 
     async def _all_failed(self, request: _Request) -> None:
         """All who could be asked have failed. Those that were away, and only those, may be asked again after a pause.
@@ -218,12 +225,11 @@ class ModelClient:
             request.rounds += 1
             await asyncio.sleep(max(0.0, pause))
 
-    async def _turn(self, seconds: float, *, alone: bool) -> None:
+    async def _turn(self, seconds: float, line: dict[asyncio.Future[None], None]) -> None:
         """Wait for a change of the servers, or `seconds`.
 
-        Who can take any place waits in line, and one place wakes the first; who cannot is woken by each.
+        Who can take any place waits in `_line`, and one place wakes the first; the choosy are woken by each.
         """
-        line = self._line if alone else self._choosy
         future = asyncio.get_running_loop().create_future()
         line[future] = None
         try:
@@ -240,25 +246,20 @@ class ModelClient:
 
     def _wake_one(self) -> None:
         """A place is free."""
-        for future in [*self._choosy, *list(self._line)[:1]]:
-            self._wake(future)
+        _wake(self._choosy, len(self._choosy))
+        _wake(self._line, 1)
 
     def _wake_all(self) -> None:
-        """Many places are free."""
-        for future in [*self._choosy, *self._line]:
-            self._wake(future)
-
-    def _wake(self, future: asyncio.Future[None]) -> None:
-        self._choosy.pop(future, None)
-        self._line.pop(future, None)
-        if not future.done():
-            future.set_result(None)
+        """Many places are free, or none will be."""
+        _wake(self._choosy, len(self._choosy))
+        _wake(self._line, len(self._line))
 
     async def _fly(self, request: _Request, flight: Flight, read: Callable[[Answer], _T]) -> tuple[_T] | None:
         """Ask one server. Returns what was read, None when the request should go on to another one.
 
         Raises:
             BadRequest: it refuses the request.
+            Lost: there was little time left, and now there is none.
         """
         loop = asyncio.get_running_loop()
         outcome, why, rest = Outcome.CANCELLED, "", None
@@ -269,8 +270,10 @@ class ModelClient:
             found = (read(answer),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             outcome, why = _outcome(error), error.message
+            if isinstance(error, Lost) and error.late and loop.time() - flight.began < _FAIR_SHARE * request.seconds:
+                outcome = Outcome.CANCELLED  # most of the time went by before the server had the request
             rest = error.rest if isinstance(error, BadAnswer) else None
-            if outcome is Outcome.OK:
+            if outcome in {Outcome.OK, Outcome.CANCELLED}:
                 raise
             request.failed_at(flight.url, outcome, error)
             return None
@@ -292,14 +295,14 @@ class ModelClient:
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
     def _changed(self, url: str, state: State | None, why: str) -> None:
-        """Tell people that a server is in another state, and those who wait that there is room."""
+        """Tell people that a server is in another state, and those who wait to look again."""
         if state is None:
             return
         if state is State.EJECTED:
             logger.warning("reward server is out", extra={"model": self.name, "url": url, "why": why})
         else:
             logger.info("reward server", extra={"model": self.name, "url": url, "state": state.value})
-            self._wake_all()
+        self._wake_all()
 
     def _session(self, url: str) -> HttpClient:
         if url not in self._sessions:
@@ -319,6 +322,14 @@ class ModelClient:
             f"no server of reward model {self.name} could be asked in time ({known})",
             f"`streamrl reward servers ls {self.name}` shows them, `streamrl reward servers add` adds one",
         )
+
+
+def _wake(line: dict[asyncio.Future[None], None], count: int) -> None:
+    """Let the first `count` of a line look again."""
+    for future in list(itertools.islice(line, count)):
+        del line[future]
+        if not future.done():
+            future.set_result(None)
 
 
 def _outcome(error: StreamrlError) -> Outcome:
