@@ -119,7 +119,7 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
 
     names = tuple(f"{kind}.{index}" for index in indices)
     start_seconds = _start_seconds(config, kind)
-    return UnitSpec(kind.partition(".")[0], names, command, kind in _FINISHES, start_seconds=start_seconds)
+    return UnitSpec(kind.partition(".")[0], names, command, finishes=kind in _FINISHES, start_seconds=start_seconds)
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:
