@@ -128,10 +128,9 @@ def _by_group(groups: Sequence[Any]) -> Iterator[npt.NDArray[np.int64]]:
 
 def _order(old: Values, new: Values) -> tuple[float, int]:
     """Pairs that `new` orders as `old` does, ties counted half, and pairs that `old` tells apart."""
-    signs_old, signs_new = np.sign(old[:, None] - old), np.sign(new[:, None] - new)
-    apart = signs_old > 0
-    agree = (signs_new[apart] + 1) / 2
-    return float(agree.sum()), int(apart.sum())
+    apart = old[:, None] > old
+    above, tied = (new[:, None] > new)[apart], (new[:, None] == new)[apart]
+    return float(above.sum() + tied.sum() / 2), int(apart.sum())
 
 
 def _equal(a: Values, b: Values) -> npt.NDArray[np.bool_]:

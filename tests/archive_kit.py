@@ -1,0 +1,74 @@
+"""Closed groups as a ledger gives them, and an archive with some of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl import wire
+from streamrl.config import ArchiveConfig, RunConfig
+from streamrl.queues.archive import Archive
+from streamrl.queues.records import ClosedGroup
+
+
+def configured(**archive) -> RunConfig:
+    return RunConfig(name="kept", archive=ArchiveConfig(enabled=True, **archive))
+
+
+def prompt_of(gid: int, *, evaluation: bool = False) -> wire.Prompt:
+    return wire.Prompt(
+        tokens=wire.pack_int32([gid, 2]),
+        text=f"{gid} + 1 =",
+        answer=str(gid + 1),
+        metadata={"level": gid % 3},
+        line=gid,
+        evaluation=evaluation,
+    )
+
+
+def response_of(gid: int, number: int) -> wire.Sample:
+    """Right when group and number are both even or both odd."""
+    right = (gid + number) % 2 == 0
+    return wire.Sample(
+        tokens=wire.pack_int32([5, 6, 7][: 1 + number % 3]),
+        logprobs=wire.pack_float32([-0.25, -0.5, -0.75][: 1 + number % 3]),
+        runs=[(0, 3)],
+        finish="stop",
+        text=str(gid + 1 if right else gid),
+        engine="hf",
+    )
+
+
+def score_of(gid: int, number: int) -> wire.Score:
+    value = float((gid + number) % 2 == 0)
+    return wire.Score(value=value, parts={"exact_match": value}, seconds=0.25)
+
+
+def closed(
+    gid: int, *, attempt: int = 1, samples: int = 4, dead: tuple[int, ...] = (), bonus: float = 0.0, evaluation=False
+) -> ClosedGroup:
+    """A group with `samples` responses, of which those in `dead` have a cause of death."""
+    alive = [number for number in range(samples) if number not in dead]
+
+    def score(number: int) -> bytes:
+        found = score_of(gid, number)
+        return wire.encode(wire.Score(value=found.value + bonus, parts=found.parts, seconds=found.seconds))
+
+    return ClosedGroup(
+        gid=gid,
+        size=samples,
+        attempt=attempt,
+        version=3,
+        prompt=wire.encode(prompt_of(gid, evaluation=evaluation)),
+        samples={number: (wire.encode(response_of(gid, number)), score(number)) for number in alive},
+        causes={number: f"deadline: sample {number}" for number in dead},
+        crashes=0,
+    )
+
+
+async def archived(run_dir: Path, config: RunConfig, *groups: ClosedGroup, evaluation: bool = False) -> None:
+    """One life of a process that archives these groups."""
+    archive = Archive(config, run_dir, evaluation=evaluation)
+    for group in groups:
+        archive.add(group)
+    await archive.close()
+    assert (archive.written, archive.lost) == (len(groups), 0)

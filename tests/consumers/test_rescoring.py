@@ -1,0 +1,176 @@
+"""Recorded groups scored again: the new scores are a recording; failures are listed, tried again, and never a number."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from streamrl import wire
+from streamrl.consumers.rescoring import RescoredSet, rescore_groups
+from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, unwrap
+from streamrl.queues.archived import read_archive
+from streamrl.queues.recording import read_groups
+from tests.archive_kit import archived, closed, configured
+
+ABOUT = {"rewards": [{"use": "length"}]}
+
+
+async def longer(samples):
+    """The number of tokens is the score."""
+    return [wire.Score(value=float(len(sample.tokens)), parts={"length": 1.0}) for sample in samples]
+
+
+def failing(*keys):
+    """As `longer`, but for these samples there is no score."""
+
+    async def score(samples):
+        results = list(await longer(samples))
+        for place, sample in enumerate(samples):
+            if (sample.gid, sample.index) in keys:
+                results[place] = Unreachable("the judge is away")
+        return results
+
+    return score
+
+
+@pytest.fixture
+async def run_dir(tmp_path):
+    """A run with ten archived groups of four responses, of which group 3 has lost one."""
+    groups = [closed(gid, dead=(2,) if gid == 3 else ()) for gid in range(10)]
+    await archived(tmp_path, configured(), *groups)
+    return tmp_path
+
+
+async def again(run_dir, score=longer, *, name="new", about=None, **options):
+    into = RescoredSet(run_dir, name, about or ABOUT, evaluation=False)
+    try:
+        return await rescore_groups(read_archive(run_dir), score, into, **{"concurrency": 3, **options})
+    finally:
+        into.close()
+
+
+async def test_new_scores_are_a_recording_beside_the_old_ones(run_dir):
+    before = [group.raw for group in read_archive(run_dir)]
+    outcome = await again(run_dir)
+    assert (outcome.groups, outcome.scored, outcome.kept, outcome.failures) == (10, 39, 0, [])
+    reading = read_archive(run_dir / "rescored" / "new")
+    found = {group.gid: group for group in reading}
+    assert sorted(found) == list(range(10))
+    assert found[3].causes == {2: "deadline: sample 2"}
+    for group in read_archive(run_dir):
+        other = found[group.gid]
+        assert [sample.response for sample in other.samples] == [sample.response for sample in group.samples]
+        assert [sample.score.value for sample in other.samples] == [
+            float(len(sample.response.token_ids)) for sample in group.samples
+        ]
+    assert len(list(read_groups(run_dir / "rescored" / "new"))) == 10  # it can be trained
+    assert [group.raw for group in read_archive(run_dir)] == before
+    pairs = dict(zip(outcome.keys, zip(outcome.old, outcome.new, strict=True), strict=True))
+    assert pairs[4, 1, 0] == (1.0, 1.0)
+    assert pairs[4, 1, 1] == (0.0, 2.0)
+
+
+async def test_a_failure_is_listed_and_has_no_score_and_is_tried_again(run_dir):
+    outcome = await again(run_dir, failing((1, 0), (4, 2)))
+    assert [(each.gid, each.number, each.why) for each in sorted(outcome.failures, key=lambda f: f.gid)] == [
+        (1, 0, "the judge is away"), (4, 2, "the judge is away"),
+    ]  # fmt: skip
+    assert (outcome.scored, outcome.unwritten, len(outcome.keys)) == (37, 2, 37)
+    assert {group.gid for group in read_archive(run_dir / "rescored" / "new")} == {0, 2, 3, 5, 6, 7, 8, 9}
+    called = []
+
+    async def counting(samples):
+        called.extend(sample.gid for sample in samples)
+        return await longer(samples)
+
+    outcome = await again(run_dir, counting)
+    assert (set(called), outcome.scored, outcome.kept, outcome.failures) == ({1, 4}, 8, 31, [])
+    assert len(outcome.keys) == 39
+    assert len(list(read_archive(run_dir / "rescored" / "new"))) == 10
+
+
+async def test_groups_may_be_kept_without_what_failed_but_not_with_one_response(run_dir):
+    outcome = await again(run_dir, failing((1, 0), (4, 0), (4, 1), (4, 2)), drop_failed=True)
+    assert outcome.unwritten == 1
+    found = {group.gid: group for group in read_archive(run_dir / "rescored" / "new")}
+    assert 4 not in found
+    assert [sample.number for sample in found[1].samples] == [1, 2, 3]
+    assert found[1].causes == {0: "the judge is away"}
+
+
+async def test_what_was_written_before_a_cancellation_is_kept(run_dir):
+    reached, done = asyncio.Event(), []
+
+    async def score(samples):
+        if samples[0].gid == 6:
+            reached.set()
+            await asyncio.Event().wait()
+        done.append(samples[0].gid)
+        return await longer(samples)
+
+    task = asyncio.create_task(again(run_dir, score, concurrency=1))
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [0, 1, 2, 3, 4, 5]
+    outcome = await again(run_dir)
+    assert (outcome.kept, outcome.scored) == (23, 16)
+    assert len(list(read_archive(run_dir / "rescored" / "new"))) == 10
+
+
+async def test_never_more_at_a_time_than_asked(run_dir):
+    going = most = 0
+
+    async def score(samples):
+        nonlocal going, most
+        going += 1
+        most = max(most, going)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        going -= 1
+        return await longer(samples)
+
+    seen = []
+    await again(run_dir, score, concurrency=3, on_progress=lambda outcome: seen.append(outcome.scored))
+    assert 1 < most <= 3
+    assert seen == sorted(seen)
+    assert seen[-1] == 39
+
+
+async def test_a_name_belongs_to_one_choice_of_rewards(run_dir):
+    await again(run_dir)
+    with pytest.raises(ConfigError, match="other rewards") as caught:
+        await again(run_dir, about={"rewards": [{"use": "other"}]})
+    assert "--force" in caught.value.hint
+    RescoredSet.remove(run_dir, "new")
+    outcome = await again(run_dir, about={"rewards": [{"use": "other"}]})
+    assert (outcome.scored, outcome.kept) == (39, 0)
+    RescoredSet.remove(run_dir, "never")
+    (run_dir / "rescored" / "mine").mkdir()
+    RescoredSet.remove(run_dir, "mine")  # no scores of ours are in there
+    assert (run_dir / "rescored" / "mine").exists()
+
+
+async def test_an_error_of_the_rewards_as_a_whole_ends_it(run_dir):
+    async def score(samples):
+        raise StreamrlError("all threads hang")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await again(run_dir, score)
+    assert unwrap(caught.value).message == "all threads hang"
+
+
+async def test_no_room_for_the_new_scores(run_dir, monkeypatch):
+    def pwrite(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    with pytest.raises((CannotCreate, BaseExceptionGroup)) as caught:
+        await again(run_dir)
+    error = unwrap(caught.value)
+    assert isinstance(error, CannotCreate)
+    assert "No space left" in error.message
+    monkeypatch.undo()
+    assert (await again(run_dir)).scored == 39

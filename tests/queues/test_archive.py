@@ -1,0 +1,276 @@
+"""The archive: what was added is read back, whoever dies; a disk that is full or hangs costs the archive alone."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from streamrl import wire
+from streamrl.errors import ConfigError
+from streamrl.queues import archive as module
+from streamrl.queues.archive import ARCHIVE, EVALUATION, Archive
+from streamrl.queues.archived import archive_files, read_archive
+from streamrl.queues.recording import read_groups, read_header
+from tests.archive_kit import archived, closed, configured, response_of, score_of
+
+
+async def test_what_was_added_is_read_back_whole(tmp_path):
+    await archived(tmp_path, configured(), closed(7, dead=(1,)), closed(8))
+    seven, eight = read_archive(tmp_path)
+    assert (seven.gid, seven.attempt, seven.version, seven.causes) == (7, 1, 3, {1: "deadline: sample 1"})
+    assert seven.at > 1.6e9
+    assert (seven.prompt.answer, seven.prompt.metadata) == ("8", {"level": 1})
+    assert [sample.number for sample in seven.samples] == [0, 2, 3]
+    for group in (seven, eight):
+        for sample in group.samples:
+            assert sample.response == response_of(group.gid, sample.number)
+            assert sample.score == score_of(group.gid, sample.number)
+    assert (eight.header.run, eight.header.logprobs) == ("kept", True)
+    assert [group.gid for group in read_groups(tmp_path / ARCHIVE)] == [7, 8]  # it can be trained
+
+
+async def test_held_out_groups_are_apart(tmp_path):
+    await archived(tmp_path, configured(), closed(0))
+    await archived(tmp_path, configured(), closed(0, evaluation=True, bonus=1.0), evaluation=True)
+    (train,), (held_out,) = read_archive(tmp_path), read_archive(tmp_path, evaluation=True)
+    assert (train.prompt.evaluation, held_out.prompt.evaluation) == (False, True)
+    assert held_out.samples[0].score.value == 2.0
+    assert archive_files(tmp_path / ARCHIVE, evaluation=True)[0].parent == tmp_path / ARCHIVE / EVALUATION
+
+
+async def test_lives_of_a_writer_are_one_recording_and_the_last_of_two_counts(tmp_path):
+    """Redis that lost seconds has a group generated again: the one that was read last was trained."""
+    await archived(tmp_path, configured(), closed(1), closed(2))
+    await archived(tmp_path, configured(), closed(2, bonus=0.5), closed(3), closed(1, attempt=2))
+    reading = read_archive(tmp_path)
+    assert [(group.gid, group.attempt) for group in reading] == [(1, 1), (2, 1), (3, 1), (1, 2)]
+    assert [group.samples[0].score.value for group in reading] == [0.0, 1.5, 0.0, 0.0]
+    assert [group.attempt for group in reading.find(1)] == [1, 2]
+    assert reading.find(2)[0].samples[0].score.value == 1.5
+    assert reading.find(99) == []
+    assert len({read_header(file).id for file in reading.files}) == 1
+
+
+async def test_other_sampling_begins_another_recording(tmp_path):
+    await archived(tmp_path, configured(), closed(1))
+    warm = configured()
+    warm = warm.model_copy(update={"sampling": warm.sampling.model_copy(update={"temperature": 0.5})})
+    await archived(tmp_path, warm, closed(2))
+    assert [group.header.temperature for group in read_archive(tmp_path)] == [1.0, 0.5]
+    with pytest.raises(ConfigError, match="another recording"):
+        list(read_groups(tmp_path / ARCHIVE))
+
+
+async def test_log_probabilities_can_be_left_out(tmp_path):
+    spoilt = closed(2)
+    spoilt.samples[0] = b"no message", spoilt.samples[0][1]
+    await archived(tmp_path, configured(logprobs=False), closed(1), spoilt)
+    reading = read_archive(tmp_path)
+    (group,) = reading
+    assert not group.header.logprobs
+    assert {float(number) for sample in group.samples for number in sample.response.token_logprobs} == {0.0}
+    assert group.samples[1].response.tokens == response_of(1, 1).tokens
+    assert len(reading.problems) == 1
+    assert "group 2" in reading.problems[0]
+
+
+async def test_old_files_go(tmp_path):
+    archive = Archive(configured(file_bytes=1, files=3), tmp_path)
+    for gid in range(8):
+        archive.add(closed(gid))
+        await archive.sync()
+    await archive.close()
+    assert len(archive_files(tmp_path)) <= 3
+    assert [group.gid for group in read_archive(tmp_path)][-1] == 7
+    assert len(list(read_archive(tmp_path))) < 8
+
+
+async def test_without_an_archive_nothing_happens(tmp_path):
+    config = configured().model_copy(update={"archive": configured().archive.model_copy(update={"enabled": False})})
+    archive = Archive(config, tmp_path)
+    archive.add(closed(1))
+    await archive.settle()
+    await archive.sync()
+    await archive.close()
+    assert (list(tmp_path.iterdir()), archive.counts) == ([], {})
+    with pytest.raises(ConfigError, match="no archived groups") as caught:
+        read_archive(tmp_path)
+    assert "archive.enabled" in caught.value.hint
+
+
+LIFE = """
+import asyncio, os, signal, sys
+sys.path.insert(0, {kit!r})
+from pathlib import Path
+from tests.archive_kit import closed, configured
+from streamrl.queues.archive import Archive
+
+async def main():
+    archive = Archive(configured(file_bytes=600), Path({folder!r}))
+    for gid in range({first}, {first} + 5):
+        archive.add(closed(gid))
+        await archive.settle()
+        print(gid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_kill_takes_back_nothing_that_was_settled(tmp_path):
+    for first in (0, 3, 6):
+        code = LIFE.format(kit=str(Path(__file__).parents[2]), folder=str(tmp_path), first=first)
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert done.stdout.split() == [str(gid) for gid in range(first, first + 5)]
+    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypatch, caplog):
+    archive = Archive(configured(), tmp_path)
+    archive.add(closed(0))
+    await archive.sync()
+    full, real = True, os.pwrite
+
+    def pwrite(descriptor, data, offset):
+        if not full:
+            return real(descriptor, data, offset)
+        real(descriptor, data[:5], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    for gid in (1, 2):
+        archive.add(closed(gid))
+        await archive.sync()
+    assert archive.counts == {"archived": 1, "archive_lost": 0}
+    assert [record.message for record in caplog.records].count("the archive cannot be written") == 1
+    full = False
+    archive.add(closed(3))
+    await archive.close()
+    assert archive.counts == {"archived": 4, "archive_lost": 0}
+    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2, 3]
+
+
+async def test_a_disk_that_stays_full_costs_groups_that_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 500)
+    archive = Archive(configured(), tmp_path)
+    archive.add(closed(0))
+    await archive.sync()
+    full, real = True, os.pwrite
+
+    def pwrite(descriptor, data, offset):
+        if full:
+            real(descriptor, data[:5], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    for gid in range(1, 9):
+        archive.add(closed(gid))
+        await archive.sync()
+    assert archive.lost >= 3
+    full = False
+    archive.add(closed(9))
+    await archive.close()
+    reading = read_archive(tmp_path)
+    found = [group.gid for group in reading]
+    assert found[0] == 0
+    assert found[-1] == 9
+    assert reading.problems == []  # no torn block is left in the middle
+    assert len(found) + archive.lost == 10
+
+
+async def test_no_place_for_the_folder_is_counted(tmp_path, caplog):
+    (tmp_path / ARCHIVE).write_text("in the way")
+    archive = Archive(configured(), tmp_path)
+    for gid in range(2):
+        archive.add(closed(gid))
+        await archive.sync()
+    await archive.close()
+    assert archive.counts == {"archived": 0, "archive_lost": 2}
+    assert [record.message for record in caplog.records].count("the archive cannot be written") == 1
+
+
+async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    archive = Archive(configured(), tmp_path)
+    archive.add(closed(0))
+    await archive.sync()
+    go_on, real = threading.Event(), os.fsync
+
+    def fsync(descriptor):
+        assert go_on.wait(60)
+        real(descriptor)
+
+    monkeypatch.setattr("streamrl.queues.recording.os.fsync", fsync)
+    for gid in range(1, 4):
+        archive.add(closed(gid))
+        await archive.sync()  # returns: the first after the patience, the others at once
+    assert "the archive cannot be written" in caplog.text
+    go_on.set()
+    while archive.written < 4:
+        await asyncio.sleep(0.01)
+        await archive.sync()
+    await archive.close()
+    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2, 3]
+    assert archive.lost == 0
+
+
+async def test_a_repeat_adds_nothing_and_memory_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_REMEMBERED", 2)
+    archive = Archive(configured(), tmp_path)
+    for gid in (0, 1, 1, 2, 0):  # 0 was forgotten: once too often does no harm
+        archive.add(closed(gid))
+    await archive.close()
+    assert archive.written == 4
+    assert [group.gid for group in read_archive(tmp_path)] == [1, 2, 0]
+
+
+async def test_a_damaged_file_is_read_up_to_there_and_named(tmp_path):
+    await archived(tmp_path, configured(), closed(0))
+    await archived(tmp_path, configured(), closed(1))
+    first, _ = archive_files(tmp_path)
+    whole = bytearray(first.read_bytes())
+    whole[-3] ^= 0x41
+    first.write_bytes(whole)
+    reading = read_archive(tmp_path)
+    assert [group.gid for group in reading] in ([1], [0, 1])
+    assert len(reading.problems) == 1
+    assert str(first) in reading.problems[0]
+
+
+async def test_it_may_be_read_while_it_is_written(tmp_path):
+    archive = Archive(configured(), tmp_path)
+    for gid in range(3):
+        archive.add(closed(gid))
+        await archive.settle()
+        reading = iter(read_archive(tmp_path))
+        assert next(reading).gid == 0
+        archive.add(closed(100 + gid))
+        await archive.settle()
+        assert len(list(reading)) == 2 * gid  # as it was when the reading began
+    await archive.close()
+
+
+def test_a_recording_is_read_where_there_is_no_archive(tmp_path):
+    from streamrl.queues.recording import FOLDER, Header, RecordedGroup, RecordingWriter
+
+    writer = RecordingWriter(tmp_path / FOLDER, 1, Header(id="x", run="r", model="m", temperature=1.0), 1 << 20)
+    group = closed(5, dead=(0,))
+    writer.add(RecordedGroup.of(group))
+    old = RecordedGroup(gid=6, prompt=group.prompt, samples=list(group.samples.values()))  # before there were causes
+    writer.add(old)
+    writer.sync()
+    writer.close()
+    five, six = read_archive(tmp_path)
+    assert ([sample.number for sample in five.samples], five.causes) == ([1, 2, 3], {0: "deadline: sample 0"})
+    assert ([sample.number for sample in six.samples], six.causes, six.at) == ([0, 1, 2], {}, 0.0)
+    assert isinstance(six.samples[0].score, wire.Score)
