@@ -13,7 +13,7 @@ from streamrl.consumers.worker import run_reward_worker
 from streamrl.queues import Role, open_ledgers
 from tests.consumers.samples import prompt, response
 from tests.consumers.test_worker import Workers, eventually, put, scores, until_closed, worker
-from tests.queues.ledger_kit import admit, faults, lease
+from tests.queues.ledger_kit import admit, faults, lease, until_async
 
 
 @pytest.fixture
@@ -39,15 +39,20 @@ def make_config(redis_run, monkeypatch):
 
 
 async def put_whole(ledger, cursor, texts, least=2, **fields):
-    """Admit a group that is scored whole, and emit one response for each text."""
+    """Admit a group that is scored whole, and emit one response for each text (bytes go as they are)."""
     await ledger.say_whole(True)
-    await put(ledger, cursor, texts, least=least, **fields)
+    await admit(ledger, cursor, samples=len(texts), min_group=least, prompt=wire.encode(prompt(**fields)))
+    (held,) = await lease(ledger, "prompts")
+    for number, text in enumerate(texts):
+        payload = text if isinstance(text, bytes) else wire.encode(response(text))
+        assert await ledger.emit(held, number, payload)
 
 
 async def until_dead(ledger, gids):
-    async with asyncio.timeout(60):
-        while not set(gids) <= {letter.gid for letter in await ledger.dead_letters() if letter.sample is None}:
-            await asyncio.sleep(0.02)
+    async def all_dead():
+        return set(gids) <= {letter.gid for letter in await ledger.dead_letters() if letter.sample is None}
+
+    await until_async(all_dead, 60)
 
 
 async def test_single_and_comparing_rewards_make_one_score(redis_run, make_config):
@@ -258,13 +263,7 @@ async def test_a_group_that_kills_the_worker_is_dead_in_the_end_and_no_innocent_
             workers.start(0)
             workers.start(1)
             async with asyncio.timeout(100):
-                while set(await ledgers.train.closed()) != {0, 1, 3, 4, 5} or await ledgers.train.live() != [
-                    0,
-                    1,
-                    3,
-                    4,
-                    5,
-                ]:
+                while not await ledgers.train.live() == await ledgers.train.closed() == [0, 1, 3, 4, 5]:
                     workers.keep()
                     await ledgers.train.wait_closed(0.2)
         assert workers.deaths >= config.lease.max_deliveries
