@@ -28,7 +28,7 @@ def add(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Give a reward model one more server, or one that was removed. Workers ask it within about a second."""
+    """Give a reward model one more server, or one that was removed. Workers ask it within two seconds."""
     from streamrl.commands.reward_servers_live import change as command
 
     return command(run, model, url, present=True, json=json)

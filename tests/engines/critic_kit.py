@@ -1,0 +1,67 @@
+"""A tiny reward model with random weights that any server loads, and the forward pass of transformers as its judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamrl.producers.servers import tiny
+
+CONTEXT = 512
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+
+
+def make_critic(folder: Path, seed: int = 0) -> Path:
+    """Write configuration, weights in float32, tokenizer (one token per byte) and chat template into `folder`."""
+    import transformers
+
+    tiny.make_model(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    config = transformers.Qwen2Config(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        num_labels=1,
+        pad_token_id=tiny.PAD,
+        bos_token_id=tiny.BOS,
+        eos_token_id=tiny.EOS,
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if not name.endswith("norm.weight"):  # far enough apart that scores differ by much more than rounding
+                tensor.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Judge:
+    """The same model by transformers alone."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self._model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+    @torch.no_grad()
+    def score(self, prompt: str, response: str) -> float:
+        """The number of a response to a prompt, each as a turn of the model's own chat template."""
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return float(self._model(input_ids=torch.tensor([ids])).logits[0, 0])
