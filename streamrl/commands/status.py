@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from streamrl.commands.attach import live_probe
 from streamrl.commands.rolestates import KnownRole, Supervised, read_states
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, Unreachable
+from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import take
 
 SCHEMA = "streamrl.status/1"
@@ -42,13 +44,13 @@ _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.U
 
 
 def look(run: RunDirectory) -> dict[str, Any]:
-    """The content of the envelope: `verdict` (ready, degraded, down), `roles`, and `summary` of a finished run.
+    """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
     Roles are those of the plan, those the supervisor knows and those on the board of Redis: on other machines roles
     are started by somebody else, and their heartbeat is all there is.
     """
     supervised = read_states(run.path)
-    board, reachable = _board(run)
+    board, rewards, reachable = _board(run)
     names = list(dict.fromkeys([*_planned(run), *supervised.roles, *sorted(board)]))
     roles = [_role(name, supervised, board.get(name), reachable=reachable) for name in names]
     if not reachable and not supervised.alive:
@@ -64,6 +66,7 @@ def look(run: RunDirectory) -> dict[str, Any]:
         "supervised": supervised.alive,
         "redis": reachable,
         "roles": roles,
+        "rewards": [asdict(reward) for reward in rewards],
         "summary": _summary(run.path),
     }
 
@@ -80,16 +83,17 @@ def _planned(run: RunDirectory) -> list[str]:
     return redis + [f"{kind}.{index}" for kind, count in counts.items() for index in range(count)]
 
 
-def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], bool]:
-    """What the roles show of themselves, and whether Redis answers; a stopped server is not started for this."""
+def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], tuple[RewardView, ...], bool]:
+    """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this."""
     try:
         probe = live_probe(run)
         if probe is None:
-            return {}, False
+            return {}, (), False
         with probe:
-            return take(probe, run.name).roles, True
+            snapshot = take(probe, run.name)
+            return snapshot.roles, snapshot.rewards, True
     except Unreachable:
-        return {}, False
+        return {}, (), False
 
 
 def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, reachable: bool) -> dict[str, Any]:
@@ -155,4 +159,4 @@ def _print(data: dict[str, Any]) -> None:
     if data["verdict"] == "down":
         finished = data["summary"] is not None
         verdict += " (finished, see summary.json)" if finished else " (`streamrl up --resume` goes on)"
-    output.console().print(status_table(views, verdict))
+    output.console().print(status_table(views, verdict, [RewardView(**reward) for reward in data["rewards"]]))

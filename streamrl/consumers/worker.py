@@ -22,6 +22,7 @@ from streamrl.errors import WireError
 from streamrl.queues.leases import Lease, Leases
 from streamrl.queues.ledger import ScoreOutcome
 from streamrl.queues.records import Cause, LeasedGroup
+from streamrl.queues.reward_figures import FIELD
 from streamrl.queues.role import Role
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,8 @@ class RewardWorker:
                 counts["mean"] = round((self._total - total) / new, 4)
             news = self._news()
             self._role.status.update(counts)
-            self._role.status["rewards"] = orjson.dumps(self._lines).decode()
+            shown = {name: {k: v for k, v in line.items() if k != "values"} for name, line in self._lines.items()}
+            self._role.status[FIELD] = orjson.dumps(shown).decode()
             self._role.record({**counts, "rewards": news} if news else counts)
             at, scored, total = now, self.scored, self._total
 
@@ -198,8 +200,8 @@ class RewardWorker:
             before = self._lines.get(calls.reward.name)
             line = line_of(calls)
             if before != {**(before or {}), **line}:
-                self._lines[calls.reward.name] = {**(before or {}), "trouble": "", **line}
                 news[calls.reward.name] = line
+                self._lines[calls.reward.name] = {**(before or {}), **line}
         return news
 
 

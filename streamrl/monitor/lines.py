@@ -26,6 +26,15 @@ def duration(seconds: float | None) -> str:
     return f"{hours}h{minutes:02d}m"
 
 
+def latency(seconds: float | None) -> str:
+    """`12us`, `3.4ms`, `1.2s`; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f}us"
+    return f"{seconds * 1e3:.3g}ms" if seconds < 1 else duration(seconds)
+
+
 def size(count: int) -> str:
     """Bytes with a binary unit: `512 B`, `1.5 MiB`."""
     value = float(count)

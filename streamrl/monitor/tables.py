@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.monitor.lines import duration, number, size
+from streamrl.monitor.lines import duration, latency, number, printable, size
+from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import LedgerView, Snapshot, StreamView
 
 _GOOD = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "yellow"}
@@ -27,9 +28,32 @@ def lag_table(snapshot: Snapshot) -> RenderableType:
             continue
         for stream in ledger.streams:
             table.add_row(prefix + stream_name(stream), *_stream_cells(stream, "feeder" if prefix else "learner"))
-    return Group(
-        _server_line(snapshot), table, *(Text(line) for line in _ledger_lines(snapshot)), Text(_weights_line(snapshot))
-    )
+    lines = [Text(line) for line in _ledger_lines(snapshot)]
+    rewards = [rewards_table(snapshot.rewards)] if snapshot.rewards else []
+    return Group(_server_line(snapshot), table, *lines, Text(_weights_line(snapshot)), *rewards)
+
+
+def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
+    """One row per reward, of all workers together; below it what is wrong with them."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("REWARD", "SCORED", "/s", "MEAN", "P50", "P95", "FAILED", "RETRIED", "DEAD", "TOKENS"):
+        table.add_column(heading, justify="left" if heading == "REWARD" else "right", no_wrap=True)
+    for reward in rewards:
+        table.add_row(
+            reward.name,
+            str(reward.ok),
+            number(reward.per_second),
+            number(reward.mean),
+            latency(reward.p50),
+            latency(reward.p95),
+            Text(str(reward.failed), style="yellow" if reward.failed else ""),
+            str(reward.retried),
+            Text(str(reward.dead), style="red" if reward.dead else ""),
+            str(reward.tokens) if reward.tokens else "-",
+        )
+    lines = [printable(f"{reward.name}  {line}") for reward in rewards for line in reward.trouble]
+    trouble = [Text(line, style="red") for line in lines]
+    return Group(table, *trouble)
 
 
 def stream_name(stream: StreamView) -> str:
@@ -110,8 +134,8 @@ class RoleView:
     last_error: str = ""
 
 
-def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
-    """One row per role and the verdict below."""
+def status_table(roles: list[RoleView], verdict: str, rewards: Sequence[RewardView] = ()) -> RenderableType:
+    """One row per role, one per reward, and the verdict below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION"):
         table.add_column(heading, justify="left" if heading in ("ROLE", "STATE") else "right", no_wrap=True)
@@ -127,7 +151,7 @@ def status_table(roles: list[RoleView], verdict: str) -> RenderableType:
             "-" if role.version is None else str(role.version),
             Text(role.last_error or progress, style="red" if role.last_error else ""),
         )
-    return Group(table, Text(verdict))
+    return Group(table, *([rewards_table(rewards)] if rewards else []), Text(verdict))
 
 
 def _short(value: str) -> str:

@@ -18,6 +18,7 @@ import hiredis
 from streamrl.errors import Unreachable
 from streamrl.queues.keys import Keys
 from streamrl.queues.probe import Probe
+from streamrl.queues.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
 
 MOST_PENDING: Final = 10_000
 _STREAMS: Final = ("prompts", "rollouts", "scored")
@@ -118,6 +119,7 @@ class Snapshot:
         hard_cap: most live groups; None when the caller did not say.
         version: newest version of the weights, -1 before the first.
         roles: status of each living role by name, as it shows itself on the board.
+        rewards: what all reward workers say of each reward.
     """
 
     run: str
@@ -129,6 +131,7 @@ class Snapshot:
     hard_cap: int | None = None
     version: int = -1
     roles: dict[str, dict[str, str]] = field(default_factory=dict)
+    rewards: tuple[RewardView, ...] = ()
 
     @property
     def role_versions(self) -> dict[str, int]:
@@ -159,6 +162,7 @@ def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None
     at = int(replies[0][0]) + int(replies[0][1]) / 1e6
     train, evaluation = (_ledger(reply, at) for reply in replies[2:4])
     roles = {_text(name): _text_map(flat) for name, flat in sorted(replies[2][6])}
+    rewards = reward_views(roles)
     return Snapshot(
         run=run,
         at=at,
@@ -168,7 +172,8 @@ def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None
         budget=budget,
         hard_cap=hard_cap,
         version=train.version,
-        roles=roles,
+        roles={name: {key: value for key, value in status.items() if key != FIELD} for name, status in roles.items()},
+        rewards=rewards,
     )
 
 
@@ -181,6 +186,7 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
         now,
         train=_rated(now.train, before.train, seconds),
         evaluation=_rated(now.evaluation, before.evaluation, seconds),
+        rewards=with_reward_rates(now.rewards, before.rewards, seconds),
     )
 
 

@@ -1,0 +1,99 @@
+"""What all reward workers say of their rewards, as one view of each reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import orjson
+
+FIELD: Final = "rewards"
+"""Field of a reward worker's heartbeat: JSON, figures by the name of the reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardView:
+    """One reward in all workers that live now; counts are since each of them began.
+
+    Attributes:
+        name: of the reward.
+        workers: that have it.
+        ok: values given, one for each sample.
+        failed: attempts without a value.
+        retried: attempts that were followed by another one.
+        dead: samples (or groups, of a reward that compares) that it failed for good.
+        tokens: cost, of judges.
+        mean: of the values; None before the first.
+        p50: seconds below which half of the calls took, the mean over the workers.
+        p95: the same for 95 %, of the slowest worker.
+        trouble: what is wrong with it now, in words, from each worker that has some.
+        per_second: values per second between two snapshots; None without a second one.
+    """
+
+    name: str
+    workers: int
+    ok: int
+    failed: int
+    retried: int
+    dead: int
+    tokens: int
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    trouble: tuple[str, ...]
+    per_second: float | None = None
+
+
+def reward_views(roles: Mapping[str, Mapping[str, str]]) -> tuple[RewardView, ...]:
+    """One view of each reward, in the order in which the workers have them; what cannot be read is passed over."""
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for role, status in sorted(roles.items()):
+        for name, line in _lines(status.get(FIELD, "")):
+            found.setdefault(name, []).append((role, line))
+    return tuple(_view(name, lines) for name, lines in found.items())
+
+
+def with_reward_rates(
+    now: Iterable[RewardView], before: Iterable[RewardView], seconds: float
+) -> tuple[RewardView, ...]:
+    """The views with their rates over so many seconds; a worker that began anew counts for nothing until the next."""
+    old = {view.name: view for view in before}
+    return tuple(
+        replace(view, per_second=max(0, view.ok - old[view.name].ok) / seconds) if view.name in old else view
+        for view in now
+    )
+
+
+def _lines(text: str) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        data = orjson.loads(text) if text else {}
+    except orjson.JSONDecodeError:
+        return []
+    if not isinstance(data, dict):
+        return []
+    return [(name, line) for name, line in data.items() if isinstance(line, dict)]
+
+
+def _view(name: str, lines: list[tuple[str, dict[str, Any]]]) -> RewardView:
+    def total(key: str) -> int:
+        return sum(int(line.get(key) or 0) for _, line in lines)
+
+    ok = total("ok")
+    weighted = [(line.get("ok") or 0) * mean for _, line in lines if (mean := line.get("mean")) is not None]
+    halves = [p50 for _, line in lines if (p50 := line.get("p50")) is not None]
+    slowest = [p95 for _, line in lines if (p95 := line.get("p95")) is not None]
+    return RewardView(
+        name=name,
+        workers=len(lines),
+        ok=ok,
+        failed=sum(sum((line.get("failed") or {}).values()) for _, line in lines),
+        retried=total("retried"),
+        dead=total("dead"),
+        tokens=total("tokens"),
+        mean=math.fsum(weighted) / ok if ok and weighted else None,
+        p50=math.fsum(halves) / len(halves) if halves else None,
+        p95=max(slowest, default=None),
+        trouble=tuple(f"{role}: {line['trouble']}" for role, line in lines if line.get("trouble")),
+    )
