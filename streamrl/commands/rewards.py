@@ -11,7 +11,7 @@ import typer
 from streamrl.commands.options import JsonOption, SetOption
 from streamrl.commands.reward_servers import reward_servers_app
 
-reward_app = typer.Typer(no_args_is_help=True, help="Rewards: write a new one with its test, try one on samples.")
+reward_app = typer.Typer(no_args_is_help=True, help="Rewards: write one with its test, try it on samples; servers.")
 reward_app.add_typer(reward_servers_app, name="servers")
 
 

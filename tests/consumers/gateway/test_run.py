@@ -67,7 +67,7 @@ async def url_of(run_dir, running=None):
     """The URL of the gateway once it is open."""
     file = run_dir / "rewards" / "gateway" / "reward.0.url"
     async with asyncio.timeout(60):
-        while not file.exists():  # noqa: ASYNC110 (nobody announces it)
+        while not file.exists():
             assert running is None or not running.done(), running.exception()
             await asyncio.sleep(0.01)
     return file.read_text().strip()

@@ -1,0 +1,228 @@
+"""`streamrl reward new` and `streamrl reward test`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+import yaml
+
+from .run_kit import cli, data_of
+
+SCHEMA = "streamrl.reward.test/1"
+REWARDS = """
+import asyncio
+from streamrl.consumers import GroupReward, Reward, Score
+
+class Length(Reward):
+    def __init__(self, unit: float = 1.0):
+        self.unit = unit
+    async def score(self, sample):
+        if sample.text == "raise":
+            raise ValueError("not\\x1b[31m amused")
+        if sample.text == "hang":
+            await asyncio.Event().wait()
+        return Score(len(sample.text) * self.unit, {"characters": len(sample.text)})
+
+class Rank(GroupReward):
+    async def score_group(self, samples):
+        return [float(len(samples)) for _ in samples]
+
+class Ending(Reward):
+    async def open(self, context):
+        self.model = context.config.model.path
+    async def close(self):
+        open("closed", "w").write(self.model)
+    def score(self, sample):
+        return 1.0
+
+def verl(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A directory with a module of rewards (its name is this test's own) and samples."""
+    module = f"rewards_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{module}.py").write_text(REWARDS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path, module
+
+
+def samples(folder: Path, *texts: str, **fields: object) -> str:
+    path = folder / "samples.jsonl"
+    lines = [orjson.dumps({"prompt": "2+2=", "answer": "4", "response": text, **fields}) for text in texts]
+    path.write_bytes(b"\n".join(lines))
+    return str(path)
+
+
+def test_new_writes_a_reward_whose_test_passes_and_lines_that_work(tmp_path: Path):
+    for form, name in (("sample", "my_last_line"), ("group", "my_shortest")):
+        done = cli("reward", "new", name, "--in", str(tmp_path / "rewards"), "--form", form)
+        assert done.returncode == 0, done.stderr
+        where = tmp_path / "rewards"
+        assert (where / f"test_{name}.py").exists()
+        tested = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"test_{name}.py"],
+            check=False, cwd=where, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        assert tested.returncode == 0, tested.stdout + tested.stderr
+        assert " passed" in tested.stdout
+        run_file = where / f"{name}.yaml"
+        run_file.write_text(done.stdout)
+        (spec,) = yaml.safe_load(done.stdout)["rewards"]
+        tried = cli(
+            "reward", "test", "--file", str(run_file), "--sample", str(where / f"{name}_samples.jsonl"), "--json"
+        )
+        data = data_of(tried.stdout, SCHEMA)
+        assert (tried.returncode, data["failed"], data["rewards"]) == (0, 0, [spec["use"]])
+        assert (data["min"], data["max"]) == (0.0, 1.0)
+        sys.path[:] = [path for path in sys.path if path != str(where)]
+
+
+def test_new_overwrites_nothing(tmp_path: Path):
+    (tmp_path / "test_mine.py").write_text("mine")
+    done = cli("reward", "new", "mine", "--in", str(tmp_path))
+    assert (done.returncode, "has test_mine.py already" in done.stderr) == (73, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
+    assert (tmp_path / "test_mine.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my-reward", "cannot be the name"),
+        ("class", "cannot be the name"),
+        ("test_it", "cannot be the name"),
+        ("a.b", "cannot be the name"),
+        ("../x", "cannot be the name"),
+        ("json", "there is a module json already"),
+        ("sys", "there is a module sys already"),
+        ("streamrl", "there is a module streamrl already"),
+    ],
+)
+def test_new_refuses_names_that_cannot_be_imported(tmp_path: Path, name: str, said: str):
+    done = cli("reward", "new", name, "--in", str(tmp_path))
+    assert (done.returncode, said in done.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_where_nothing_can_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    done = cli("reward", "new", "mine_too", "--in", str(tmp_path / "file" / "folder"))
+    assert done.returncode == 73
+
+
+def test_scores_times_and_errors_are_shown_and_an_error_is_the_exit_code(folder: tuple[Path, str]):
+    where, module = folder
+    done = cli("reward", "test", f"{module}:Length", "--sample", samples(where, "four", "raise", "ab"), cwd=where)
+    assert done.returncode == 1
+    assert "2 scored, 1 failed, mean 3, 2 to 4" in done.stdout
+    assert "characters 4" in done.stdout
+    assert "Traceback" in done.stdout
+    assert 'raise ValueError("not' in done.stdout
+    assert "\x1b[31m" not in done.stdout, "what a reward wrote does not steer the terminal"
+    done = cli("reward", "test", f"{module}:Length", "--sample", samples(where, "four"), cwd=where)
+    assert (done.returncode, "1 scored, 0 failed" in done.stdout) == (0, True)
+
+
+def test_json_has_every_sample(folder: tuple[Path, str]):
+    where, module = folder
+    file = samples(where, "four", "raise", "hang", line=3)
+    done = cli(
+        "reward", "test", f"{module}:Length", "--arg", "unit=0.5", "--set", "reward_worker.deadline=0.2",
+        "--sample", file, "--json", cwd=where,
+    )  # fmt: skip
+    data = data_of(done.stdout, SCHEMA)
+    assert (done.returncode, data["scored"], data["failed"], data["mean"]) == (1, 1, 2, 2.0)
+    four, raised, hung = data["samples"]
+    assert (four["value"], four["error"], four["line"]) == (2.0, None, 3)
+    assert four["parts"] == {f"{module}:Length": 2.0, f"{module}:Length/characters": 4.0}
+    assert raised["value"] is None
+    assert "amused" in raised["error"]
+    assert "Traceback" in raised["detail"]
+    assert "no score within 0.2 s" in hung["error"]
+    assert hung["seconds"] >= 0.2
+
+
+def test_a_reward_of_the_run_file_by_its_name_and_all_of_them(folder: tuple[Path, str], tmp_path: Path):
+    where, module = folder
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = where / "run.yaml"
+    run.write_text(
+        f"rewards:\n- {{use: '{module}:Length', name: long, weight: 3, args: {{unit: 2}}, attempts: 9}}\n"
+        "- {use: exact_match, weight: 10}\nscoring: {clip: [0, 15]}\nreward_worker: {backoff: 1000}\n"
+    )
+    file = samples(where, "4", "raise")
+    all_of_them = cli("reward", "test", "--file", str(run), "--sample", file, "--json", cwd=elsewhere)
+    data = data_of(all_of_them.stdout, SCHEMA)
+    assert data["rewards"] == ["long", "exact_match"]
+    assert data["samples"][0]["value"] == 15.0
+    assert data["samples"][1]["value"] is None, "once, whatever the run file says"
+    of_file = ["--file", str(run), "--json", "--sample"]
+    one = cli("reward", "test", "long", "--arg", "unit=5", *of_file, file, cwd=elsewhere)
+    assert data_of(one.stdout, SCHEMA)["samples"][0]["value"] == 5.0
+    built_in = cli("reward", "test", "number_match", *of_file, samples(where, "4.0"))
+    assert data_of(built_in.stdout, SCHEMA)["mean"] == 1.0
+
+
+def test_a_reward_that_compares_gets_whole_groups(folder: tuple[Path, str]):
+    where, module = folder
+    path = where / "groups.jsonl"
+    path.write_text(
+        "\n".join(
+            f'{{"prompt": "x", "response": "{text}", "group": {group}}}'
+            for group, text in ((0, "a"), (1, "b"), (0, "c"))
+        )
+    )
+    done = cli("reward", "test", f"{module}:Rank", "--sample", str(path), "--json", cwd=where)
+    found = {each["response"]: each["value"] for each in data_of(done.stdout, SCHEMA)["samples"]}
+    assert found == {"a": 2.0, "c": 2.0, "b": 1.0}
+
+
+def test_the_reward_is_opened_and_closed(folder: tuple[Path, str]):
+    where, module = folder
+    done = cli(
+        "reward", "test", f"{module}:Ending", "--set", "model.path=tiny", "--sample", samples(where, "x"), cwd=where
+    )
+    assert done.returncode == 0
+    assert (where / "closed").read_text() == "tiny"
+
+
+def test_only_so_many_samples(folder: tuple[Path, str]):
+    where, _ = folder
+    done = cli("reward", "test", "exact_match", "-n", "2", "--sample", samples(where, *"44444"), "--json")
+    assert len(data_of(done.stdout, SCHEMA)["samples"]) == 2
+
+
+def test_the_archive_of_a_run_is_tried_too(stopped_run: Path):
+    done = cli("reward", "test", "exact_match", "--sample", str(stopped_run), "--json")
+    assert (done.returncode, "no recorded groups" in done.stderr) == (78, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["exact_mach"], 78, "did you mean exact_match?"),
+        (["nothing_like_it:Name"], 78, "there is no module"),
+        ([], 78, "no reward to test"),
+        (["exact_match", "--arg", "tolerance"], 2, "no '='"),
+        (["exact_match", "--arg", "tolerance=0.1"], 78, "args do not fit"),
+        (["exact_match", "--adapter", "ray"], 2, "--adapter ray is unknown"),
+        (["exact_match", "--file", "nothing.yaml"], 78, "does not exist"),
+    ],
+)
+def test_bad_options_are_explained(tmp_path: Path, arguments: list[str], code: int, said: str):
+    done = cli("reward", "test", *arguments, "--sample", samples(tmp_path, "4"), cwd=tmp_path)
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+def test_samples_that_are_none_are_explained(tmp_path: Path):
+    (tmp_path / "samples.jsonl").write_text('{"prompt": "x", "response": "y"}\n{"prompt": "x"}')
+    done = cli("reward", "test", "exact_match", "--sample", str(tmp_path / "samples.jsonl"))
+    assert (done.returncode, "line 2 has no `response`" in done.stderr) == (78, True)
