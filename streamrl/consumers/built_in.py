@@ -13,6 +13,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "format": "streamrl.consumers.rules.format:Format",
     "length": "streamrl.consumers.rules.length:Length",
     "repetition": "streamrl.consumers.rules.repetition:Repetition",
+    "code": "streamrl.consumers.rules.code:Code",
     "reward_model": "streamrl.consumers.models.reward:RewardModel",
     "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
 }

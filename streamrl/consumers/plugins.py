@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.config import RewardSpec, RunConfig
+from streamrl.consumers.adapters import Adapted, adapt
 from streamrl.consumers.built_in import BUILT_IN
 from streamrl.consumers.reward import Reward, RewardLife
 from streamrl.errors import PluginError, StreamrlError
@@ -65,13 +66,17 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
         if path not in sys.path:
             sys.path.append(path)
     importlib.invalidate_caches()
-    return [_load(spec, paths) for spec in config.rewards]
+    return [_load(spec, config, paths) for spec in config.rewards]
 
 
-def _load(spec: RewardSpec, paths: Sequence[Path]) -> LoadedReward:
+def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedReward:
     target = _find(spec.use, paths)
     life, instant, group = None, False, False
-    if inspect.isclass(target):
+    call: Callable[[Any], Any]
+    if spec.adapter is not None:
+        call = adapted = adapt(target, spec, config)
+        group = adapted.group
+    elif inspect.isclass(target):
         instance = _build(target, spec)
         group = callable(getattr(instance, "score_group", None))
         call = instance.score_group if group else getattr(instance, "score", None)
@@ -177,9 +182,9 @@ def _check_signature(call: Callable[..., Any], args: dict[str, Any], spec: Rewar
 
 
 def _is_async(call: Callable[..., Any]) -> bool:
-    """Tell async callables, also behind `functools.partial` and objects with an async `__call__`."""
-    while isinstance(call, functools.partial):
-        call = call.func
+    """Tell async callables, also behind `functools.partial`, adapters and objects with an async `__call__`."""
+    while isinstance(call, functools.partial | Adapted):
+        call = call.func if isinstance(call, functools.partial) else call.function
     return inspect.iscoroutinefunction(inspect.unwrap(call)) or inspect.iscoroutinefunction(
         getattr(type(call), "__call__", None)  # noqa: B004 (the coroutine function behind the object, not callability)
     )

@@ -1,0 +1,269 @@
+"""Reward functions of other systems, unchanged: the signatures of verl and of TRL.
+
+| `adapter` | the function | called |
+|---|---|---|
+| `verl` | `fn(data_source, solution_str, ground_truth, extra_info, **args) -> float, or dict with score` | per sample |
+| `verl` | `fn(data_sources, solution_strs, ground_truths, extra_infos, **args) -> list of these` | per group |
+| `trl` | `fn(prompts, completions, completion_ids, **columns) -> list of float or None` | per group |
+
+What takes lists gets the whole group and not its samples one by one: such a function may compare, and in the system it
+was written for its lists hold whole groups. All arguments are passed by name, and may be changed by the function.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from streamrl.config import RewardSpec, RunConfig
+from streamrl.consumers.reward import RewardSample, Score, finite
+from streamrl.errors import DataError, PluginError
+
+_VERL: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_GROUP: Final = tuple(f"{name}s" for name in _VERL)
+_TURNS: Final = 2
+"""What verl counts for a prompt and its response."""
+_NOT_HERE: Final = {
+    "trainer_state": "rewards are scored apart from the learner, which may be steps ahead",
+    "environments": "there are no environments of TRL here",
+}
+
+_Read = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A function of another system as a reward: call it with a sample, or with all samples of a group.
+
+    Attributes:
+        function: as it was found.
+        group: it takes all samples of a group.
+        prepare: makes the keyword arguments of one call, and what reads its result.
+    """
+
+    function: Callable[..., Any]
+    group: bool
+    prepare: Callable[[Any], tuple[dict[str, Any], _Read]]
+
+    def __call__(self, subject: Any) -> Any:
+        """Return a `Score`, or a list of them for a group; of a coroutine function, an awaitable of it."""
+        arguments, read = self.prepare(subject)
+        result = self.function(**arguments)
+        return _later(result, read) if inspect.isawaitable(result) else read(result)
+
+
+async def _later(result: Awaitable[Any], read: _Read) -> Any:
+    return read(await result)
+
+
+def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
+    """Return a function of another system as a reward.
+
+    Args:
+        target: the function; a class is built without arguments, and its object called.
+        spec: of the reward: `adapter`, and `args`, which are passed on by name.
+        config: of the run.
+
+    Raises:
+        PluginError: it does not take what that system passes.
+    """
+    if inspect.isclass(target):
+        try:
+            target = target()
+        except Exception as error:
+            raise PluginError(
+                f"reward {spec.use} cannot be built: {error}", "its class must need no arguments"
+            ) from error
+    if not callable(target):
+        raise PluginError(f"reward {spec.use} is a {type(target).__name__}", f"name a function for {spec.adapter}")
+    if spec.adapter == "trl":
+        return _trl(target, spec, config)
+    group = "solution_strs" in _parameters(target)
+    names = _VERL_GROUP if group else _VERL
+    try:
+        inspect.signature(target).bind(**dict.fromkeys(names), **spec.args)
+    except TypeError as error:
+        raise PluginError(
+            f"reward {spec.use} is no function for verl: {error}", f"it is called with {', '.join(names)} and its args"
+        ) from error
+    except ValueError:
+        pass  # no readable signature: the first sample is the check
+    return Adapted(target, group, _VerlCalls(spec.args).group if group else _VerlCalls(spec.args).sample)
+
+
+# --- verl -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _VerlCalls:
+    args: Mapping[str, Any]
+
+    def sample(self, sample: RewardSample) -> tuple[dict[str, Any], _Read]:
+        return dict(zip(_VERL, _verl_columns(sample), strict=True)) | dict(self.args), _verl_score
+
+    def group(self, samples: Sequence[RewardSample]) -> tuple[dict[str, Any], _Read]:
+        columns = map(list, zip(*map(_verl_columns, samples), strict=True))
+        return dict(zip(_VERL_GROUP, columns, strict=True)) | dict(self.args), _verl_scores
+
+
+def _verl_columns(sample: RewardSample) -> tuple[Any, str, Any, dict[str, Any]]:
+    """Return data source, response, right answer and the rest, as verl finds them in its data set.
+
+    A line that was made for verl has `data_source`, `reward_model.ground_truth` and `extra_info`; of any other, the
+    answer is the ground truth and all metadata are the extra information.
+    """
+    metadata = copy.deepcopy(sample.prompt.metadata)
+    truth = copy.deepcopy(sample.prompt.answer)
+    model = metadata.get("reward_model")
+    if truth is None and isinstance(model, dict):
+        truth = model.get("ground_truth")
+    source = metadata.get("data_source", "")
+    extra = metadata.get("extra_info")
+    if not isinstance(extra, dict):
+        extra = metadata
+    extra.setdefault("num_turns", _TURNS)
+    extra.setdefault("rollout_reward_scores", {})
+    return source, sample.text, truth, extra
+
+
+def _verl_score(result: Any) -> Score:
+    """Read a number, or a mapping with `score`; its other finite numbers become parts."""
+    if not isinstance(result, Mapping):
+        return Score(_number(result))
+    if "score" not in result:
+        raise TypeError(
+            f"a function for verl returned a dict without `score`: {', '.join(map(str, result)) or 'empty'}"
+        )
+    parts = {str(key): _number(value) for key, value in result.items() if key != "score" and _is_number(value)}
+    return Score(_number(result["score"]), parts)
+
+
+def _verl_scores(results: Any) -> list[Score]:
+    return [_verl_score(result) for result in results]
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> Adapted:
+    parameters = _parameters(function)
+    needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in _STARRED}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or not parameters
+    for name, why in _NOT_HERE.items():
+        if name in needed and name not in spec.args:
+            raise PluginError(f"reward {spec.use} needs {name}: {why}", f"give it a default, or args: {{{name}: ...}}")
+    if not takes_all and not {"prompts", "completions", "completion_ids"} & parameters.keys():
+        raise PluginError(
+            f"reward {spec.use} is no function for TRL: it takes {', '.join(parameters)}",
+            "it is called with prompts, completions, completion_ids and the columns of the data set",
+        )
+    if unknown := [name for name in spec.args if not takes_all and name not in parameters]:
+        raise PluginError(f"reward {spec.use} takes no {unknown[0]}", f"it takes: {', '.join(parameters)}")
+    in_sum = config.scoring.combine == "sum" and spec.gate is None and spec.normalise is None
+    calls = _TrlCalls(spec.args, None if takes_all else frozenset(parameters), frozenset(needed), in_sum)
+    return Adapted(function, True, calls.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrlCalls:
+    """Arguments and results of a function for TRL.
+
+    Attributes:
+        args: passed as they are.
+        names: that it takes; None: any.
+        needed: without which it cannot be called.
+        in_sum: None for a sample, which is no opinion, can be left out as TRL leaves it out.
+    """
+
+    args: Mapping[str, Any]
+    names: frozenset[str] | None
+    needed: frozenset[str]
+    in_sum: bool
+
+    def group(self, samples: Sequence[RewardSample]) -> tuple[dict[str, Any], _Read]:
+        logged: dict[str, float] = {}
+
+        def log_metric(name: str, value: float) -> None:
+            logged[str(name)] = _number(value)
+
+        def read(results: Any) -> list[Score]:
+            if isinstance(results, str | Mapping) or not hasattr(results, "__iter__"):
+                raise TypeError(f"a function for TRL returned a {type(results).__name__}, not a list of numbers")
+            found = list(results)
+            if len(found) != len(samples):
+                raise ValueError(f"a function for TRL returned {len(found)} rewards for {len(samples)} completions")
+            return [self._score(result, logged) for result in found]
+
+        columns = _trl_columns(samples)
+        arguments = {**columns, "log_metric": log_metric, "log_extra": _ignore, "trainer_state": None, **self.args}
+        if missing := sorted(self.needed - arguments.keys()):
+            raise DataError(
+                f"a function for TRL needs {', '.join(missing)}, and line {samples[0].prompt.line} of the data set has"
+                f" {', '.join(sorted(columns))}",
+                "columns are the keys of the lines of the data set; constants can stand in args",
+            )
+        if self.names is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self.names}
+        return arguments, read
+
+    def _score(self, result: Any, logged: Mapping[str, float]) -> Score:
+        if result is not None:
+            return Score(_number(result), logged)
+        if not self.in_sum:
+            raise TypeError(
+                "a function for TRL returned None, which can be left out of a sum only, without gate or norm"
+            )
+        return Score(0.0, {**logged, "skipped": 1.0})
+
+
+def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
+    """Return prompts, completions, token ids and the columns of the data set, each a list with one entry per sample.
+
+    Chat prompts are lists of messages, and so are their completions: one message of the assistant.
+    """
+    metadata = [copy.deepcopy(sample.prompt.metadata) for sample in samples]
+    columns: dict[str, Any] = {name: [one.get(name) for one in metadata] for name in dict.fromkeys(metadata[0])}
+    if samples[0].prompt.answer is not None:
+        columns["answer"] = [copy.deepcopy(sample.prompt.answer) for sample in samples]
+    chat = samples[0].prompt.messages is not None
+    columns["prompts"] = [copy.deepcopy(sample.prompt.messages) if chat else sample.prompt.text for sample in samples]
+    columns["completions"] = [
+        [{"role": "assistant", "content": sample.text}] if chat else sample.text for sample in samples
+    ]
+    columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
+    return columns
+
+
+def _ignore(column: str, values: Sequence[Any]) -> None:
+    """Take what a function logs for a table of TRL's own."""
+    del column, values
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+_STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no readable signature: the first sample is the check
+        return {}
+
+
+def _number(value: Any) -> float:
+    """Return a number; both systems take true and false for 1 and 0, so this is none of the bugs that Score refuses."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return float(value)
+    return finite(value, "the value")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        _number(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""The rule `code`: runs the tests of the prompt against the program in the response."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from streamrl.consumers import sandbox as sandbox_package
+from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
+from streamrl.consumers.rules.code_blocks import program_in
+from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, judge, read_tests
+from streamrl.consumers.sandbox import Isolation, Limits, Program, Sandbox
+from streamrl.consumers.sandbox.wrappers import interpreter
+from streamrl.errors import ConfigError
+
+_PYTHON: Final = ("python", "py", "python3", "")
+_DRIVER: Final = (Path(sandbox_package.__file__).parent / "driver.py").read_text(encoding="utf-8")
+_SLOW: Final = 4
+"""A busy host may make everything so many times slower before a sample fails for it."""
+_SETUP_SECONDS: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What came of the tests so far, and the seconds that are left for the others."""
+
+    left: float
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def ends(self, *, at_failure: bool) -> bool:
+        return self.left <= 0 or (at_failure and self.counts.total() > self.counts["passed"])
+
+
+class Code(Reward):
+    """The share of the prompt's tests that the program in the response passes, each in a sandbox of its own.
+
+    A response without a program scores 0; a prompt without tests, and a sandbox that does not work, are errors and no
+    scores. Parts: `tests`, and how many `passed`, were `wrong`, `crashed`, went over `time`, `memory` or `output`, or
+    were `unrun` because the time for all tests was up or one had failed with `credit: all`.
+
+    Args:
+        tests: key of the metadata with the tests of the prompt.
+        credit: `share` of the tests that are passed, or `all`: 1 when every one is.
+        max_tests: only so many, the first ones; None: all.
+        languages: of fenced blocks that are programs; empty text for blocks that name none.
+        fenced: without a fenced block there is no program; otherwise the whole response is one then.
+        command: what runs a program that is not Python: words, `{file}` is its path; the first is looked up in PATH.
+        file: name of the program's file.
+        python: interpreter of the programs; empty: the one of streamrl without the packages of its environment.
+        visible: directories that programs may read, besides those of the system and of the interpreter.
+        tolerance: largest relative difference of numbers, in results and in words of the output; 0: none.
+        seconds: of processor time for each process of a test.
+        wall: seconds for a test with its waiting; None: twice `seconds` and one.
+        total: seconds for all tests of one response; the rest count as not passed.
+        memory_mib: MiB of all processes of a test together.
+        address_space_mib: MiB of each process; None: no limit (Java, Node and Go reserve much more than they use).
+        disk_mib: MiB of all files of a test.
+        processes: and threads of a test.
+        output_kib: KiB of output of a test.
+        network: `deny`, or `allow`.
+        isolation: `auto`, `namespaces`, `bubblewrap`, `nsjail`, or `none` (with `network: allow` only).
+    """
+
+    def __init__(
+        self,
+        *,
+        tests: str = "tests",
+        credit: Literal["share", "all"] = "share",
+        max_tests: int | None = None,
+        languages: Sequence[str] = _PYTHON,
+        fenced: bool = True,
+        command: Sequence[str] | None = None,
+        file: str = "solution.py",
+        python: str = "",
+        visible: Sequence[str] = (),
+        tolerance: float = 1e-6,
+        seconds: float = 5.0,
+        wall: float | None = None,
+        total: float = 30.0,
+        memory_mib: int = 512,
+        address_space_mib: int | None = 1024,
+        disk_mib: int = 64,
+        processes: int = 16,
+        output_kib: int = 1024,
+        network: Literal["deny", "allow"] = "deny",
+        isolation: Isolation | Literal["auto"] = "auto",
+    ) -> None:
+        _one_of("credit", credit, ("share", "all"))
+        _one_of("network", network, ("deny", "allow"))
+        _one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "nsjail", "none"))
+        if max_tests is not None and max_tests < 1:
+            raise ValueError(f"max_tests is {max_tests}; at least one test is needed")
+        if not 0 <= tolerance < 1 or not total > 0:
+            raise ValueError("tolerance must be at least 0 and below 1, total above 0")
+        limits = Limits(
+            cpu=seconds,
+            wall=2 * seconds + 1 if wall is None else wall,
+            memory=memory_mib << 20,
+            address_space=None if address_space_mib is None else address_space_mib << 20,
+            disk=disk_mib << 20,
+            processes=processes,
+            output=output_kib << 10,
+        )
+        self._tests, self._max_tests, self._all = tests, max_tests, credit == "all"
+        self._languages, self._fenced = frozenset(map(str.lower, languages)), fenced
+        self._tolerance, self._total = tolerance, total
+        self._file = file
+        self._interpreter = interpreter(python)
+        self._visible = (*self._interpreter.visible, *map(os.path.abspath, visible))
+        self._command = None if command is None else _looked_up(command)
+        self._sandbox = Sandbox(limits, network=network == "allow", isolation=isolation)
+        self.deadline = _SLOW * (total + limits.wall) + _SETUP_SECONDS
+        self.concurrency = len(os.sched_getaffinity(0))  # more at a time would only slow each other down
+
+    async def open(self, context: RewardContext) -> None:
+        """Find an isolation that works here, and see that what runs the programs can be run in it.
+
+        Raises:
+            ConfigError: nothing isolates here, or the interpreter or command cannot be executed in the sandbox.
+        """
+        del context
+        await self._sandbox.open()
+        executable = self._interpreter.path if self._command is None else self._command[0]
+        probe = Program(argv=("/bin/sh", "-c", 'test -x "$0"', executable), visible=self._visible)
+        async with self._sandbox.start(probe) as session:
+            if (await session.run("")).code != 0:
+                raise ConfigError(
+                    f"{executable} cannot be executed in the sandbox", "name the directories it needs in `visible`"
+                )
+
+    async def score(self, sample: RewardSample) -> Score:
+        """Run the tests and return the share that passed, or 1 or 0.
+
+        Raises:
+            ValueError: the prompt has no tests, or tests of an unknown form.
+            SandboxError: the sandbox failed; nothing is known of the response.
+        """
+        where = f"metadata {self._tests} of line {sample.prompt.line}"
+        if self._tests not in sample.prompt.metadata:
+            raise ValueError(f"{where} is missing: the rule code needs tests")
+        tests = read_tests(sample.prompt.metadata[self._tests], where)[: self._max_tests]
+        if self._command is not None and any(test.kind != "stdin" for test in tests):
+            raise ValueError(
+                f"{where} calls functions, and the program is run by a command: it can read and print only"
+            )
+        tally = _Tally(self._total)
+        text = program_in(sample.text, self._languages, fenced=self._fenced)
+        if text is not None:
+            await self._run(text, [test for test in tests if test.kind == "stdin"], tally)
+            await self._run(text, [test for test in tests if test.kind != "stdin"], tally)
+        counts = tally.counts
+        counts["unrun"] = len(tests) - counts.total()
+        passed = counts["passed"]
+        value = float(passed == len(tests)) if self._all else passed / len(tests)
+        parts = {verdict: float(counts[verdict]) for verdict in VERDICTS}
+        return Score(value, {"tests": float(len(tests)), "no_code": float(text is None), **parts})
+
+    async def _run(self, text: str, tests: Sequence[CodeTest], tally: _Tally) -> None:
+        """Run tests of one kind, one after the other, and count what came of them."""
+        if not tests or tally.ends(at_failure=self._all):
+            return
+        async with self._sandbox.start(self._program(text, tests[0])) as session:
+            for test in tests:
+                execution = await session.run(test.stdin)
+                tally.counts[judge(test, execution, self._tolerance)] += 1
+                tally.left -= execution.wall - execution.delay
+                if tally.ends(at_failure=self._all):
+                    return
+
+    def _program(self, text: str, test: CodeTest) -> Program:
+        files = {self._file: text}
+        if self._command is not None:
+            argv = tuple(word.replace("{file}", self._file) for word in self._command)
+            return Program(argv=argv, files=files, visible=self._visible)
+        script = self._file
+        if test.kind != "stdin":
+            script = "driver.py"
+            files = {"solution.py": text, script: _DRIVER}
+        return Program(argv=(self._interpreter.path, "-s", "-B", script), files=files, visible=self._visible)
+
+
+def _looked_up(command: Sequence[str]) -> tuple[str, ...]:
+    if not command or not all(isinstance(word, str) for word in command):
+        raise ValueError("command is a list of words, for example [node, '{file}']")
+    path = shutil.which(command[0])
+    if path is None:
+        raise ValueError(f"command {command[0]} is not installed here")
+    return (str(Path(path).absolute()), *command[1:])
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")

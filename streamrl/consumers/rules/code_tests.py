@@ -1,0 +1,206 @@
+"""The tests of a prompt: what the metadata says, and whether a run passed."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orjson
+
+from streamrl.consumers.sandbox import Execution
+
+Verdict = Literal["passed", "wrong", "crashed", "time", "memory", "output", "unrun"]
+
+VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong", "crashed", "time", "memory", "output", "unrun")
+_FORMS: Final = "{input, output}, {call, args, kwargs, output}, {code}, or a text of code"
+_SMALLEST: Final = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTest:
+    """One test.
+
+    Attributes:
+        kind: `stdin`: a program that reads `stdin` and prints `wanted`; `call`: a function whose result is one of
+            `wanted`; `code`: code that raises nothing.
+        stdin: standard input of the run: the program's own, or the task of the driver.
+        wanted: what passes; it never enters the sandbox.
+    """
+
+    kind: Literal["stdin", "call", "code"]
+    stdin: str
+    wanted: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class _Malformed(Exception):
+    why: str
+
+
+def read_tests(value: Any, where: str) -> list[CodeTest]:
+    """Return the tests in a value of the metadata.
+
+    Args:
+        value: a list of tests, a mapping of `inputs` and `outputs` (with `fn_name` for calls), or a text with either as
+            JSON; any other text is code.
+        where: names the value in errors.
+
+    Raises:
+        ValueError: it has another form, or no test at all; says what is wrong and where.
+    """
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            value = [value]
+    try:
+        if isinstance(value, Mapping):
+            tests = _pairs(value)
+        elif isinstance(value, list):
+            tests = [_test(item) for item in value]
+        else:
+            raise _Malformed(f"is a {type(value).__name__}, not a list of tests")
+    except _Malformed as error:
+        raise ValueError(f"{where} {error.why}; a test is {_FORMS}") from None
+    if not tests:
+        raise ValueError(f"{where} is empty: a response without tests cannot be scored")
+    return tests
+
+
+def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
+    """Say what came of a test.
+
+    Args:
+        test: that was run.
+        execution: what came of the run.
+        tolerance: largest relative difference of numbers that counts as none.
+    """
+    if execution.outcome in {"time", "memory", "output"}:
+        return execution.outcome
+    if execution.outcome == "signal" or execution.code != 0:
+        return "crashed"
+    if test.kind == "stdin":
+        return "passed" if same_output(execution.stdout, test.wanted[0], tolerance) else "wrong"
+    if test.kind == "code":
+        return "passed" if execution.result == test.wanted[0] else "wrong"
+    try:
+        found = orjson.loads(execution.result)
+    except orjson.JSONDecodeError:
+        return "wrong"
+    return "passed" if any(same_value(found, wanted, tolerance) for wanted in test.wanted) else "wrong"
+
+
+def same_output(found: str, wanted: str, tolerance: float) -> bool:
+    """Compare two texts line by line, without white space at the ends of lines and empty lines at the end.
+
+    With a tolerance above 0, words that are numbers may differ by it, and any white space between words is the same.
+    """
+    lines, others = ([line.strip() for line in text.strip().splitlines()] for text in (found, wanted))
+    if lines == others:
+        return True
+    if not tolerance or len(lines) != len(others):
+        return False
+    pairs = [(line.split(), other.split()) for line, other in zip(lines, others, strict=True)]
+    return all(
+        len(words) == len(wanted_words) and all(map(lambda a, b: _same_word(a, b, tolerance), words, wanted_words))
+        for words, wanted_words in pairs
+    )
+
+
+def same_value(found: Any, wanted: Any, tolerance: float) -> bool:
+    """Compare two values of JSON; a whole number equals its float, and true is no 1."""
+    waiting = [(found, wanted)]
+    while waiting:
+        one, other = waiting.pop()
+        if isinstance(one, bool) or isinstance(other, bool) or one is None or other is None:
+            equal = one is other
+        elif isinstance(one, int | float) and isinstance(other, int | float):
+            equal = _close(one, other, tolerance)
+        elif isinstance(one, list) and isinstance(other, list):
+            equal = len(one) == len(other)
+            waiting.extend(zip(one, other, strict=False))
+        elif isinstance(one, dict) and isinstance(other, dict):
+            equal = one.keys() == other.keys()
+            waiting.extend((one[key], other[key]) for key in one if key in other)
+        else:
+            equal = one == other
+        if not equal:
+            return False
+    return True
+
+
+def _same_word(found: str, wanted: str, tolerance: float) -> bool:
+    if found == wanted:
+        return True
+    for kind in (int, float):
+        try:
+            one, other = kind(found), kind(wanted)
+        except ValueError:
+            continue
+        return math.isfinite(one) and _close(one, other, tolerance)
+    return False
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    if one == other or not tolerance or (isinstance(one, int) and isinstance(other, int)):
+        return one == other  # whole numbers are not nearly equal
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=_SMALLEST)
+
+
+def _pairs(value: Mapping[str, Any]) -> list[CodeTest]:
+    """Read `inputs` and `outputs`, the form of APPS, TACO and of verl's code rewards."""
+    inputs, outputs = value.get("inputs"), value.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise _Malformed("is a mapping without lists `inputs` and `outputs` of the same length")
+    name = value.get("fn_name")
+    if name is None:
+        return [_program(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+    tests = []
+    for given, wanted in zip(inputs, outputs, strict=True):
+        test = _call({"call": name, "args": given if isinstance(given, list) else [given], "output": wanted})
+        alone = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted  # these data sets have both
+        tests.append(CodeTest("call", test.stdin, (wanted, alone)))
+    return tests
+
+
+def _test(item: Any) -> CodeTest:
+    if isinstance(item, str):
+        return _code(item)
+    if not isinstance(item, Mapping):
+        raise _Malformed(f"has a {type(item).__name__} among its tests")
+    if "call" in item:
+        return _call(item)
+    if "code" in item:
+        return _code(item["code"])
+    if "input" in item and "output" in item:
+        return _program(item["input"], item["output"])
+    raise _Malformed(f"has a test with the keys {', '.join(map(str, item)) or 'none'}")
+
+
+def _program(given: Any, wanted: Any) -> CodeTest:
+    texts = [
+        "\n".join(text) if isinstance(text, list) and all(isinstance(line, str) for line in text) else text
+        for text in (given, wanted)
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise _Malformed("has an `input` or `output` that is no text")
+    return CodeTest("stdin", texts[0], (texts[1],))
+
+
+def _call(item: Mapping[str, Any]) -> CodeTest:
+    name, args, named = item["call"], item.get("args", []), item.get("kwargs", {})
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise _Malformed(f"calls {name!r}, which is no name of a function")
+    if not isinstance(args, list) or not isinstance(named, Mapping) or "output" not in item:
+        raise _Malformed(f"has a call of {name} without `output`, or whose `args` are no list or `kwargs` no mapping")
+    return CodeTest("call", orjson.dumps({"call": name, "args": args, "kwargs": named}).decode(), (item["output"],))
+
+
+def _code(text: Any) -> CodeTest:
+    if not isinstance(text, str) or not text.strip():
+        raise _Malformed("has `code` that is no text, or empty")
+    token = secrets.token_hex(16)
+    return CodeTest("code", orjson.dumps({"code": text, "token": token}).decode(), (token,))

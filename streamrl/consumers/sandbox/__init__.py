@@ -1,0 +1,10 @@
+"""Programs of strangers in a process of their own: without network, with limits, and gone when they end.
+
+`Sandbox.open` finds a way to isolate that works here, `Sandbox.start` gives a session in which one program is run as
+often as there are inputs. What this does not protect from is said in docs/rewards.md.
+"""
+
+from streamrl.consumers.sandbox.execution import Execution, Limits, Program, SandboxError
+from streamrl.consumers.sandbox.sandbox import Isolation, Sandbox, Session
+
+__all__ = ["Execution", "Isolation", "Limits", "Program", "Sandbox", "SandboxError", "Session"]

@@ -1,0 +1,161 @@
+"""Namespaces, a root directory and limits for one program: what it can reach when it runs.
+
+`isolate` is called in a process of its own, which it turns into the first process of new namespaces; `confine` in the
+process that becomes the program, right before its exec.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from . import kernel
+from .syscalls import forbid
+
+NOBODY = 65534
+WORK = "/tmp"  # noqa: S108 - of the sandbox's own root
+_SPARE_PROCESSES = 2  # ours, which the kernel counts with the program's where both have one user id
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": WORK}
+
+
+def namespaces(network: bool) -> int:
+    """Return the flags for `unshare`; a new network namespace has no interface that is up, not even loopback."""
+    flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    return flags if network else flags | kernel.CLONE_NEWNET
+
+
+def map_ids(pid: int) -> None:
+    """Say which users the new user namespace of `pid` has: `NOBODY`, and the builder 0 where root may map both.
+
+    The program is `NOBODY` inside. Started by root it is a user of no rights outside too; started by anybody else it is
+    that user, who sees nothing but what the new root directory holds.
+    """
+    folder = Path(f"/proc/{pid}")
+    if os.geteuid() == 0:
+        with suppress(PermissionError):
+            (folder / "uid_map").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            (folder / "gid_map").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            return
+    (folder / "setgroups").write_text("deny")
+    (folder / "uid_map").write_text(f"{NOBODY} {os.geteuid()} 1\n")
+    (folder / "gid_map").write_text(f"{NOBODY} {os.getegid()} 1\n")
+
+
+def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
+    """Replace the root directory by an empty one in memory, with what the program needs, all read-only but `WORK`.
+
+    It goes away with the last process of the namespace, whoever kills it.
+
+    Args:
+        visible: pairs of a real path of the host and the path where it is seen.
+        disk: bytes that fit into `WORK`.
+    """
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    quiet = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", WORK, "tmpfs", quiet, "mode=755,size=1m,nr_inodes=4096")
+    os.mkdir(f"{WORK}/old")  # noqa: PTH102 - paths are text here, as mount(2) has them
+    kernel.pivot_root(WORK, f"{WORK}/old")
+    os.chdir("/")
+    for path in (*_SYSTEM, *_SYSTEM_FILES):
+        _show(f"/old{path}", path)
+    for source, target in visible:
+        _show(f"/old{source}", target)
+    for name in _DEVICES:
+        _show(f"/old/dev/{name}", f"/dev/{name}", writable=True)
+    for name, target in _LINKS.items():
+        with suppress(OSError):
+            Path(f"/dev/{name}").symlink_to(target)
+    _mount_proc()
+    Path(WORK).mkdir(exist_ok=True)
+    kernel.mount("tmpfs", WORK, "tmpfs", quiet, f"mode=1777,size={disk},nr_inodes=4096")
+    kernel.detach("/old")
+    os.rmdir("/old")  # noqa: PTH106
+    kernel.read_only("/", recursive=False)
+    kernel.set_hostname("sandbox")
+
+
+def write_files(folder: str, files: Mapping[str, str]) -> None:
+    """Write the program's files; names were checked to be plain names."""
+    for name, text in files.items():
+        path = Path(folder) / name
+        path.write_bytes(text.encode("utf-8", "replace"))
+        path.chmod(0o644)
+
+
+def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> None:
+    """Give up all rights and take on the limits; the caller goes on to exec.
+
+    Args:
+        limits: `cpu` (seconds), `address_space` (bytes or None), `file_size`, `open_files`, `processes`.
+        privileged: this process is root of its namespace and becomes `NOBODY`.
+        isolation: `namespaces` counts processes apart from those of the user, so their number can be limited; `wrapped`
+            leaves the rest to the program that makes the sandbox.
+    """
+    if privileged:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.umask(0o022)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_CPU, limits["cpu"], limits["cpu"] + 1)
+    _limit(resource.RLIMIT_FSIZE, limits["file_size"])
+    _limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    _limit(resource.RLIMIT_MEMLOCK, 0)
+    _limit(resource.RLIMIT_MSGQUEUE, 0)
+    if limits["address_space"] is not None:
+        _limit(resource.RLIMIT_AS, limits["address_space"])
+    if isolation == "namespaces":
+        _limit(resource.RLIMIT_NPROC, limits["processes"] + _SPARE_PROCESSES)
+    if isolation != "wrapped":
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        forbid()
+
+
+def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    _, most = resource.getrlimit(kind)
+    hard = soft if hard is None else hard
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))
+
+
+def _show(source: str, target: str, *, writable: bool = False) -> None:
+    """Show a file, a directory with all that is mounted in it, or a link of the host; what is not there is left out."""
+    try:
+        mode = os.lstat(source).st_mode
+    except FileNotFoundError:
+        return
+    place = Path(target)
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        return  # it is there already, through one of the system's directories
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if stat.S_ISLNK(mode):
+        place.symlink_to(os.readlink(source))  # noqa: PTH115
+        return
+    if stat.S_ISDIR(mode):
+        place.mkdir(exist_ok=True)
+    else:
+        place.touch()
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+    if not writable:
+        kernel.read_only(target)
+
+
+def _mount_proc() -> None:
+    """Mount /proc of the new process namespace, and allow no user namespaces below this one.
+
+    Containers that mask parts of their /proc refuse the mount: the program then has none.
+    """
+    Path("/proc").mkdir()
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    with suppress(OSError):
+        kernel.mount("proc", "/proc", "proc", flags)
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")

@@ -1,0 +1,326 @@
+"""A process between a reward worker and the programs it tests: whatever becomes of either, nothing of them stays.
+
+Its standard input is a lifeline: the first line is an order (what runs, where, within which limits), every further line
+`{"stdin": "..."}` asks for one run of it, and its end, however it came about, kills what runs and ends the keeper. It
+answers each run with one line: `{"outcome": ..., ...}`, or `{"error": ...}` when the sandbox itself failed. The answers
+that tests expect never come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import folders, jail, kernel, processes
+
+_TICK = 0.05
+_KILL_SECONDS = 10.0
+_SLOW = 4
+"""A host that is so many times slower than the program alone is too busy to say anything."""
+_CHUNK = 1 << 16
+_FIRST_FREE = 10
+
+
+class Abandoned(Exception):
+    """The lifeline has ended."""
+
+
+class Lifeline:
+    """Standard input, line by line."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def line(self) -> dict[str, Any] | None:
+        """Wait for a line; None at the end."""
+        while b"\n" not in self._data:
+            if not self._read():
+                return None
+        line, _, rest = self._data.partition(b"\n")
+        self._data = rest
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def check(self) -> None:
+        """Read what is there, without waiting; `Abandoned` at the end."""
+        if not self._read():
+            raise Abandoned
+
+    def _read(self) -> bool:
+        data = os.read(0, _CHUNK)
+        self._data += data
+        return bool(data)
+
+
+class Run:
+    """One run of the program.
+
+    Args:
+        order: `isolation` (namespaces, wrapped or none), `network`, `argv`, `environ`, `files`, `visible`, `limits`.
+        text: its standard input.
+        folder: where it runs, unless it has a root of its own.
+        lifeline: is watched while it runs.
+    """
+
+    def __init__(self, order: dict[str, Any], text: str, folder: str, lifeline: Lifeline) -> None:
+        self._order, self._folder, self._lifeline = order, folder, lifeline
+        self._limits = order["limits"]
+        self._jailed = order["isolation"] == "namespaces"
+        self._argv = [word.replace("{folder}", folder) for word in order["argv"]]
+        self._stdin = os.memfd_create("stdin")
+        with os.fdopen(os.dup(self._stdin), "wb") as file:
+            file.write(text.encode("utf-8", "replace"))
+        os.lseek(self._stdin, 0, os.SEEK_SET)
+        pipes = [os.pipe() for _ in range(4)]
+        self._reads = [read for read, _ in pipes]
+        self._writes = [write for _, write in pipes]
+        for read in self._reads:
+            os.set_blocking(read, False)
+        self._delay = 0.0
+        self._captured: dict[int, bytearray] = {read: bytearray() for read in self._reads}
+
+    def finish(self) -> dict[str, Any]:
+        """Run it to its end, kill what is left of it, and say what came of it."""
+        began = time.monotonic()
+        try:
+            self._start()
+            forced = self._watch(began)
+        finally:
+            dead = processes.kill_all(_KILL_SECONDS)
+        self._drain()
+        for descriptor in (*self._reads, self._stdin):
+            os.close(descriptor)
+        wall = time.monotonic() - began
+        if not dead:
+            return {"error": f"processes of a program cannot be killed within {_KILL_SECONDS:g} s"}
+        out, err, result, status = (bytes(self._captured[read]) for read in self._reads)
+        said = json.loads(status.partition(b"\n")[0] or b"{}")  # the first who has something to say
+        if "error" in said:
+            return said
+        if not said and forced is None and self._jailed:
+            return {"error": "the first process of the sandbox was killed; is there enough memory?"}
+        code, cpu = said.get("code"), said.get("cpu", 0.0)
+        return {
+            "outcome": forced or self._outcome(code, cpu),
+            "code": code,
+            "stdout": out.decode("utf-8", "replace"),
+            "stderr": err.decode("utf-8", "replace"),
+            "result": result.decode("utf-8", "replace"),
+            "cpu": cpu,
+            "wall": wall,
+            "delay": self._delay,
+        }
+
+    def _outcome(self, code: int | None, cpu: float) -> str:
+        if code is None:
+            return "signal"  # it killed the process that waits for it
+        if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU) or (code < 0 and cpu >= self._limits["cpu"]):
+            return "time"
+        return "signal" if code < 0 else "ended"
+
+    # --- the keeper's side --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ready_read, ready_write = os.pipe()
+        go_read, go_write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(ready_read)
+            os.close(go_write)
+            self._guarded(lambda: self._enter(ready_write, go_read))
+        for descriptor in (*self._writes, ready_write, go_read):
+            os.close(descriptor)
+        try:
+            if os.read(ready_read, 1) and self._jailed:
+                jail.map_ids(pid)
+            os.write(go_write, b"1")
+        except BrokenPipeError:
+            pass  # it has said why on the status pipe
+        finally:
+            os.close(ready_read)
+            os.close(go_write)
+
+    def _watch(self, began: float) -> str | None:
+        """Carry its output until it ends; return why it must, or None."""
+        status = self._reads[3]
+        open_ = set(self._reads)
+        look_at = 0.0
+        while status in open_:
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _TICK
+                if (over := self._look(now - began)) is not None:
+                    return over
+            ready, _, _ = select.select([0, *open_], [], [], _TICK)
+            if 0 in ready:
+                self._lifeline.check()
+                ready.remove(0)
+            for descriptor in ready:
+                if not self._read(descriptor):
+                    open_.discard(descriptor)
+            if self._size() > self._limits["output"]:
+                return "output"
+        return None
+
+    def _look(self, passed: float) -> str | None:
+        """Return the limit of memory or time that the processes are over, or None.
+
+        Time in which others had the processor does not count, unless the program itself is what keeps it busy: whether
+        it is too slow must not depend on what else the host does.
+        """
+        pids = processes.descendants(os.getpid())
+        if processes.memory(pids) > self._limits["memory"]:
+            return "memory"
+        ran, self._delay = processes.processor_time(pids)
+        wall = self._limits["wall"]
+        if passed < wall or (passed - self._delay < wall and ran < self._limits["cpu"] and passed < _SLOW * wall):
+            return None
+        if ran < self._limits["cpu"] and passed - self._delay < wall:
+            raise OSError(f"the host is too busy: a program waited {self._delay:.1f} s for a processor")
+        return "time"
+
+    def _read(self, descriptor: int) -> bool:
+        """Take what is in a pipe; False at its end."""
+        data = os.read(descriptor, _CHUNK)
+        self._captured[descriptor] += data
+        return bool(data)
+
+    def _drain(self) -> None:
+        for descriptor in self._reads:
+            with contextlib.suppress(BlockingIOError):
+                while self._size() <= self._limits["output"] and self._read(descriptor):
+                    pass
+
+    def _size(self) -> int:
+        return sum(map(len, self._captured.values()))
+
+    # --- the sandbox's side: processes that end by exec or _exit ------------------------------------------------------
+
+    def _enter(self, ready: int, go: int) -> None:
+        """Become, or start, the first process of the sandbox."""
+        _die_with_parent()
+        if self._jailed:
+            kernel.unshare(jail.namespaces(self._order["network"]))
+        os.write(ready, b"1")
+        if not os.read(go, 1):
+            os._exit(1)
+        if self._jailed:
+            _die_with_parent()  # new credentials forget it
+            self._isolate()
+            jail.build_root(self._order["visible"], self._limits["disk"])
+            self._folder = jail.WORK
+        else:
+            os.setsid()
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        jail.write_files(self._folder, self._order["files"])
+        self._keep_first()
+
+    def _isolate(self) -> None:
+        """Return in the first process of the new process namespace, which ends with the process that made it."""
+        leash_read, leash_write = os.pipe()
+        pid = os.fork()
+        if pid:
+            for descriptor in (leash_read, self._stdin, *self._writes):
+                os.close(descriptor)
+            os.waitpid(pid, 0)
+            os._exit(0)
+        os.close(leash_write)
+        _die_with_parent()
+        if select.select([leash_read], [], [], 0)[0]:
+            os._exit(1)  # its parent had ended before
+
+    def _keep_first(self) -> NoReturn:
+        """Start the program, bury orphans until it ends, and report; the end of this process kills what is left."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        pid = os.fork()
+        if not pid:
+            self._guarded(self._become)
+        for descriptor in (self._stdin, *self._writes[:3]):
+            os.close(descriptor)
+        while True:
+            ended, status = os.wait()
+            if ended == pid:
+                break
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        report = {"code": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
+        os.write(self._writes[3], json.dumps(report).encode() + b"\n")
+        os._exit(0)
+
+    def _become(self) -> None:
+        os.setsid()
+        _die_with_parent()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        sources = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for fd in (self._stdin, *self._writes[:3])]
+        for target, source in enumerate(sources):
+            os.dup2(source, target, inheritable=True)
+        os.chdir(self._folder)
+        privileged = self._jailed and os.getuid() == 0
+        jail.confine(self._limits, privileged=privileged, isolation=self._order["isolation"])
+        os.execve(self._argv[0], self._argv, self._order["environ"])  # noqa: S606
+
+    def _guarded(self, step: Any) -> NoReturn:
+        """Do a step in a forked process; what goes wrong goes to the status pipe and the process ends."""
+        try:
+            step()
+        except BaseException as error:  # noqa: BLE001 - told to the keeper
+            os.write(self._writes[3], json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        finally:
+            os._exit(1)
+
+
+def _die_with_parent() -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(lifeline: Lifeline, order: dict[str, Any]) -> None:
+    """Answer requests for runs until the lifeline ends."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        raise OSError("this kernel does not tell the children of a process (CONFIG_PROC_CHILDREN)")
+    limits = order["limits"]
+    limits["cpu"] = math.ceil(limits["cpu"])
+    while (request := lifeline.line()) is not None:
+        folder = tempfile.mkdtemp(dir=order["folder"]) if order["folder"] else ""
+        _answer(Run(order, request["stdin"], folder, lifeline).finish())
+        if folder:
+            folders.remove(folder)
+
+
+def _answer(message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main() -> None:
+    """Read the order and serve."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the lifeline decides
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    lifeline = Lifeline()
+    order = lifeline.line()
+    if order is None:
+        sys.exit(0)
+    try:
+        serve(lifeline, order)
+    except (Abandoned, BrokenPipeError):
+        pass
+    except Exception:  # noqa: BLE001 - told to the worker
+        with contextlib.suppress(OSError):
+            _answer({"error": traceback.format_exc(limit=-4)})
+    finally:
+        if order["folder"]:
+            folders.remove(order["folder"])

@@ -1,0 +1,95 @@
+"""The processes that a program has started: found, weighed and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PAUSE = 0.002
+_COUNTED = ("RssAnon:", "RssShmem:")
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below `pid`, those that ended and were not waited for among them."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        children = _children(waiting.pop())
+        found.extend(children)
+        waiting.extend(children)
+    return found
+
+
+def memory(pids: list[int]) -> int:
+    """Return the bytes of memory that processes have for themselves or share among each other (counted twice then)."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith(_COUNTED):
+                    total += int(line.split()[1]) << 10
+    return total
+
+
+def processor_time(pids: list[int]) -> tuple[float, float]:
+    """Return the seconds that processes have run, and the longest that a thread of theirs waited for a processor.
+
+    Both are 0 where the kernel does not keep these figures.
+    """
+    run, delay = 0.0, 0.0
+    for pid in pids:
+        with suppress(OSError, ValueError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                ran, waited = (task / "schedstat").read_text().split()[:2]
+                run += int(ran) / 1e9
+                delay = max(delay, int(waited) / 1e9)
+    return run, delay
+
+
+def kill_all(deadline: float) -> bool:
+    """Kill everything below this process, which must be the reaper of orphans; False when some will not die.
+
+    All are stopped first: what is stopped does not fork faster than it is killed.
+
+    Args:
+        deadline: seconds from now.
+    """
+    end = time.monotonic() + deadline
+    stopped: set[int] = set()
+    while left := descendants(os.getpid()):
+        for pid in left:
+            if pid not in stopped:
+                _signal(pid, signal.SIGSTOP)
+        if stopped.issuperset(left):
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+        stopped.update(left)
+        reap()
+        if time.monotonic() > end:
+            return False
+        time.sleep(_PAUSE)
+    return True
+
+
+def reap() -> None:
+    """Wait for all children that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - called for each process twenty times a second
+            with suppress(OSError):
+                found.extend(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(OSError):
+        os.kill(pid, number)
