@@ -20,7 +20,7 @@ POISONED = {60: "break rollout", 75: "break reward", 90: "nan reward", 110: "kil
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 
 
-def write_run(folder: Path, cache: Path) -> Path:
+def write_run(folder: Path, cache: Path, reward: str) -> Path:
     prompts = [json.loads(line) for line in (cache / "train.jsonl").read_text().splitlines()]
     lines = [row | ({"poison": POISONED[place]} if place in POISONED else {}) for place, row in enumerate(prompts)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -28,7 +28,7 @@ def write_run(folder: Path, cache: Path) -> Path:
     config |= {"name": "chaos", "model": config["model"] | {"path": str(cache / "model")}}
     config["data"] |= {"train": "train.jsonl", "held_out": str(cache / "held_out.jsonl"), "shuffle": False}
     config["sampling"] |= {"group_size": 4}
-    config["rewards"] = [{"use": "poisoned_reward:Poisoned", "name": "poisoned"}]
+    config["rewards"] = [{"use": f"poisoned_reward:{reward}", "name": "poisoned"}]
     config["learner"] |= {"ranks": 2, "groups_per_step": 8, "steps": None, "stop_at_accuracy": None}
     config["learner"] |= {"collective_deadline": 30}
     config["redis"] = {**config.get("redis", {}), "patience": 20}
@@ -43,8 +43,10 @@ def write_run(folder: Path, cache: Path) -> Path:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
-def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path):
-    fire = Fire(write_run(tmp_path, sort_cache), tmp_path / "run", SEED)
+@pytest.mark.parametrize("reward", ["Poisoned", "PoisonedGroup"])
+def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path, reward: str):
+    """Scored sample by sample, and whole."""
+    fire = Fire(write_run(tmp_path, sort_cache, reward), tmp_path / "run", SEED)
     try:
         fire.up()
         fire.moves_on(2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
+from streamrl.queues import Role
 from streamrl.queues.ledger import Ledger
 from streamrl.runtime.audit import Audit, audit
 from tests.producers.producer_kit import Run, kill, until, write_prompts
@@ -28,6 +29,8 @@ class Pipeline:
         run.set("sampling", group_size=4).set("learner", threads=1, device="cpu", lr=1e-3).set("checkpoint", every=2)
         run.set(None, rewards=[{"use": "parity_reward:parity"}], plugin_paths=[str(Path(__file__).parent)])
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._roles: dict[str, Role] = {}
+        self._stack: contextlib.AsyncExitStack
 
     @contextlib.asynccontextmanager
     async def running(self):
@@ -35,11 +38,21 @@ class Pipeline:
         learner = self.run.spawn("streamrl.learner.loop:run_learner", "learner.0")
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(kill, learner)
-            for name, coroutine in ROLES.items():
-                ledgers = await stack.enter_async_context(self.run.open())
-                _, self.tasks[name] = await stack.enter_async_context(self.run.running(coroutine, name, ledgers))
-            self.learner = learner
+            self._stack, self.learner = stack, learner
+            for name in ROLES:
+                await self._start(name)
             yield self
+
+    async def _start(self, name: str) -> None:
+        ledgers = await self._stack.enter_async_context(self.run.open())
+        running = self.run.running(ROLES[name], name, ledgers)
+        self._roles[name], self.tasks[name] = await self._stack.enter_async_context(running)
+
+    async def restart(self, name: str) -> None:
+        """Stop a role in this process, and start it again with the configuration that the run has now."""
+        self._roles[name].stop.set()
+        await asyncio.wait_for(self.tasks[name], 30)
+        await self._start(name)
 
     def alive(self) -> bool:
         """No role has died. The learner may have reached its end."""
