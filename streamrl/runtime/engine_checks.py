@@ -48,7 +48,13 @@ def look_at_reward_models(config: RunConfig) -> str:
     found = []
     for name, model in config.reward_models.items():
         if not model.url:
-            model_server(name, model)
+            server = model_server(name, model)
+            if not server.cpu and not environments.has_gpu():
+                raise ConfigError(
+                    f"reward_models.{name}: the environment in {server.environment} is made for GPUs, and this machine"
+                    " has none",
+                    f"{environments.install_command(model.kind)} --cpu --into DIR; name it in reward_models.{name}",
+                )
         found.append(f"{name}: {', '.join(model.url) if model.url else f'{model.servers} x {model.kind}'}")
     return "; ".join(found) or "none"
 

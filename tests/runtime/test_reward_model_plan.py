@@ -13,6 +13,7 @@ from streamrl.commands.rundir import RunDirectory
 from streamrl.commands.status import _planned
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
+from streamrl.producers.servers import environments
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.engine_checks import look_at_reward_models
 from streamrl.runtime.instance import State
@@ -79,15 +80,21 @@ def test_status_expects_them(tmp_path):
     assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
 
 
-def test_the_preflight_names_what_is_missing(tmp_path):
-    ours = {"critic": {"model": "c", "environment": str(make_environment(tmp_path / "env")), "servers": 2}}
+def test_the_preflight_names_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    for_cpu = make_environment(tmp_path / "env", cpu=True)
+    ours = {"critic": {"model": "c", "environment": str(for_cpu), "servers": 2}}
     theirs = {"other": MODELS["other"]}
     assert look_at_reward_models(RunConfig()) == "none"
     found = look_at_reward_models(RunConfig.model_validate({"reward_models": ours | theirs}))
     assert found == "critic: 2 x vllm; other: http://a:1"
-    ours["critic"]["environment"] = str(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"reward_models\.critic\.environment"):
-        look_at_reward_models(RunConfig.model_validate({"reward_models": ours}))
+    for folder, said in [
+        (tmp_path / "nowhere", r"reward_models\.critic\.environment"),
+        (make_environment(tmp_path / "gpu"), "made for GPUs, and this machine has none"),
+    ]:
+        ours["critic"]["environment"] = str(folder)
+        with pytest.raises(ConfigError, match=said):
+            look_at_reward_models(RunConfig.model_validate({"reward_models": ours}))
 
 
 def test_keys_that_do_not_fit_are_refused(tmp_path):

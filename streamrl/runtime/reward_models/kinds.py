@@ -23,7 +23,10 @@ _MEMORY: Final = ["kv_cache", "weights"]
 
 
 class ModelServer(Startable, Protocol):
-    """A kind of server of one reward model."""
+    """A kind of server of one reward model, as `_Model` makes it."""
+
+    environment: Path
+    cpu: bool
 
     def sleep(self) -> Sequence[Call]:
         """Give its memory back; requests that come wait until it wakes."""
@@ -45,19 +48,23 @@ def model_server(name: str, config: RewardModelConfig) -> ModelServer:
 
 
 class _Model:
-    """What both kinds have in common."""
+    """What both kinds have in common.
+
+    Attributes:
+        environment: folder of the virtual environment that its servers run in.
+        cpu: they compute on a CPU: the environment is made for that.
+    """
 
     kind: ClassVar[Kind]
 
     def __init__(self, name: str, config: RewardModelConfig) -> None:
         self._config = config
         self._section = f"reward_models.{name}"
-        folder = find_environment(config.environment, self.kind, section=self._section)
-        marker = installed(folder)
-        self._cpu = bool(marker["cpu"]) if marker is not None else not has_gpu()
-        self._python = folder / "bin" / "python"
+        self.environment = find_environment(config.environment, self.kind, section=self._section)
+        marker = installed(self.environment)
+        self.cpu = bool(marker["cpu"]) if marker is not None else not has_gpu()
         merged({}, config.flags, section=self._section)
-        if config.sleep and self._cpu:
+        if config.sleep and self.cpu:
             raise ConfigError(
                 f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain",
                 f"leave out {self._section}.sleep",
@@ -65,7 +72,7 @@ class _Model:
 
     def _argv(self, module: str, flags: dict[str, Any]) -> list[str]:
         given = merged(flags, self._config.flags, section=self._section)
-        return [str(self._python), "-m", module, *words(given)]
+        return [str(self.environment / "bin" / "python"), "-m", module, *words(given)]
 
     def _threads(self) -> dict[str, str]:
         """Servers on one CPU share its cores."""
@@ -88,7 +95,7 @@ class VllmModel(_Model):
             "disable-uvicorn-access-log": True,
         }
         environ = {"VLLM_NO_USAGE_STATS": "1"}
-        if self._cpu:
+        if self.cpu:
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_CACHE_BYTES}
             environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads()}
         if self._config.sleep:
@@ -129,7 +136,7 @@ class SglangModel(_Model):
         environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         if Path(model).is_dir():
             environ["HF_HUB_OFFLINE"] = "1"
-        if self._cpu:
+        if self.cpu:
             flags |= {"device": "cpu", "max-total-tokens": _CPU_CACHE_TOKENS}
             paths = [str(SHIM), os.environ.get("PYTHONPATH", "")]
             environ |= {"SGLANG_USE_CPU_ENGINE": "1", **self._threads()}
