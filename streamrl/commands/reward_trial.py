@@ -103,11 +103,15 @@ def _configured(
 
 async def _try(config: RunConfig, samples: Sequence[RewardSample]) -> list[Trial]:
     """Score all samples; in their order, those of a group together where a reward compares."""
+    from streamrl.consumers.gateway.reward import GatewayReward
+
     with tempfile.TemporaryDirectory(prefix="streamrl-reward-") as folder:
         async with opened(config, Path(folder)) as scorer:
             for calls in scorer.calls:
-                if url := getattr(calls.reward.life, "url", ""):
-                    output.note(f"{calls.reward.name}: {len(samples)} samples wait for a program at {url}")
+                if isinstance(calls.reward.life, GatewayReward):
+                    output.note(
+                        f"{calls.reward.name}: {len(samples)} samples wait for a program at {calls.reward.life.url}"
+                    )
             groups = _groups(samples) if scorer.whole else [[sample] for sample in samples]
             places = asyncio.Semaphore(config.reward_worker.concurrency)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import orjson
@@ -226,3 +227,31 @@ def test_samples_that_are_none_are_explained(tmp_path: Path):
     (tmp_path / "samples.jsonl").write_text('{"prompt": "x", "response": "y"}\n{"prompt": "x"}')
     done = cli("reward", "test", "exact_match", "--sample", str(tmp_path / "samples.jsonl"))
     assert (done.returncode, "line 2 has no `response`" in done.stderr) == (78, True)
+
+
+def test_samples_wait_for_a_program_of_yours(tmp_path: Path):
+    command = [sys.executable, "-m", "streamrl", "reward", "test", "gateway", "--json", "--sample"]
+    with subprocess.Popen(
+        [*command, samples(tmp_path, "4", "5")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stderr is not None
+            told = running.stderr.readline()
+            assert "gateway: 2 samples wait for a program at http://127.0.0.1:" in told
+            url, done = told.split()[-1], 0
+            while done < 2:
+                for given in ask(url, "lease", {"count": 2, "wait": 30})["samples"]:
+                    value = float(given["sample"]["response"] == given["sample"]["answer"])
+                    done += len(ask(url, "scores", {"scores": [{"lease": given["lease"], "value": value}]})["taken"])
+            out, _ = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert [each["value"] for each in data_of(out, SCHEMA)["samples"]] == [1.0, 0.0]
+    assert running.returncode == 0
+
+
+def ask(url: str, what: str, body: dict[str, object]) -> dict[str, list[dict[str, dict[str, str]]]]:
+    """One request to the gateway, as a program makes it."""
+    request = urllib.request.Request(f"{url}/v1/{what}", orjson.dumps(body))
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return orjson.loads(answer.read())

@@ -71,10 +71,8 @@ class GatewayReward(Reward):
             self._gateway.app(), worker.gateway_host, port, what="the gateway of rewards", hint=_ADDRESS_HINT
         )
         self.url = await self._stack.enter_async_context(serving)
-        if context.worker:
-            self._stack.enter_context(
-                _told(context.run_dir / "rewards" / "gateway" / f"{context.worker}.url", self.url)
-            )
+        name = context.worker or "gateway"
+        self._stack.enter_context(_told(context.run_dir / "rewards" / "gateway" / f"{name}.url", self.url))
         logger.info("gateway open", extra={"url": self.url, "token": token is not None})
 
     async def close(self) -> None:

@@ -43,7 +43,7 @@ class Gateway:
     """Serves the samples on offer; made and used in one event loop.
 
     Attributes:
-        heard: loop time of the last request of a program.
+        heard: loop time of the last request of a program that fetches or scores samples.
 
     Args:
         offers: the samples.
@@ -113,7 +113,8 @@ class Gateway:
                 "without a token only programs of this host are served, by a loopback address, and no browsers",
                 "give the gateway a token: reward_worker.gateway_token_file",
             )
-        self.heard = asyncio.get_running_loop().time()
+        if request.method == "POST":  # whoever only looks takes no samples
+            self.heard = asyncio.get_running_loop().time()
         return await handler(request)
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
