@@ -171,7 +171,7 @@ async def test_what_is_awake_when_the_role_ends_is_put_to_sleep_first(make, redi
     said = log(redis_run.run_dir)
     assert "woke" not in said
     assert said.index("slept") < said.index("ended")
-    assert "'level': '1'" in said
+    assert "slept {'level': '1', 'mode': 'wait'}" in said, "what it computes is done before"
 
 
 async def test_a_server_that_refuses_to_sleep_stays_awake_and_says_so_once(make, redis_run, caplog):

@@ -108,8 +108,12 @@ class VllmModel(_Model):
         return Call("GET", "/health", repeatable=True)
 
     def sleep(self) -> Sequence[Call]:
-        """See `ModelServer.sleep`: weights go into the host's memory, keys and values are forgotten."""
-        return (Call("POST", "/sleep", query={"level": "1", "mode": "keep"}, repeatable=True),)
+        """See `ModelServer.sleep`: weights go into the host's memory, keys and values are forgotten.
+
+        It waits for what it is computing: a request that were kept half done would go on with keys and values that are
+        gone, and answer with another number.
+        """
+        return (Call("POST", "/sleep", query={"level": "1", "mode": "wait"}, repeatable=True),)
 
     def wake(self) -> Sequence[Call]:
         """See `ModelServer.wake`."""
