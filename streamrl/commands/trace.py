@@ -84,7 +84,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines = [f"{kind} {found['group']}: {found['state']}{_why(found)}"]
     facts = ("attempt", "version", "samples", "min_group", "without_payload", "without_score", "crashes")
     if "attempt" in found:
-        lines.append("  " + "  ".join(f"{key} {found[key]}" for key in facts))
+        whole = "  scored whole" if found["whole"] else ""
+        lines.append("  " + "  ".join(f"{key} {found[key]}" for key in facts) + whole)
+    if found.get("doom"):
+        lines.append(f"  will be dead: {found['doom']}")
     if found.get("prompt"):
         lines.append(f"  prompt  {shortened(found['prompt'].get('text', found['prompt']))}")
     lines.extend("  " + _response(response) for response in found.get("responses", ()))

@@ -104,6 +104,7 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
         "without_score": int(known[b"left"]),
         "crashes": int(known.get(b"t", b"0")),
         "whole": b"whole" in known,
+        "doom": _text(known.get(b"doom")),
         "prompt": known[b"prompt"],
         "payloads": _numbered(known, b"s"),
         "scores": _numbered(known, b"r"),

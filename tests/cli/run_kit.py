@@ -131,7 +131,15 @@ async def lease(ledger: Ledger, stage: str, count: int = 1) -> list[Lease]:
     command = ("XREADGROUP", "GROUP", "g", f"{stage}-worker", "COUNT", count, "STREAMS", stream, ">")
     rows = replies.streams(await ledger.connection.read(*command)).get(stream, [])
     return [
-        Lease(ledger, entry, int(f[b"g"]), int(f[b"a"]), int(f[b"k"]) if stage == "rollouts" else None, 1)
+        Lease(
+            ledger,
+            entry,
+            int(f[b"g"]),
+            int(f[b"a"]),
+            int(f[b"k"]) if f.get(b"k", b"*") != b"*" else None,
+            1,
+            whole=f.get(b"k") == b"*",
+        )
         for entry, f in rows
     ]
 

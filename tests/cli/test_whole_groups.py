@@ -1,0 +1,83 @@
+"""The commands that look at groups, on groups that are scored whole."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl import wire
+from streamrl.queues import embedded, open_ledgers
+from streamrl.queues.records import Cause
+
+from .run_kit import admit, cli, data_of, lease, make_run, sample
+
+
+async def run(*arguments: str):
+    return await asyncio.to_thread(cli, *arguments)
+
+
+@pytest.fixture
+async def live_run(tmp_path: Path):
+    """Group 0 closed, 1 dead, 2 leased by a reward worker, 3 half generated; all of them whole."""
+    run_dir = tmp_path / "run"
+    config = make_run(run_dir)
+    async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
+        train = ledgers.train
+        await train.say_whole(True)
+        for gid in range(4):
+            await admit(train, gid)
+        prompts = await lease(train, "prompts", 4)
+        for prompt in prompts[:3]:
+            for number in range(2):
+                await train.emit(prompt, number, sample())
+        await train.emit(prompts[3], 0, sample())
+        closed, dead, _ = await lease(train, "rollouts", 3)
+        score = wire.encode(wire.Score(value=0.5, parts={"rank": 0.5}))
+        await train.score_group(closed, {0: score}, {1: Cause("wire: no sample", "Traceback: one")})
+        await train.score_group(dead, {0: score}, {1: Cause("the judge", "Traceback: two")}, doom="the judge is away")
+        await ledgers.roles.beat("reward.0", {"per_second": 12.5, "pid": 78, "state": "ready"}, 60)
+        yield run_dir
+
+
+async def test_lag_counts_groups_and_says_so(live_run: Path):
+    data = data_of((await run("lag", "--run", str(live_run), "--json")).stdout, "streamrl.lag/1")
+    streams = {stream["name"]: stream for stream in data["train"]["streams"]}
+    assert (streams["rollouts"]["depth"], streams["rollouts"]["lag"], streams["rollouts"]["unit"]) == (1, 0, "groups")
+    assert streams["rollouts"]["out_per_second"] is None, "workers count samples"
+    assert streams["prompts"]["unit"] == "groups"
+    assert "rollouts (groups)" in (await run("lag", "--run", str(live_run))).stdout
+
+
+async def test_trace_shows_what_was_scored_together(live_run: Path):
+    closed, dead, leased, half = [
+        data_of((await run("trace", str(gid), "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+        for gid in range(4)
+    ]
+    assert (closed["state"], closed["whole"], closed["doom"]) == ("closed", True, None)
+    assert [response.get("score") for response in closed["responses"]] == [0.5, None]
+    assert closed["responses"][1]["cause"] == "wire: no sample"
+    assert dead["state"] == "dead"
+    assert (leased["without_payload"], leased["without_score"]) == (0, 2)
+    assert (half["without_payload"], half["without_score"]) == (1, 2)
+    assert "scored whole" in (await run("trace", "2", "--run", str(live_run))).stdout
+
+
+async def test_audit_finds_every_group_and_no_fault(live_run: Path):
+    done = await run("audit", "--run", str(live_run), "--json")
+    data = data_of(done.stdout, "streamrl.audit/1")
+    assert (done.returncode, data["admitted"], data["dead"], data["live"]) == (0, 4, 1, 3)
+    assert (data["lost"], data["faults"]) == (0, [])
+
+
+async def test_a_dead_group_is_listed_replayed_and_whole_again(live_run: Path):
+    data = data_of((await run("dead", "ls", "--run", str(live_run), "--json")).stdout, "streamrl.dead/1")
+    letters = {(letter["group"], letter["sample"]): letter for letter in data["letters"]}
+    assert set(letters) == {(0, 1), (1, 1), (1, None)}
+    assert letters[1, None]["why"] == "the judge is away"
+    assert letters[1, 1]["detail"] == "Traceback: two"
+    done = await run("dead", "replay", letters[1, None]["id"], "--run", str(live_run))
+    assert done.returncode == 0, done.stderr
+    trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+    assert (trace["state"], trace["attempt"], trace["whole"]) == ("open", 2, True)
