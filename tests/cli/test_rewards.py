@@ -201,7 +201,7 @@ def test_only_so_many_samples(folder: tuple[Path, str]):
     assert len(data_of(done.stdout, SCHEMA)["samples"]) == 2
 
 
-def test_the_archive_of_a_run_is_tried_too(stopped_run: Path):
+def test_a_run_without_an_archive_is_explained(stopped_run: Path):
     done = cli("reward", "test", "exact_match", "--sample", str(stopped_run), "--json")
     assert (done.returncode, "no recorded groups" in done.stderr) == (78, True)
 
