@@ -19,7 +19,7 @@ from streamrl import wire
 from streamrl.commands import output
 from streamrl.commands.archive import later_than, note_problems, since_of
 from streamrl.commands.attach import ledgers
-from streamrl.commands.rescore_report import draw, report
+from streamrl.commands.rescore_report import check_drawing, draw, report
 from streamrl.commands.reward_choice import choose, opened
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
@@ -84,6 +84,8 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
     """
     if not _NAME.fullmatch(options.into):
         raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
+    if options.picture is not None:
+        check_drawing()
     run = find_run(chosen)
     config = options.config(run)
     reading = read_archive(options.source or run.path, evaluation=options.evaluation)

@@ -95,15 +95,22 @@ def _failures(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], new: Sequence[float]) -> None:
-    """Write a picture (PNG): each response as a point, old over new, and both histograms.
+def check_drawing() -> None:
+    """See that a picture can be drawn.
 
     Raises:
         ConfigError: matplotlib is missing.
-        CannotCreate: the file cannot be written.
     """
     if not find_spec("matplotlib"):
         raise ConfigError("a picture needs matplotlib", "pip install 'streamrl[train]', or leave --picture out")
+
+
+def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], new: Sequence[float]) -> None:
+    """Write a picture (PNG): each response as a point, new over old, and both histograms.
+
+    Raises:
+        CannotCreate: the file cannot be written.
+    """
     # A figure of its own: no pyplot, so no global state and no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

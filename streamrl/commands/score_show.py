@@ -13,7 +13,7 @@ from streamrl.commands.attach import ledgers
 from streamrl.commands.letters import letter_data, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, StreamrlError
-from streamrl.monitor.lines import duration, shortened
+from streamrl.monitor.lines import duration, printable, shortened
 from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 
 SCHEMA: Final = "streamrl.score/1"
@@ -38,12 +38,12 @@ def find_group(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, An
         output.note(f"warning: Redis does not answer, so only the archive is read: {error.message}")
         known = {"state": "unknown", "responses": []}
     found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "attempt": None, "prompt": None, "letters": []}
-    found |= {"source": "ledger" if known["responses"] else None, **known}
+    found |= {"earlier_attempts": 0, "source": "ledger" if known["responses"] else None, **known}
     if not known["responses"]:
         attempts = _archived(run.path, gid, evaluation=evaluation)
         if attempts:
             newest = attempts[-1]
-            found |= {"source": "archive", **archived_data(newest), "earlier_attempts": len(attempts) - 1}
+            found |= {"source": "archive", "earlier_attempts": len(attempts) - 1, **_archived_data(newest)}
     found["rescored"] = _rescored(run.path, gid, evaluation=evaluation)
     return found
 
@@ -67,7 +67,7 @@ async def _live(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, A
     }
 
 
-def archived_data(group: ArchivedGroup) -> dict[str, Any]:
+def _archived_data(group: ArchivedGroup) -> dict[str, Any]:
     """The part of an archived group that people look at, with the fields of a live one."""
     raw = group.raw
     by_number = dict(zip(raw.numbers, raw.samples, strict=True))
@@ -117,7 +117,7 @@ def _lines(found: dict[str, Any], width: int) -> list[str]:
         lines.extend(_response(response, found["rescored"], width))
     for letter in found["letters"]:
         who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
-        lines.append(f"  dead {who} in {letter['stage']}: {letter['why']}  ({letter['id']})")
+        lines.append(f"  dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})")
     if not found["responses"]:
         lines.append("  nothing is kept of its responses")
     return lines
@@ -138,7 +138,9 @@ def _response(response: dict[str, Any], rescored: dict[str, dict[str, Any]], wid
         head.append("not generated yet")
     lines = ["  ".join(head)]
     if response.get("parts"):
-        lines.append("    parts  " + "  ".join(f"{name} {value:g}" for name, value in response["parts"].items()))
+        lines.append(
+            "    parts  " + "  ".join(f"{printable(name)} {value:g}" for name, value in response["parts"].items())
+        )
     for name, scores in rescored.items():
         if (again := scores.get(str(response["sample"]))) is not None:
             lines.append(f"    {name}  score {again['score']:g}")

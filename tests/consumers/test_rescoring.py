@@ -1,4 +1,4 @@
-"""Recorded groups scored again: the new scores are a recording; failures are listed, tried again, and never a number."""
+"""Recorded groups scored again: the new scores are a recording; failures are listed and tried again, never a number."""
 
 from __future__ import annotations
 
