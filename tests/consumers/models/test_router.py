@@ -1,0 +1,322 @@
+"""The router of reward models: a state machine, without a clock and without servers."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from streamrl.consumers.models.router import EJECT_AFTER, FIRST_PAUSE, RECENT, Outcome, Router, State
+
+A, B, C = "http://a", "http://b", "http://c"
+
+
+def serving(*urls: str, limit: int = 8) -> Router:
+    router = Router(limit)
+    for url in urls:
+        router.add(url)
+        assert router.checked(url, 0.0, healthy=True) is State.SERVING
+    return router
+
+
+def fly(router: Router, now: float, exclude=()):
+    url = router.pick(now, exclude)
+    assert url is not None
+    return router.began(url, now)
+
+
+def fail(router: Router, url: str, now: float, times: int = EJECT_AFTER) -> None:
+    for _ in range(times):
+        router.ended(router.began(url, now), Outcome.FAULT, now, "broken")
+
+
+def state(router: Router, url: str) -> State:
+    return next(row.state for row in router.standings() if row.url == url)
+
+
+def test_a_server_gets_nothing_before_its_health_was_checked():
+    router = Router(8)
+    router.add(A)
+    assert router.pick(0.0) is None
+    assert not router.waits(0.0)
+    assert router.checked(A, 0.0, healthy=False, why="refused") is None
+    assert router.pick(0.0) is None
+    assert router.checked(A, 1.0, healthy=True) is State.SERVING
+    assert router.pick(1.0) == A
+
+
+def test_the_least_busy_one_is_picked_and_equals_take_turns():
+    router = serving(A, B, C)
+    flights = [fly(router, 0.0) for _ in range(6)]
+    assert sorted(flight.url for flight in flights) == [A, A, B, B, C, C]
+    router.ended(flights[4], Outcome.OK, 1.0)
+    assert router.pick(1.0) == flights[4].url
+
+
+def test_a_full_server_gets_nothing():
+    router = serving(A, B, limit=2)
+    flights = [fly(router, 0.0) for _ in range(4)]
+    assert router.pick(0.0) is None
+    assert router.waits(0.0)
+    router.ended(flights[0], Outcome.CANCELLED, 0.0)
+    assert router.pick(0.0) == flights[0].url
+
+
+def test_who_has_failed_a_request_does_not_get_it_again():
+    router = serving(A, B)
+    first = fly(router, 0.0)
+    router.ended(first, Outcome.FAULT, 0.0)
+    second = fly(router, 0.0, {first.url})
+    assert second.url != first.url
+    assert router.pick(0.0, {A, B}) is None
+    assert not router.waits(0.0, {A, B})
+
+
+def test_a_server_with_a_fault_comes_last_for_a_while():
+    router = serving(A, B)
+    fail(router, A, 0.0, times=1)
+    flights = [fly(router, 0.1) for _ in range(8)]
+    assert {flight.url for flight in flights} == {B}
+    assert router.pick(0.1) == A, "B is full"
+    for flight in flights:
+        router.ended(flight, Outcome.OK, 0.2)
+    assert {fly(router, RECENT + 1).url for _ in range(2)} == {A, B}
+
+
+def test_of_two_with_a_fault_the_one_that_failed_just_now_comes_last():
+    router = serving(A, B)
+    fail(router, A, 1.0, times=1)
+    fail(router, B, 2.0, times=1)
+    assert router.pick(2.1) == A
+    fail(router, A, 3.0, times=1)
+    assert router.pick(3.1) == B
+
+
+def test_faults_in_a_row_eject_and_a_success_between_them_does_not_let_them():
+    router = serving(A, B)
+    for _ in range(5):
+        fail(router, A, 0.0, times=EJECT_AFTER - 1)
+        router.ended(router.began(A, 0.0), Outcome.OK, 0.0)
+    assert state(router, A) is State.SERVING
+    fail(router, A, 1.0)
+    assert state(router, A) is State.EJECTED
+    assert router.pick(1.0, {B}) is None
+
+
+def test_return_takes_a_pause_then_health_then_one_request():
+    router = serving(A)
+    fail(router, A, 10.0)
+    assert router.checked(A, 10.0 + FIRST_PAUSE / 2, healthy=True) is None, "too early"
+    assert router.quiet(10.0 + FIRST_PAUSE / 2, 2.0) == []
+    now = 10.0 + FIRST_PAUSE
+    assert router.quiet(now, 2.0) == [A]
+    assert router.checked(A, now, healthy=False) is None
+    assert router.checked(A, now, healthy=True) is State.TRIAL
+    flight = fly(router, now)
+    assert router.pick(now) is None, "one at a time"
+    assert router.waits(now)
+    assert router.ended(flight, Outcome.OK, now) is State.SERVING
+    assert [fly(router, now).url for _ in range(8)] == [A] * 8
+
+
+def test_each_ejection_without_a_success_doubles_the_pause():
+    router, now, pauses = serving(A), 0.0, []
+    fail(router, A, now)
+    for _ in range(9):
+        start = now
+        while router.checked(A, now, healthy=True) is not State.TRIAL:
+            now += 0.5
+        pauses.append(now - start)
+        router.ended(fly(router, now), Outcome.FAULT, now)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    while router.checked(A, now, healthy=True) is not State.TRIAL:
+        now += 0.5
+    router.ended(fly(router, now), Outcome.OK, now)
+    fail(router, A, now)
+    assert router.checked(A, now + FIRST_PAUSE, healthy=True) is State.TRIAL
+
+
+def test_requests_from_before_an_ejection_do_not_eject_again():
+    router = serving(A)
+    old = [fly(router, 0.0) for _ in range(6)]
+    fail(router, A, 1.0, times=2)
+    router.ended(old[0], Outcome.FAULT, 1.0)
+    assert state(router, A) is State.EJECTED
+    assert router.checked(A, 3.0, healthy=True) is State.TRIAL
+    for flight in old[1:]:
+        router.ended(flight, Outcome.FAULT, 3.0)
+    assert state(router, A) is State.TRIAL
+    assert router.standings()[0].ejections == 1
+
+
+def test_missed_health_ejects_only_who_serves_nobody():
+    router = serving(A)
+    for _ in range(5):
+        router.checked(A, 1.0, healthy=False, why="slow")
+        router.checked(A, 1.0, healthy=False, why="slow")
+        router.ended(fly(router, 1.0), Outcome.OK, 1.0)
+    assert state(router, A) is State.SERVING
+    assert [router.checked(A, 2.0, healthy=False) for _ in range(3)] == [None, None, State.EJECTED]
+
+
+def test_who_served_just_now_need_not_be_checked():
+    router = serving(A, B)
+    router.ended(router.began(A, 5.0), Outcome.OK, 5.0)
+    assert router.quiet(6.0, 2.0) == [B]
+    assert router.quiet(7.0, 2.0) == [A, B]
+
+
+def test_a_busy_server_rests_and_stays_in():
+    router = serving(A, B)
+    for _ in range(5):
+        router.ended(router.began(A, 0.0), Outcome.BUSY, 0.0, rest=4.0)
+    assert state(router, A) is State.SERVING
+    assert {fly(router, 1.0).url for _ in range(4)} == {B}
+    assert router.pick(1.0, {B}) is None
+    assert router.waits(1.0, {B})
+    assert router.wakes(1.0, {B}) == 4.0
+    assert router.pick(4.0, {B}) == A
+
+
+def test_rest_grows_while_nobody_says_for_how_long():
+    router, now, rests = serving(A), 0.0, []
+    for _ in range(10):
+        router.ended(router.began(A, now), Outcome.BUSY, now)
+        until = router.wakes(now)
+        assert until is not None
+        rests.append(until - now)
+        now = until
+    assert rests == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("rest", [-1.0, 0.0, 1e9])
+def test_a_foolish_rest_does_no_harm(rest):
+    router = serving(A)
+    router.ended(router.began(A, 0.0), Outcome.BUSY, 0.0, rest=rest)
+    assert (router.wakes(0.0) or 0.0) <= 60
+
+
+def test_a_removed_server_ends_what_it_has_and_comes_back_as_it_was():
+    router = serving(A, B)
+    flight = router.began(A, 0.0)
+    router.remove(A)
+    assert router.urls == {B}
+    assert router.known == {A, B}
+    assert {fly(router, 0.0).url for _ in range(3)} == {B}
+    router.add(A)
+    assert state(router, A) is State.SERVING
+    assert router.standings()[0].in_flight == 1
+    router.remove(A)
+    router.ended(flight, Outcome.OK, 1.0)
+    assert router.known == {B}
+    router.add(A)
+    assert state(router, A) is State.UNCHECKED
+
+
+def test_a_list_is_followed():
+    router = serving(A, B)
+    flight = router.began(B, 0.0)
+    assert router.follow([A, C, C]) == ([C], [B])
+    assert router.follow([A, C]) == ([], [])
+    assert router.urls == {A, C}
+    assert router.follow([B]) == ([B], [A, C])
+    router.ended(flight, Outcome.OK, 0.0)
+    assert router.known == {B}
+
+
+def test_a_repeated_end_changes_nothing():
+    router = serving(A)
+    flight = fly(router, 0.0)
+    for _ in range(4):
+        router.ended(flight, Outcome.FAULT, 0.0)
+    row = router.standings()[0]
+    assert (row.in_flight, row.failed, row.state) == (0, 1, State.SERVING)
+
+
+def test_what_nobody_knows_is_no_error():
+    router = Router(1)
+    router.remove(A)
+    assert router.checked(A, 0.0, healthy=True) is None
+    assert router.pick(0.0) is None
+    assert router.wakes(0.0) is None
+    with pytest.raises(KeyError):
+        router.began(A, 0.0)
+
+
+class Anything(RuleBasedStateMachine):
+    """Requests, health, lists and time in any order: places are never lost, never given twice."""
+
+    LIMIT = 3
+
+    @initialize()
+    def start(self):
+        self.router, self.now, self.flights = Router(self.LIMIT), 0.0, []
+        self.done = []
+
+    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 7.0, 70.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @rule(urls=st.lists(st.sampled_from([A, B, C])))
+    def the_list_changes(self, urls):
+        self.router.follow(urls)
+        assert self.router.urls == set(urls)
+
+    @rule(url=st.sampled_from([A, B, C]), healthy=st.booleans())
+    def health_is_checked(self, url, healthy):
+        self.router.checked(url, self.now, healthy=healthy)
+
+    @rule(exclude=st.sets(st.sampled_from([A, B, C])))
+    def a_request_begins(self, exclude):
+        url = self.router.pick(self.now, exclude)
+        if url is None:
+            return
+        assert url not in exclude
+        assert url in self.router.urls
+        assert state(self.router, url) in {State.SERVING, State.TRIAL}
+        self.flights.append(self.router.began(url, self.now))
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data(), outcome=st.sampled_from(Outcome), rest=st.none() | st.floats(0, 100))
+    def a_request_ends(self, data, outcome, rest):
+        flight = self.flights.pop(data.draw(st.integers(0, len(self.flights) - 1)))
+        self.router.ended(flight, outcome, self.now, "why", rest)
+        self.done.append(flight)
+
+    @precondition(lambda self: self.done)
+    @rule(data=st.data(), outcome=st.sampled_from(Outcome))
+    def an_end_is_repeated(self, data, outcome):
+        self.router.ended(data.draw(st.sampled_from(self.done)), outcome, self.now)
+
+    @invariant()
+    def places_are_counted(self):
+        rows = self.router.standings()
+        assert self.router.in_flight == len(self.flights)
+        for row in rows:
+            assert row.in_flight == sum(flight.url == row.url for flight in self.flights)
+            assert 0 <= row.in_flight <= self.LIMIT
+            assert row.in_flight or not row.leaving, "a server that left is forgotten"
+
+    def teardown(self):
+        for flight in self.flights:
+            self.router.ended(flight, Outcome.CANCELLED, self.now)
+        assert self.router.in_flight == 0
+        assert self.router.known == self.router.urls
+
+
+Anything.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAnything = Anything.TestCase
+
+
+@given(st.lists(st.sampled_from(Outcome), max_size=30), st.integers(1, 5))
+@settings(deadline=None)
+def test_while_one_server_works_there_is_always_a_place_to_wait_for(outcomes, limit):
+    """A never fails: whatever B does, a request has somewhere to go."""
+    router, now = serving(A, B, limit=limit), 0.0
+    for outcome in outcomes:
+        now += 0.1
+        if router.pick(now, {A}) == B:
+            router.ended(router.began(B, now), outcome, now)
+        assert router.pick(now) is not None
+    assert math.isfinite(now)
