@@ -238,6 +238,7 @@ class _Process:
     def __init__(self, name: str, process: asyncio.subprocess.Process, limits: Limits) -> None:
         self.pid = process.pid
         self.state: Literal["ready", "asked", "worn"] | Cause = "ready"
+        self._killed = False
         self._name = name
         self._process = process
         self._limits = limits
@@ -313,8 +314,9 @@ class _Process:
         return reply["result"]
 
     def kill(self) -> None:
-        """Kill it with all it may have started, now; nothing when it is gone."""
-        if self.alive:
+        """Kill it with all it may have started, now. Once: later, the number may be somebody else's."""
+        if not self._killed:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -327,6 +329,8 @@ class _Process:
                 async with asyncio.timeout(_END_SECONDS):
                     return await self._process.wait()
             except TimeoutError:
+                pass
+            finally:
                 self.kill()
         logger.error("process cannot be killed", extra={"reward": self._name, "pid": self.pid})
         return -signal.SIGKILL

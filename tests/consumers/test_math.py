@@ -1,0 +1,106 @@
+import pytest
+
+from streamrl.consumers.rules import MathAnswer
+from streamrl.consumers.rules.math_answer import last_boxed
+from streamrl.errors import DataError
+from tests.consumers.rule_kit import opened
+from tests.consumers.samples import seen
+
+pytest.importorskip("math_verify")
+PARTS = {"unparsable": 0.0, "expensive": 0.0}
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return [
+        (r"\frac{1}{2}", "The answer is $0.5$.", 1),
+        ("1/2", r"so it is \boxed{\frac{2}{4}}", 1),
+        ("72", "6 * 12 makes 72.", 1),
+        (72, "6 * 12 makes 72.", 1),
+        ("72", "6 * 12 makes 27.", 0),
+        ("(x+1)^2", "$x^2 + 2x + 1$", 1),
+        ("(x+1)^2", "$x^2 + x + 1$", 0),
+        (r"\{1,2,3\}", r"$\{3,2,1\}$", 1),
+        (r"\sqrt{12}", r"\boxed{2\sqrt{3}}", 1),
+        (r"$\frac{\pi}{4}$", r"\[ \arctan(1) \]", 1),
+        ("x = 4", "$4$", 1),
+        ("1,000", "the final answer is $1000$", 1),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"$\begin{bmatrix}1&2\\3&4\end{bmatrix}$", 1),
+        ("42", r"first \boxed{41}, then \boxed{42}", 1),
+        ("0.333333", r"\boxed{\frac{1}{3}}", 1),
+        ("0.33", r"\boxed{\frac{1}{3}}", 0),
+    ]
+
+
+async def test_equal_is_what_is_equal_however_it_is_written(cases):
+    async with opened(MathAnswer(processes=1)) as rule:
+        for answer, text, value in cases:
+            score = await rule.score(seen(text, answer))
+            assert (score.value, score.parts) == (value, PARTS), (answer, text)
+        assert rule.counts() == {"started": 1, "too_long": 0, "too_large": 0, "lost": 0}
+
+
+async def test_a_response_without_mathematics_is_wrong_and_counted_or_an_error():
+    async with opened(MathAnswer(processes=1)) as rule:
+        score = await rule.score(seen("I do not know", "42"))
+    assert (score.value, score.parts) == (0.0, {"unparsable": 1.0, "expensive": 0.0})
+    async with opened(MathAnswer(processes=1, unparsable="fail")) as rule:
+        with pytest.raises(DataError, match="nothing mathematical"):
+            await rule.score(seen("I do not know", "42"))
+        assert (await rule.score(seen("41", "42"))).value == 0.0
+
+
+async def test_a_response_that_is_too_expensive_is_wrong_and_counted_or_an_error():
+    async with opened(MathAnswer(processes=1, seconds=0.5)) as rule:
+        score = await rule.score(seen(TOWER, "42"))
+        assert (score.value, score.parts) == (0.0, {"unparsable": 0.0, "expensive": 1.0})
+        assert (await rule.score(seen("42", "42"))).value == 1.0
+        assert rule.counts()["too_long"] + rule.counts()["too_large"] == 1
+    async with opened(MathAnswer(processes=1, seconds=0.5, expensive="fail")) as rule:
+        with pytest.raises(DataError, match="in phase response") as caught:
+            await rule.score(seen(TOWER, "42"))
+        assert "expensive: wrong" in caught.value.hint
+
+
+async def test_an_answer_of_the_data_set_that_is_no_use_is_an_error_and_never_a_zero():
+    async with opened(MathAnswer(processes=1, seconds=0.5)) as rule:
+        with pytest.raises(DataError, match="line 7 of the data set has no answer"):
+            await rule.score(seen("42", None))
+        with pytest.raises(DataError, match="line 7 of the data set cannot be read: nothing mathematical"):
+            await rule.score(seen("42", "$ $"))
+        with pytest.raises(DataError, match="what comes with line 7 of the data set is too expensive itself"):
+            await rule.score(seen("42", TOWER))
+
+
+async def test_only_the_part_that_counts_is_read():
+    async with opened(MathAnswer(processes=1, tag="answer")) as tagged:
+        assert (await tagged.score(seen("41 <answer>42</answer> 43", "42"))).value == 1.0
+        assert (await tagged.score(seen("42", "42"))).parts["unparsable"] == 1.0
+    async with opened(MathAnswer(processes=1, boxed=True)) as boxed:
+        assert (await boxed.score(seen(r"\boxed{42}, or 43", "42"))).value == 1.0
+        assert (await boxed.score(seen("42", "42"))).parts["unparsable"] == 1.0
+    async with opened(MathAnswer(processes=1, require_stop=True, longest=20)) as rule:
+        assert (await rule.score(seen("42", "42", "length"))).value == 0.0
+        assert (await rule.score(seen("42" + " and so on" * 10, "42"))).parts["unparsable"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"a \boxed{1} b \boxed{\frac{1}{2}} c", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{1} \boxed{2", None),
+        (r"\boxed 3", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_of_a_text(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    "args", [{"seconds": 0}, {"memory_mib": 1}, {"processes": 0}, {"expensive": "zero"}, {"tag": "<a>"}]
+)
+def test_args_that_make_no_sense_are_refused(args):
+    with pytest.raises(ValueError):
+        MathAnswer(**args)

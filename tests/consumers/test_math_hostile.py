@@ -1,0 +1,96 @@
+"""Responses that want all of the time or the memory of the host, or whatever breaks a parser."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from streamrl.consumers.rules import MathAnswer
+from tests.consumers.rule_kit import opened
+from tests.consumers.samples import seen
+
+pytest.importorskip("math_verify")
+MEMORY = 400 << 20
+HOSTILE = {
+    "tower": r"$9^{9^{9^{9}}}$",
+    "tower without LaTeX": "the answer is 9^9^9^9^9",
+    "tower in a box": r"\boxed{9^{9^{9^{9^{9}}}}}",
+    "tower modulo ten": r"\boxed{7^{7^{7^{7}}} \mod 10}",
+    "negative tower": r"\boxed{10^{-10^{10^{10}}}}",
+    "power of powers": r"\boxed{(10^{10})^{10^{10}}}",
+    "many digits to the power of many": r"\boxed{" + "9" * 4000 + "^{" + "9" * 4000 + "}}",
+    "factorial": r"\boxed{(99999999!)!}",
+    "factorials of factorials": r"\boxed{((((9!)!)!)!)!}",
+    "binomial": r"\boxed{\binom{10^{12}}{5 \cdot 10^{11}}}",
+    "sum": r"\boxed{\sum_{k=1}^{10^{9}} \frac{1}{k^{k}}}",
+    "product": r"\boxed{\prod_{k=1}^{10^{12}} k}",
+    "integral": r"\boxed{\int_0^1 x^{x^{x^{x}}} e^{\sin(x^{x})}\,dx}",
+    "limit": r"\boxed{\lim_{x \to \infty} \frac{x^{x^{x^{x}}}}{x^{x^{x}}}}",
+    "loop of simplify": r"\boxed{\sin(\tan(-4x^2-3)^3)}",
+    "exponentials": r"\boxed{e^{e^{e^{e^{e}-\ln(1)}-\ln(1)}-\ln(1)}-\ln(1)}",
+    "expansion": r"\boxed{(a+b+c+d+e+f+g+h)^{300} - (h+g+f+e+d+c+b+a)^{299}}",
+    "equation": r"\boxed{x^{x^{x}} + x^{99} - \sin(x)^{x} = 10^{10^{10}}}",
+    "inequality": r"\boxed{x^{100} - 3x^{99} + 7x^{50} - \tan(x) > 10^{99}}",
+    "interval": r"\boxed{[-10^{10^{10^{10}}}, 10^{10^{10^{10}}}]}",
+    "large set": r"\boxed{\{" + ",".join(str(number) for number in range(2000)) + r"\}}",
+    "large matrix": r"\boxed{\det\begin{pmatrix}"
+    + r"\\".join("&".join(f"x_{{{row}{column}}}" for column in range(9)) for row in range(9))
+    + r"\end{pmatrix}}",
+    "deep parentheses": "$" + "(" * 3000 + "1" + ")" * 3000 + "$",
+    "deep fractions": "$" + r"\frac{1}{1+" * 400 + "1" + "}" * 400 + "$",
+    "deep roots": "$" + r"\sqrt{" * 1200 + "2" + "}" * 1200 + "$",
+    "deep absolute values": "$" + "|" * 3000 + "1" + "|" * 3000 + "$",
+    "boxes that never close": r"\boxed{" * 1200,
+    "very many boxes": r"\boxed{1} " * 1000,
+    "dollars": "$" * 10_000,
+    "almost answers": "the answer is " * 700,
+    "almost final answers": "final answer is $1" * 500,
+    "minus signs": "$" + "-" * 9000 + "1$",
+    "plus and minus": "$" + "1+-" * 3000 + "1$",
+    "digits": "9" * 10_000,
+    "tiny number": "0." + "0" * 9000 + "1",
+    "exponent of a float": "1e999999999999",
+    "control characters": "\x00\x01\x1b[2J $1\x00$ \u202e\ufeff",
+    "unfinished LaTeX": r"$\frac{\sqrt{\begin{pmatrix}\left( \int \sum_{ \lim \operatorname{",
+}
+
+
+async def watch(rule: MathAnswer, peaks: dict[int, int]) -> None:
+    """Note the largest address space that each process of the rule ever had."""
+    while True:
+        for process in {*rule._pool._idle, *rule._pool._busy}:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                    if line.startswith("VmPeak"):
+                        peaks[process.pid] = int(line.split()[1]) << 10
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_hostile_responses_are_wrong_and_nothing_else_happens():
+    """No input gets anything but 0, takes more than its second and its memory, or spoils the next one."""
+    assert len(HOSTILE) > 30
+    peaks: dict[int, int] = {}
+    async with opened(MathAnswer(seconds=1.0, memory_mib=MEMORY >> 20, processes=2)) as rule, asyncio.timeout(350):
+        watcher = asyncio.create_task(watch(rule, peaks))
+        scores = await asyncio.gather(*(rule.score(seen(text, "42")) for text in HOSTILE.values()))
+        watcher.cancel()
+        assert (await rule.score(seen("$42$", "42"))).value == 1.0
+        counts = rule.counts()
+    found = dict(zip(HOSTILE, scores, strict=True))
+    assert {name: score.value for name, score in found.items() if score.value} == {}
+    expensive = [name for name, score in found.items() if score.parts["expensive"]]
+    assert {"tower in a box", "factorials of factorials"} <= set(expensive), expensive
+    assert counts["too_long"] + counts["too_large"] == len(expensive)
+    assert counts["lost"] == 0
+    assert max(peaks.values()) <= MEMORY
+
+
+@pytest.mark.parametrize("name", ["tower", "deep parentheses", "control characters", "unfinished LaTeX"])
+async def test_a_hostile_response_does_not_spoil_the_next(name):
+    async with opened(MathAnswer(seconds=0.5, processes=1)) as rule:
+        assert (await rule.score(seen(HOSTILE[name], "42"))).value == 0.0
+        assert (await rule.score(seen("42", "42"))).value == 1.0
+        assert rule.counts()["lost"] == 0

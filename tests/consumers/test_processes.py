@@ -1,0 +1,286 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.consumers.processes import CallFailed, Limits, ProcessDied, ProcessPool
+from streamrl.errors import ConfigError, RewardUnavailable
+from streamrl.restarts import Deaths, RestartPolicy
+
+SCRIPT = """
+import os, resource, subprocess, sys, time
+
+KEPT = []
+
+def prepare(settings):
+    if settings == "broken":
+        raise RuntimeError("broken on purpose")
+
+    def answer(request, tell):
+        tell("begun")
+        return globals()[request[0]](*request[1:])
+
+    return answer
+
+def echo(value):
+    return value
+
+def burn():
+    while True:
+        pass
+
+def power():
+    return 9 ** (9 ** 9) > 1
+
+def grow():
+    return len("x" * (1 << 40))
+
+def hoard(mib):
+    KEPT.append(b"x" * (mib << 20))
+    return os.getpid()
+
+def sleep():
+    time.sleep(3600)
+
+def abort():
+    os.abort()
+
+def leave(code):
+    os._exit(code)
+
+def fail():
+    raise ValueError("no such thing")
+
+def noise():
+    print("noise", flush=True)
+    os.write(1, b"noise")
+    return "quiet"
+
+def pid():
+    return os.getpid()
+
+def start():
+    return subprocess.Popen(["sleep", "3600"]).pid
+
+def look():
+    return {
+        "environment": sorted(os.environ),
+        "modules": sorted(sys.modules),
+        "session": os.getsid(0) == os.getpid(),
+        "memory": resource.getrlimit(resource.RLIMIT_AS),
+        "core": resource.getrlimit(resource.RLIMIT_CORE),
+    }
+"""
+MEMORY = 256 << 20
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "played.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+async def pool(script):
+    pool = ProcessPool("test", script, None, 2, Limits(cpu=0.5, wall=60, memory=MEMORY))
+    yield pool
+    await pool.close()
+
+
+async def until(condition, seconds=60.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (other processes set no event)
+            await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_calls_are_answered_by_processes_that_stay(pool):
+    texts = [f"text {number} é" for number in range(20)]
+    assert await asyncio.gather(*(pool.call(["echo", text]) for text in texts)) == texts
+    assert pool.counts.started <= 2
+    assert await pool.call(["pid"]) in {process.pid for process in pool._idle}
+
+
+@pytest.mark.parametrize("how", ["burn", "power"])
+async def test_what_takes_too_much_cpu_time_dies_and_the_next_call_is_answered(pool, how):
+    with pytest.raises(ProcessDied, match=r"more than 0.5 s of CPU time in phase begun") as died:
+        await pool.call([how])
+    assert (died.value.cause, died.value.phase, died.value.too_expensive) == ("cpu", "begun", True)
+    assert await pool.call(["echo", 1]) == 1
+    assert (pool.counts.started, pool.counts.too_long, pool.counts.lost) == (2, 1, 0)
+
+
+async def test_what_takes_too_much_memory_dies(pool):
+    with pytest.raises(ProcessDied, match="more than 256 MiB of memory") as died:
+        await pool.call(["grow"])
+    assert died.value.too_expensive
+    assert await pool.call(["echo", 1]) == 1
+    assert (pool.counts.too_large, pool.counts.lost) == (1, 0)
+
+
+async def test_a_process_whose_memory_is_half_used_makes_way_for_another(pool):
+    pids = [await pool.call(["hoard", 50]) for _ in range(12)]
+    assert len(set(pids)) > 2
+    assert pool.counts.too_large == pool.counts.lost == 0
+
+
+async def test_a_time_limit_with_cpu_time_left_is_nobodys_fault(script):
+    pool = ProcessPool("test", script, None, 1, Limits(cpu=60, wall=0.2, memory=MEMORY))
+    pid = await started_pid(pool)
+    with pytest.raises(ProcessDied, match=r"no answer within 0\.2 s") as died:
+        await pool.call(["sleep"])
+    assert (died.value.cause, died.value.too_expensive) == ("wall", False)
+    assert pool.counts.lost == 1
+    await pool.close()
+    assert gone(pid)
+
+
+async def started_pid(pool) -> int:
+    await pool.open()
+    return pool._idle[0].pid
+
+
+@pytest.mark.parametrize(
+    ("request_", "cause", "message"),
+    [(["abort"], "signal", "ended by SIGABRT"), (["leave", 3], "exit", "ended with exit code 3")],
+)
+async def test_a_process_that_ends_by_itself_is_nobodys_fault(pool, request_, cause, message):
+    with pytest.raises(ProcessDied, match=message) as died:
+        await pool.call(request_)
+    assert (died.value.cause, died.value.too_expensive) == (cause, False)
+    assert await pool.call(["echo", 1]) == 1
+    assert pool.counts.lost == 1
+
+
+async def test_an_exception_is_told_and_the_process_goes_on(pool):
+    before = await pool.call(["pid"])
+    with pytest.raises(CallFailed, match="ValueError: no such thing"):
+        await pool.call(["fail"])
+    assert await pool.call(["pid"]) == before
+
+
+async def test_what_is_printed_does_not_get_between_the_answers(pool):
+    assert await pool.call(["noise"]) == "quiet"
+    assert await pool.call(["echo", 1]) == 1
+
+
+async def test_a_cancelled_call_kills_its_process(pool):
+    pid = await started_pid(pool)
+    call = asyncio.create_task(pool.call(["sleep"]))
+    await until(lambda: pool._busy)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await pool.call(["pid"]) != pid
+    assert pool.counts.lost == 1
+    await until(lambda: gone(pid))
+
+
+async def test_a_process_that_others_kill(pool):
+    pid = await started_pid(pool)
+    call = asyncio.create_task(pool.call(["sleep"]))
+    await until(lambda: pool._busy)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ProcessDied, match="SIGKILL"):
+        await call
+    idle = await pool.call(["pid"])
+    os.kill(idle, signal.SIGKILL)
+    await until(lambda: not pool._idle[0].alive)
+    assert await pool.call(["echo", 1]) == 1
+    assert pool.counts.lost == 2
+
+
+async def test_what_a_process_has_started_dies_with_it(pool):
+    grandchild = await pool.call(["start"])
+    with pytest.raises(ProcessDied):
+        await pool.call(["abort"])
+    await until(lambda: gone(grandchild))
+
+
+async def test_a_process_sees_nothing_of_ours(pool, monkeypatch):
+    monkeypatch.setenv("STREAMRL_SECRET", "secret")
+    seen = await pool.call(["look"])
+    assert "STREAMRL_SECRET" not in seen["environment"]
+    assert not {"torch", "transformers", "numpy", "streamrl"} & set(seen["modules"])
+    assert seen["session"]
+    assert (seen["memory"], seen["core"]) == ([MEMORY, MEMORY], [0, 0])
+
+
+async def test_a_process_makes_way_after_many_calls(script):
+    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=60, memory=MEMORY, calls=3))
+    pids = [await pool.call(["pid"]) for _ in range(7)]
+    await pool.close()
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
+    assert pool.counts.lost == 0
+
+
+async def test_deaths_are_bounded(script):
+    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=60, memory=MEMORY))
+    pool._deaths = Deaths(RestartPolicy(max_restarts=2, window=60, backoff=0, max_backoff=0))
+    for _ in range(3):
+        with pytest.raises(ProcessDied):
+            await pool.call(["abort"])
+    with pytest.raises(RewardUnavailable, match="3 of its processes died within 60 s"):
+        await pool.call(["echo", 1])
+    assert pool.counts.started == 3
+    await pool.close()
+
+
+async def test_what_cannot_start_is_said_at_once(script, tmp_path):
+    broken = ProcessPool("test", script, "broken", 1, Limits(cpu=5, wall=60, memory=MEMORY))
+    with pytest.raises(ConfigError, match="cannot be prepared: RuntimeError: broken on purpose"):
+        await broken.open()
+    await broken.close()
+    missing = ProcessPool("test", tmp_path / "missing.py", None, 1, Limits(cpu=5, wall=60, memory=MEMORY))
+    with pytest.raises(RewardUnavailable, match="FileNotFoundError"):
+        await missing.call(["echo", 1])
+    await missing.close()
+
+
+async def test_the_end_is_clean_and_may_be_repeated(script):
+    pool = ProcessPool("test", script, None, 2, Limits(cpu=5, wall=600, memory=MEMORY))
+    idle = await started_pid(pool)
+    calls = [asyncio.create_task(pool.call(["sleep"])) for _ in range(2)]
+    await until(lambda: len(pool._busy) == 2)
+    pids = [idle, *(process.pid for process in pool._busy)]
+    await pool.close()
+    await pool.close()
+    assert [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)] == [ProcessDied] * 2
+    assert all(map(gone, pids))
+    with pytest.raises(RewardUnavailable, match="closed"):
+        await pool.call(["echo", 1])
+
+
+PARENT = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from streamrl.consumers.processes import Limits, ProcessPool
+
+async def main():
+    pool = ProcessPool("test", Path(sys.argv[1]), None, 2, Limits(cpu=1000, wall=1000, memory=1 << 28))
+    busy = asyncio.create_task(pool.call(["burn"]))
+    idle = await pool.call(["pid"])
+    while not pool._busy:
+        await asyncio.sleep(0.01)
+    print(idle, *(process.pid for process in pool._busy), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_no_process_outlives_the_one_that_started_it(script):
+    argv = [sys.executable, "-c", PARENT, str(script)]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=100)
+    pids = [int(word) for word in done.stdout.split()]
+    assert (done.returncode, len(pids)) == (-signal.SIGKILL, 2), done.stderr
+    asyncio.run(until(lambda: all(map(gone, pids))))
