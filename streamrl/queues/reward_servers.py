@@ -75,7 +75,8 @@ class RewardServers:
         ]
         removed = _removed(enlisted)
         known = {server.url: server for server in [*(RewardServer(url, url) for url in configured), *started]}
-        added = [RewardServer(url, url) for url, entry in enlisted.items() if entry.present and url not in known]
+        back = {name for name, entry in enlisted.items() if entry.present and not name.startswith(f"{ROLE}.")}
+        added = [RewardServer(url, url) for url in sorted(back - set(known))]
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
 
     async def removed(self, model: str) -> set[str]:
