@@ -105,11 +105,6 @@ class ArchiveReading:
                     self.problems.append(f"group {gid}: {error.message}")
         return [found[attempt] for attempt in sorted(found)]
 
-    def headers(self) -> list[Header]:
-        """The different headers of the files."""
-        found = (read_file(file)[0] for file in self.files)
-        return list({header.id: header for header in found if header is not None}.values())
-
     def _read(self) -> Iterator[tuple[Header, RecordedGroup]]:
         for file in self.files:
             try:
@@ -118,7 +113,7 @@ class ArchiveReading:
                     yield from ((header, group) for group in groups)
             except FileNotFoundError:
                 continue  # `archive.files` removed it meanwhile
-            except WireError as error:
+            except (WireError, ConfigError) as error:
                 self.problems.append(error.message)
 
 
@@ -131,9 +126,11 @@ def read_archive(path: Path, *, evaluation: bool = False) -> ArchiveReading:
         evaluation: held-out groups instead of training groups.
 
     Raises:
-        ConfigError: there are none, or a file is of another program or version (while it is read).
+        ConfigError: there are none, or the file is of another program or version.
     """
     files = archive_files(path, evaluation=evaluation)
+    if files == [path]:
+        read_file(path)
     if not files:
         what = "held-out groups" if evaluation else "groups"
         raise ConfigError(

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgpack
 import msgspec
@@ -29,7 +29,8 @@ FOLDER: Final = "recording"
 _SCHEMA: Final = "streamrl.recording/1"
 _NAME: Final = re.compile(r"groups-(\d+)-(\d+)\.msgpack\.zst")
 _MAX_GROUP_BYTES: Final = 1 << 30
-_READ_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 14
+"""Small, because so little can become a thousand times as much."""
 _HINT: Final = "name a recording: RUN_DIR/recording of `streamrl up --rollout-only`, or one of its files"
 
 Link = tuple[str, int]
@@ -272,12 +273,9 @@ def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
 def _maps(file: Path) -> Iterator[dict[str, Any]]:
     unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_MAX_GROUP_BYTES, strict_map_key=True)
     try:
-        with (
-            file.open("rb") as source,
-            zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as plain,
-        ):
-            while chunk := plain.read(_READ_BYTES):
-                unpacker.feed(chunk)
+        with file.open("rb") as source:
+            for plain in _frames(source):
+                unpacker.feed(plain)
                 for record in unpacker:
                     if not isinstance(record, dict):
                         raise WireError(f"{file}: something that is no map before byte {unpacker.tell()}")
@@ -286,3 +284,15 @@ def _maps(file: Path) -> Iterator[dict[str, Any]]:
         if isinstance(error, WireError):
             raise
         raise WireError(f"{file}: not a file of a recording near byte {unpacker.tell()}: {error}") from error
+
+
+def _frames(source: BinaryIO) -> Iterator[bytes]:
+    """What is in the frames of a file, one frame after the other, so that all before a damaged one is read."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = decompressor.decompressobj()
+    while chunk := source.read(_READ_BYTES):
+        while chunk:
+            yield frame.decompress(chunk)
+            chunk = b""
+            if frame.eof:
+                chunk, frame = frame.unused_data, decompressor.decompressobj()

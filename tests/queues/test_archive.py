@@ -235,16 +235,25 @@ async def test_a_repeat_adds_nothing_and_memory_is_bounded(tmp_path, monkeypatch
 
 
 async def test_a_damaged_file_is_read_up_to_there_and_named(tmp_path):
-    await archived(tmp_path, configured(), closed(0))
-    await archived(tmp_path, configured(), closed(1))
+    archive = Archive(configured(), tmp_path)
+    for gid in range(2):
+        archive.add(closed(gid))
+        await archive.sync()
+    await archive.close()
+    await archived(tmp_path, configured(), closed(2))
     first, _ = archive_files(tmp_path)
     whole = bytearray(first.read_bytes())
     whole[-3] ^= 0x41
     first.write_bytes(whole)
     reading = read_archive(tmp_path)
-    assert [group.gid for group in reading] in ([1], [0, 1])
+    assert [group.gid for group in reading] == [0, 2]
     assert len(reading.problems) == 1
     assert str(first) in reading.problems[0]
+    first.write_bytes(b"what is this")
+    assert [group.gid for group in reading] == [2]
+    assert len(reading.problems) == 1
+    with pytest.raises(ConfigError, match="no file of a recording"):
+        read_archive(first)
 
 
 async def test_it_may_be_read_while_it_is_written(tmp_path):
