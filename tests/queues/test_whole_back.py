@@ -35,7 +35,8 @@ class Past:
     def go_back(self, moment: int) -> None:
         """Kill the server, and start it with what was kept."""
         self.run.kill()
-        shutil.rmtree(self.run.run_dir / "redis")
+        # Not removed: a child of the server that rewrites its file may outlive it for a moment.
+        (self.run.run_dir / "redis").rename(self.folder / f"after-{moment}")
         shutil.copytree(self.folder / str(moment), self.run.run_dir / "redis")
         self.run.start()
 
