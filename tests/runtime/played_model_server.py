@@ -1,7 +1,7 @@
 """Plays a server of a reward model as a process: vLLM's routes, and the faults that a real one cannot be made to show.
 
 `PLAYED` in its environment: `no-sleep` (its routes for it are missing), `no-wake` (waking fails), `usage` (it does not
-take its command line). `POST /hang`: nothing is answered from then on.
+take its command line), `slow` (it never listens). `POST /hang`: nothing is answered from then on.
 """
 
 from __future__ import annotations
@@ -87,4 +87,6 @@ if __name__ == "__main__":
         sys.stderr.write("api_server.py: error: unrecognized arguments: --nonsense\n")
         sys.exit(2)
     print(" ".join(sys.argv[1:]), flush=True)
+    if PLAYED == "slow":
+        signal.pause()
     asyncio.run(serve(int(sys.argv[sys.argv.index("--port") + 1])))

@@ -88,13 +88,18 @@ def log(run_dir, name="reward_model.critic.0.server0"):
     return (run_dir / "logs" / f"{name}.log").read_text()
 
 
-def pid_of(run_dir):
-    """Of the server in the play."""
-    (found,) = [
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if any("played_model_server" in word for word in process.cmdline())
-    ]
+def played():
+    """Pids of the servers in the play."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if any("played_model_server" in word for word in process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+def pid_of_server():
+    (found,) = played()
     return found
 
 
@@ -105,7 +110,7 @@ async def test_a_server_is_listed_while_its_role_lives_and_gone_afterwards(make,
         (server,) = await listed(role)
         assert (server.name, server.awake) == ("reward_model.critic.3", True)
         assert not await is_sleeping(server.url)
-        pid = pid_of(redis_run.run_dir)
+        pid = pid_of_server()
         assert psutil.Process(pid).environ()["SEEN"] == "1"
         role.stop.set()
         await asyncio.wait_for(task, PATIENT)
@@ -239,7 +244,7 @@ async def test_without_work_it_stays_off_shared_devices(make, redis_run):
 async def test_the_death_of_the_server_is_the_end_of_its_role(make, redis_run):
     async with running(make(), redis_run.run_dir) as (role, task):
         await ready(role, task)
-        os.kill(pid_of(redis_run.run_dir), signal.SIGKILL)
+        os.kill(pid_of_server(), signal.SIGKILL)
         with pytest.raises(Unreachable, match="killed by SIGKILL"):
             await asyncio.wait_for(task, PATIENT)
         assert await listed(role) == []
@@ -250,7 +255,7 @@ async def test_a_server_that_hangs_counts_as_dead(make, redis_run, monkeypatch):
         monkeypatch.setattr(module, name, seconds)
     async with running(make(), redis_run.run_dir) as (role, task):
         await ready(role, task)
-        pid = pid_of(redis_run.run_dir)
+        pid = pid_of_server()
         (server,) = await listed(role)
         async with aiohttp.ClientSession() as session, session.post(f"{server.url}/hang"):
             pass
@@ -260,11 +265,13 @@ async def test_a_server_that_hangs_counts_as_dead(make, redis_run, monkeypatch):
 
 
 async def test_a_stop_during_the_start_ends_it(make, redis_run):
-    async with running(make(), redis_run.run_dir) as (role, task):
+    async with running(make(variables={"PLAYED": "slow"}), redis_run.run_dir) as (role, task):
+        await until(played, PATIENT)
+        assert await listed(role) == []
         role.stop.set()
         await asyncio.wait_for(task, PATIENT)
         assert not role.is_ready
-    assert not [one for one in psutil.Process().children(recursive=True) if "played" in " ".join(one.cmdline())]
+        assert not played()
 
 
 async def test_what_no_restart_mends_says_which_key_to_mend(make, redis_run, tmp_path):
