@@ -27,7 +27,7 @@ def role(kind: str, chosen: Path | None, index: int, model: str | None) -> NoRet
 
 
 def _served(run: RunDirectory, model: str | None) -> str:
-    known = [name for name, of in run.config["reward_models"].items() if not of["url"]]
+    known: list[str] = [name for name, of in run.config["reward_models"].items() if not of["url"]]
     if model is None and len(known) == 1:
         return known[0]
     if model in known:

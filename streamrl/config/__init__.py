@@ -13,17 +13,12 @@ from pydantic import Field, model_validator
 
 from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
-from streamrl.config.rewards import (
-    ArchiveConfig,
-    RewardModelConfig,
-    RewardModelName,
-    RewardSpec,
-    RewardWorkerConfig,
-    ScoringConfig,
-    check_gateway,
-    check_retrying,
-    check_scoring,
-)
+from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
+from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
+from streamrl.config.rewards import RewardModelName, check_gateway, check_retrying, check_scoring
+from streamrl.config.rewards import RewardSpec as RewardSpec
+from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
+from streamrl.config.rewards import ScoringConfig as ScoringConfig
 
 
 class RedisConfig(Section):
