@@ -325,11 +325,10 @@ class ModelClient:
 
 
 def _wake(line: dict[asyncio.Future[None], None], count: int) -> None:
-    """Let the first `count` of a line look again."""
-    for future in list(itertools.islice(line, count)):
+    """Let the first `count` of a line look again, not counting the cancelled who have not left it yet."""
+    for future in list(itertools.islice((future for future in line if not future.done()), count)):
         del line[future]
-        if not future.done():
-            future.set_result(None)
+        future.set_result(None)
 
 
 def _outcome(error: StreamrlError) -> Outcome:

@@ -218,7 +218,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _file(name: str, file: str) -> Path | None:
     """A file of a model: in its directory, else from the hub or its cache; None when it has none."""
     folder = Path(name)
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder / file if (folder / file).is_file() else None
     if folder.is_absolute() or not name:
         raise ConfigError(

@@ -59,6 +59,7 @@ class FaultyServer:
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = orjson.loads(await request.read())
         ids = body.get("input") or body.get("input_ids") or []
+        ids = list(ids.encode()) if isinstance(ids, str) else ids
         async with self.arrived:
             self.asked.append(ids)
             self.bodies.append(body)

@@ -1,0 +1,333 @@
+"""The reward `reward_model` as a worker has it: what it asks, what it makes of the answers, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.consumers import RewardContext, RewardSample
+from streamrl.consumers.models import open_models
+from streamrl.consumers.models.dialects import DIALECTS, UnclearScore, read_score
+from streamrl.consumers.models.rendering import Renderer
+from streamrl.consumers.models.reward import RewardModel
+from streamrl.consumers.models.template import Template
+from streamrl.consumers.plugins import load_rewards
+from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable, WireError
+from streamrl.http import BadRequest
+from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
+from tests.consumers.models.test_rendering import make_tokenizer
+from tests.consumers.samples import seen
+
+
+def run_of(args: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> RunConfig:
+    models = {} if model is None else {"critic": model}
+    spec = {"use": "reward_model", "args": dict(args)}
+    return RunConfig.model_validate({"name": "t", "rewards": [spec], "reward_models": models})
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    folder: Path, keys: Mapping[str, Any], deadline: float = 60.0, **args: Any
+) -> AsyncIterator[RewardModel]:
+    """The reward, loaded and opened as a worker does it."""
+    config = run_of({"model": "critic", **args}, keys)
+    (loaded,) = load_rewards(config)
+    async with open_models(config) as models:
+        reward = loaded.life
+        assert isinstance(reward, RewardModel)
+        try:
+            await reward.open(RewardContext(config, folder, models, "reward.0", deadline))
+            yield reward
+        finally:
+            await reward.close()
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    make_tokenizer(tmp_path / "model")
+    return tmp_path / "model"
+
+
+async def test_scores_come_from_the_model_with_its_own_text(tokenizer, tmp_path):
+    async with servers(["well"], ["well"]) as (one, two):
+        model = {"url": [one.url, two.url], "model": str(tokenizer)}
+        async with opened(tmp_path, model) as reward:
+            renderer = Renderer.load(str(tokenizer))
+            samples = [seen(f"It is {index}.") for index in range(10)]
+            scores = await asyncio.gather(*(reward.score(sample) for sample in samples))
+        assert [score.value for score in scores] == [score_of(renderer.ids(sample)) for sample in samples]
+        body = one.bodies[-1]
+        assert body == {"model": str(tokenizer), "input": body["input"], "use_activation": False, "activation": False}
+
+
+async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer, tmp_path):
+    async with servers(["well"]) as (one,), opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
+        sample = seen("It is 4. " * 5000)
+        assert (await reward.score(sample)).value == score_of(Renderer.load(str(tokenizer)).ids(sample))
+
+
+async def test_a_server_with_a_template_of_its_own_gets_messages(tmp_path):
+    async with servers(["well"]) as (one,):
+        async with opened(tmp_path, {"url": [one.url], "model": "theirs"}, text="server") as reward:
+            await reward.score(seen("4", messages=[{"role": "user", "content": "2 + 2?"}]))
+        body = one.bodies[-1]
+        assert body["messages"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        assert "input" not in body
+
+
+def test_each_kind_is_asked_in_its_own_way():
+    bodies = {key: dialect.body("m", [1, 2]) for key, dialect in DIALECTS.items()}
+    raw = {"use_activation": False, "activation": False}
+    assert bodies == {
+        ("vllm", "classify"): {"model": "m", "input": [1, 2], **raw},
+        ("vllm", "pooling"): {"model": "m", "input": [1, 2], **raw},
+        ("sglang", "classify"): {"input_ids": [1, 2]},
+        ("sglang", "pooling"): {"model": "m", "input": [1, 2], "encoding_format": "float"},
+    }
+    assert "model" not in DIALECTS["vllm", "classify"].body("", [1])
+
+
+ANSWERS = {
+    ("vllm", "classify"): lambda numbers: {"data": [{"index": 0, "probs": numbers, "num_classes": len(numbers)}]},
+    ("vllm", "pooling"): lambda numbers: {"data": [{"index": 0, "object": "pooling", "data": numbers}]},
+    ("sglang", "classify"): lambda numbers: {"embedding": numbers, "meta_info": {"prompt_tokens": 3}},
+    ("sglang", "pooling"): lambda numbers: {"object": "list", "data": [{"index": 0, "embedding": numbers}]},
+}
+
+
+@pytest.mark.parametrize("key", ANSWERS)
+def test_each_kind_answers_in_its_own_way(key):
+    dialect, answer = DIALECTS[key], ANSWERS[key]
+    assert read_score(dialect, answer([-1.25]), None) == -1.25
+    assert read_score(dialect, answer([3]), None) == 3.0
+    assert read_score(dialect, answer([1.0, 2.0, 3.0]), 1) == 2.0
+    assert read_score(dialect, answer([1.0, 2.0, 3.0]), -1) == 3.0
+    with pytest.raises(UnclearScore, match="3 numbers") as caught:
+        read_score(dialect, answer([1.0, 2.0, 3.0]), None)
+    assert "label" in caught.value.hint
+    for label in (3, -4):
+        with pytest.raises(UnclearScore, match="3 numbers"):
+            read_score(dialect, answer([1.0, 2.0, 3.0]), label)
+    for bad in ([], [None], ["1"], [True], [float("nan")], [float("-inf")], [[]], 0.5, None, {"0": 1.0}):
+        with pytest.raises(WireError):
+            read_score(dialect, answer(bad) if isinstance(bad, list) else {"data": [{"probs": bad}]}, 0)
+    for bad in ({}, {"data": []}, {"data": [1]}, {"data": None}, {"error": "no"}):
+        with pytest.raises(WireError):
+            read_score(dialect, bad, None)
+
+
+def test_of_numbers_for_each_token_the_last_counts():
+    dialect = DIALECTS["vllm", "pooling"]
+    assert read_score(dialect, ANSWERS["vllm", "pooling"]([[0.1], [0.2], [0.9]]), None) == 0.9
+
+
+async def test_what_the_server_refuses_is_the_end_of_this_sample_only(tokenizer, tmp_path):
+    def act(ids: list[int]) -> str:
+        return "400" if len(ids) > 100 else "well"
+
+    async with servers([act]) as (one,), opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
+        with pytest.raises(BadRequest, match="status 400"):
+            await reward.score(seen("far too long " * 100))
+        await reward.score(seen("4"))
+
+
+async def test_no_server_at_the_start_is_a_warning_and_scores_come_when_it_is_there(
+    tokenizer, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("streamrl.consumers.models.client.LOOK_SECONDS", 0.1)
+    one = FaultyServer()
+    async with serving(one):
+        pass
+    async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
+        assert "reward model does not answer yet" in caplog.text
+        waiting = asyncio.create_task(reward.score(seen("4")))
+        async with serving(one):
+            assert (await waiting).value == score_of(Renderer.load(str(tokenizer)).ids(seen("4")))
+
+
+async def test_a_reward_gives_up_before_its_deadline_and_names_the_server(tokenizer, tmp_path):
+    async with (
+        servers([lambda ids: "hangs" if len(ids) > 100 else "well"]) as (one,),
+        opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}, deadline=2.0) as reward,
+    ):
+        with pytest.raises(ConnectionError, match=f"{one.url}/classify: no answer within 1"):
+            await reward.score(seen("so long " * 100))
+
+
+async def test_no_server_is_no_failure_of_the_sample(tokenizer, tmp_path):
+    one = FaultyServer()
+    async with serving(one):
+        pass
+    model = {"url": [one.url], "model": str(tokenizer)}
+    async with opened(tmp_path, model, deadline=0.5) as reward:
+        with pytest.raises(RewardUnavailable, match="unchecked"):
+            await reward.score(seen("4"))
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        ("several", "2 numbers"),
+        ("404", "answered 404"),
+        ("400", "answered 400"),
+        ("401", "answered 401"),
+        ("501", "501"),
+    ],
+)
+async def test_servers_that_can_never_do_it_end_the_start(tokenizer, tmp_path, act, says, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
+    async with servers([act]) as (one,):
+        with pytest.raises(ConfigError, match=says):
+            async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}):
+                pass
+
+
+@pytest.mark.parametrize("act", ["500", "nan", "half json", "busy"])
+async def test_servers_that_have_a_bad_moment_do_not_end_the_start(tokenizer, tmp_path, act, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
+    async with (
+        servers([act, "well"]) as (one,),
+        opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward,
+    ):
+        await reward.score(seen("4"))
+
+
+BAD_ARGS = [
+    ({}, "args do not fit"),
+    ({"model": "critic", "text": "html"}, "text is 'html'"),
+    ({"model": "critic", "label": "1"}, "label is '1'"),
+    ({"model": "critic", "label": True}, "label is True"),
+    ({"model": "critic", "text": "plain", "chat_template": "x.jinja"}, "chat_template is for text: chat"),
+    ({"model": "critic", "text": "server", "tokenizer": "x"}, "tokenizer is not used"),
+    ({"model": "critic", "path": "/score"}, "body is missing"),
+    ({"model": "critic", "path": "/score", "body": {}}, "value is missing"),
+    ({"model": "critic", "path": "/s", "body": {"a": "{promt}"}, "value": "x"}, "{promt}"),
+    ({"model": "critic", "path": "/s", "body": {"a": "{"}, "value": "x"}, "brace is alone"),
+    ({"model": "critic", "path": "/s", "body": {"a": ["{metadata.}"]}, "value": "x"}, "{metadata.}"),
+    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "no way to a number"),
+]
+
+
+@pytest.mark.parametrize(("args", "says"), BAD_ARGS)
+def test_arguments_that_do_not_fit_are_refused_when_the_reward_is_loaded(args, says):
+    with pytest.raises(PluginError) as caught:
+        load_rewards(run_of(args))
+    assert says in str(caught.value)
+
+
+def test_a_place_that_is_almost_known_is_named():
+    with pytest.raises(PluginError) as caught:
+        Template({"a": "{respons}"}, "score")
+    assert "did you mean {response}?" in str(caught.value)
+
+
+URL = "http://127.0.0.1:9"
+PARTS = {"path": "/score", "body": {"text": "{response}"}, "value": "score"}
+BAD_FITS = [
+    ({"model": "crtic"}, {"url": [URL]}, "did you mean critic?"),
+    ({}, {"url": [URL], "kind": "template"}, "needs path, body and value"),
+    ({**PARTS, "label": 1}, {"url": [URL], "kind": "template"}, "label is not used"),
+    ({**PARTS}, {"url": [URL]}, "are for kind template"),
+    ({}, {"url": [URL], "kind": "openai", "task": "chat"}, "use: judge"),
+    ({}, {"url": [URL], "task": "chat"}, "use: judge"),
+    ({"text": "server"}, {"url": [URL], "kind": "sglang"}, "take no messages"),
+    ({}, {"url": [URL], "model": "/nowhere"}, "is no directory"),
+    ({}, {"url": [URL]}, "is no directory"),
+]
+
+
+@pytest.mark.parametrize(("args", "model", "says"), BAD_FITS)
+async def test_arguments_that_do_not_fit_the_model_end_the_start(tmp_path, args, model, says):
+    with pytest.raises(ConfigError) as caught:
+        async with opened(tmp_path, model, **args):
+            pass
+    assert says in str(caught.value)
+
+
+def test_a_model_that_the_run_does_not_have_is_a_clear_error(tmp_path):
+    reward = RewardModel("critic")
+    with pytest.raises(ConfigError, match="no reward model 'critic'") as caught:
+        asyncio.run(reward.open(RewardContext(run_of({"model": "critic"}), tmp_path)))
+    assert "reward_models has: none" in caught.value.hint
+
+
+def full(**metadata: Any) -> RewardSample:
+    return seen("Four.", answer={"value": 4}, metadata=metadata, messages=[{"role": "user", "content": "2+2?"}])
+
+
+def test_a_template_puts_values_and_text_into_their_places():
+    body = {
+        "q": "{prompt}",
+        "both": "Q: {prompt} A: {response}",
+        "chat": "{messages}",
+        "answer": "{answer}",
+        "said": "the answer {answer}, level {metadata.level}",
+        "deep": [{"x": ["{metadata.tags}", 1, None, True]}],
+        "all": "{metadata}",
+        "braces": "{{prompt}} }}{{",
+        "id": "{gid}/{index}/{finish}",
+    }
+    filled = Template(body, "x").filled(full(level=3, tags=["a", "b"]))
+    assert filled == {
+        "q": "2 + 2 =",
+        "both": "Q: 2 + 2 = A: Four.",
+        "chat": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four."}],
+        "answer": {"value": 4},
+        "said": 'the answer {"value":4}, level 3',
+        "deep": [{"x": [["a", "b"], 1, None, True]}],
+        "all": {"level": 3, "tags": ["a", "b"]},
+        "braces": "{prompt} }{",
+        "id": "0/0/stop",
+    }
+
+
+def test_what_a_response_says_fills_no_place():
+    sample = seen("{answer} {{x}} {metadata.key}")
+    assert Template({"a": "[{response}]"}, "x").filled(sample) == {"a": "[{answer} {{x}} {metadata.key}]"}
+
+
+def test_what_a_prompt_lacks_is_an_error_of_the_sample():
+    with pytest.raises(DataError, match="line 7 of the data set has no 'level'"):
+        Template({"a": "{metadata.level}"}, "x").filled(full())
+    with pytest.raises(DataError, match="line 7 of the data set has no answer"):
+        Template({"a": "{answer}"}, "x").filled(seen(answer=None))
+
+
+@pytest.mark.parametrize(
+    ("way", "answer", "value"),
+    [
+        ("score", {"score": 1}, 1.0),
+        ("data.0.s", {"data": [{"s": -0.5}]}, -0.5),
+        ("data.-1", {"data": [1, 2, 3]}, 3.0),
+        ("0", {"0": 2.5}, 2.5),
+    ],
+)
+def test_the_score_is_found_on_its_way(way, answer, value):
+    assert Template({}, way).read(answer) == value
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"a": {}}, {"a": {"b": None}}, {"a": {"b": "1"}}, {"a": {"b": True}}, {"a": [1]}, {"a": 1}]
+)
+def test_a_score_that_is_not_there_is_no_number(answer):
+    with pytest.raises(WireError):
+        Template({}, "a.b").read(answer)
+
+
+async def test_a_template_server_is_asked_and_read(tmp_path):
+    model = {"url": [URL], "kind": "template"}
+    args = {"path": "/classify", "body": {"input": "{prompt}{response}"}, "value": "data.0.probs.0"}
+    async with servers(["well"]) as (one,), opened(tmp_path, {**model, "url": [one.url]}, **args) as reward:
+        assert (await reward.score(seen("4"))).value == score_of(list(b"2 + 2 =4"))
+
+
+def test_every_kind_of_server_of_the_configuration_is_thought_of():
+    kinds = set(RewardModelConfig.model_fields["kind"].annotation.__args__)
+    assert kinds == {"vllm", "sglang", "openai", "template"}
