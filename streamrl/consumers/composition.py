@@ -95,7 +95,7 @@ class Composition:
     def _combined(self, values: Sequence[tuple[str, float, float]]) -> float:
         match self._scoring.combine:
             case "sum":
-                value = finite(math.fsum(weight * part for _, part, weight in values), "the weighted sum")
+                value = finite(sum(weight * part for _, part, weight in values), "the weighted sum")
             case "product":
                 value = finite(math.prod(power(*part) for part in values), "the product")
             case "min":

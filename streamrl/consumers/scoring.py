@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from streamrl import wire
 from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
-from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, detail_of
+from streamrl.consumers.calls import DETAIL_BYTES, RewardCalls, ScoringFailed, Together, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import LoadedReward, load_rewards
 from streamrl.consumers.reward import RewardContext, RewardSample, Score
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError
 
-__all__ = ["Scorer", "ScoringFailed", "open_scorer"]
+__all__ = ["DETAIL_BYTES", "Scorer", "ScoringFailed", "open_scorer"]
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,40 @@
+"""Loaded rewards made of functions, for the tests of scoring."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from streamrl.config import RewardSpec, RewardWorkerConfig, ScoringConfig
+from streamrl.consumers.calls import RewardCalls
+from streamrl.consumers.plugins import LoadedReward
+from streamrl.consumers.scoring import Scorer
+from streamrl.consumers.threads import CallThreads
+
+QUICK = {"attempts": 2, "backoff": 0.001, "deadline": 60.0}
+
+
+def loaded(call: Callable[..., Any], *, instant: bool = False, group: bool = False, **spec: Any) -> LoadedReward:
+    """A reward of one function; `spec` as in the run file."""
+    keys = RewardSpec(use="tests:reward", name=spec.pop("name", call.__name__), **spec)
+    return LoadedReward(
+        name=keys.name or "",
+        weight=keys.weight,
+        call=call,
+        blocking=not inspect.iscoroutinefunction(call),
+        instant=instant,
+        group=group,
+        spec=keys,
+    )
+
+
+def scorer(*rewards: LoadedReward, scoring: dict[str, Any] | None = None, longest: int = 256, **worker: Any) -> Scorer:
+    """A scorer of these rewards; `worker` are keys of `reward_worker`."""
+    limits = RewardWorkerConfig(**{**QUICK, **worker})
+    return Scorer(rewards, limits, ScoringConfig(**(scoring or {})), longest)
+
+
+def calls_of(reward: LoadedReward, **worker: Any) -> RewardCalls:
+    """The calls of one reward; `worker` are keys of `reward_worker`."""
+    return RewardCalls(reward, RewardWorkerConfig(**{**QUICK, **worker}), CallThreads())
