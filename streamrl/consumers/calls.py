@@ -86,6 +86,7 @@ class RewardCalls:
         self._backoff = worker.backoff
         self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
         self._retry_for = worker.retry_for
+        self.own_counts = life.counts
         self.places = spec.concurrency or life.concurrency
         self._places = asyncio.Semaphore(self.places) if self.places else contextlib.nullcontext()
         self._circuit_moved = asyncio.Event()

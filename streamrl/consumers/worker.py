@@ -218,6 +218,8 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
     line["trouble"] = "; ".join(trouble)
     if calls.circuit.opened:
         line["circuit_opened"] = calls.circuit.opened
+    if own := calls.own_counts():
+        line["own"] = dict(own)
     return line
 
 

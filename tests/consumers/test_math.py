@@ -27,7 +27,8 @@ def cases():
         ("x = 4", "$4$", 1),
         ("1,000", "the final answer is $1000$", 1),
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"$\begin{bmatrix}1&2\\3&4\end{bmatrix}$", 1),
-        ("42", r"first \boxed{41}, then \boxed{42}", 1),
+        (r"\{41, 42\}", r"first \boxed{41}, then \boxed{42}", 1),
+        ("42", r"first \boxed{41}, then \boxed{42}", 0),
         ("0.333333", r"\boxed{\frac{1}{3}}", 1),
         ("0.33", r"\boxed{\frac{1}{3}}", 0),
     ]
@@ -78,7 +79,7 @@ async def test_only_the_part_that_counts_is_read():
         assert (await tagged.score(seen("41 <answer>42</answer> 43", "42"))).value == 1.0
         assert (await tagged.score(seen("42", "42"))).parts["unparsable"] == 1.0
     async with opened(MathAnswer(processes=1, boxed=True)) as boxed:
-        assert (await boxed.score(seen(r"\boxed{42}, or 43", "42"))).value == 1.0
+        assert (await boxed.score(seen(r"\boxed{41}, no, \boxed{42}, or 43", "42"))).value == 1.0
         assert (await boxed.score(seen("42", "42"))).parts["unparsable"] == 1.0
     async with opened(MathAnswer(processes=1, require_stop=True, longest=20)) as rule:
         assert (await rule.score(seen("42", "42", "length"))).value == 0.0

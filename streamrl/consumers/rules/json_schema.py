@@ -113,8 +113,8 @@ def check_schema(schema: Any) -> str:
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
     from referencing import Resource
-    from referencing.exceptions import UnknownDialect, Unresolvable
-    from referencing.jsonschema import DRAFT202012
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012, UnknownDialect
 
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"a schema is an object, not {type(schema).__name__}")  # noqa: TRY004 (a value of the run file)
