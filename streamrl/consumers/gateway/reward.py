@@ -95,15 +95,13 @@ class GatewayReward(Reward):
         begun = loop.time()
         try:
             while not future.done():
-                now = loop.time()
-                self._gateway.expire(now)
-                end = offer.until if offer.lease else max(self._gateway.heard, begun) + self._patience
-                if end <= now and not offer.lease:
+                left = max(self._gateway.heard, begun) + self._patience - loop.time()
+                if left <= 0 and not offer.lease:
                     raise RewardUnavailable(
                         f"no program has asked the gateway at {self.url} for {self._patience:g} s",
                         "start one: docs/rewards.md, the gateway",
                     )
-                await asyncio.wait([future], timeout=end - now)
+                await asyncio.wait([future], timeout=left if left > 0 else self._patience)
             return future.result()
         finally:
             self._offers.withdraw(offer)

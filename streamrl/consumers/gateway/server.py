@@ -65,6 +65,7 @@ class Gateway:
         self._more = asyncio.Event()
         self._polls = 0
         self._closing = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def app(self) -> web.Application:
         """Return the application."""
@@ -86,15 +87,21 @@ class Gateway:
         self._offers.add(offer)
         self._more.set()
 
-    def expire(self, now: float) -> None:
-        """End the leases that are over, and wake those who wait for samples."""
-        if self._offers.expire(now):
+    def _expire(self) -> None:
+        """End the leases that are over, wake those who wait for samples, and look again when the next lease ends."""
+        loop = asyncio.get_running_loop()
+        if self._offers.expire(loop.time()):
             self._more.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        end = self._offers.next_end()
+        self._timer = None if end is None or self._closing else loop.call_at(end, self._expire)
 
     async def _shut(self, app: web.Application) -> None:
         """Let the requests that wait go home with nothing."""
         del app
         self._closing = True
+        self._expire()
         self._more.set()
 
     @web.middleware
@@ -152,27 +159,26 @@ class Gateway:
         seconds = self._seconds if asked.seconds is None else asked.seconds
         while True:
             now = loop.time()
-            self.expire(now)
             if request.transport is None or request.transport.is_closing():
                 return []
             given = self._offers.lease(asked.count, seconds, now, _ANSWER_BYTES)
             if given or now >= end or self._closing:
+                self._expire()
                 return given
             self._more.clear()
-            next_end = self._offers.next_end()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(end if next_end is None else min(end, next_end)):
+                async with asyncio.timeout_at(end):
                     await self._more.wait()
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
         asked = messages.parse(await _body(request), messages.LeasesRequest)
-        now = asyncio.get_running_loop().time()
-        self.expire(now)
-        return _answer(_sorted("renewed", asked.leases, self._offers.renew(asked.leases, now)))
+        self._expire()
+        lost = self._offers.renew(asked.leases, asyncio.get_running_loop().time())
+        return _answer(_sorted("renewed", asked.leases, lost))
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
         asked = messages.parse(await _body(request), messages.LeasesRequest)
-        self.expire(asyncio.get_running_loop().time())
+        self._expire()
         lost = self._offers.release(asked.leases)
         self._more.set()
         return _answer(_sorted("released", asked.leases, lost))
@@ -181,7 +187,7 @@ class Gateway:
         """All are looked at before the first is taken: a request with a mistake changes nothing."""
         asked = messages.parse(await _body(request), messages.ScoresRequest)
         ends = [messages.end_of(posted, number) for number, posted in enumerate(asked.scores)]
-        self.expire(asyncio.get_running_loop().time())
+        self._expire()
         leases = [posted.lease for posted in asked.scores]
         lost = [lease for lease, end in zip(leases, ends, strict=True) if not self._offers.settle(lease, end)]
         return _answer(_sorted("taken", leases, lost))

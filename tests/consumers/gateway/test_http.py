@@ -153,7 +153,7 @@ async def test_a_mistake_changes_nothing_and_is_explained(tmp_path):
             (b'{"scores": [{"lease": "%s", "value": 1e999}]}' % lease.encode(), 422),
             (b'{"scores": [', 400),
             (b"\xff\xfe", 400),
-            (b"[" * 2000, 400),
+            (b"[" * 2000, 422),
             (b"[]", 422),
             (b"null", 422),
             (b"", 422),
