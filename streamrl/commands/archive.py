@@ -86,12 +86,13 @@ def export(
     note_problems(reading)
     if path is None:
         return 0
-    data = {"file": str(path.resolve()), "format": kind, "rows": count, "bytes": path.stat().st_size}
+    written = path.stat().st_size
+    data = {"file": str(path.resolve()), "format": kind, "rows": count, "bytes": written}
     if json:
         output.write_json(EXPORT_SCHEMA, data)
     else:
         took = duration(time.monotonic() - started)
-        output.write(f"{count} responses are in {path} ({kind}, {size(data['bytes'])}, {took})")
+        output.write(f"{count} responses are in {path} ({kind}, {size(written)}, {took})")
     return 0
 
 

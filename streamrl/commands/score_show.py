@@ -75,8 +75,13 @@ def _archived_data(group: ArchivedGroup) -> dict[str, Any]:
     return {
         "attempt": group.attempt,
         "prompt": prompt_data(raw.prompt),
-        "responses": [sample_data(k, *by_number.get(k, (None, None)), group.causes.get(k)) for k in numbers],
+        "responses": [_response_data(k, by_number.get(k), group.causes.get(k)) for k in numbers],
     }
+
+
+def _response_data(number: int, messages: tuple[bytes, bytes] | None, cause: str | None) -> dict[str, Any]:
+    payload, score = messages or (None, None)
+    return sample_data(number, payload, score, cause)
 
 
 def _archived(run_dir: Path, gid: int, *, evaluation: bool) -> list[ArchivedGroup]:

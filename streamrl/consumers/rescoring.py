@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -231,7 +231,7 @@ async def rescore_groups(
     return outcome
 
 
-async def _ahead(groups: Iterable[ArchivedGroup]) -> AsyncIterator[ArchivedGroup]:
+async def _ahead(groups: Iterable[ArchivedGroup]) -> AsyncGenerator[ArchivedGroup, None]:
     """The groups, each read in a thread: reading and unpacking must not hold up calls in flight."""
     iterator = iter(groups)
     while (group := await asyncio.to_thread(next, iterator, None)) is not None:

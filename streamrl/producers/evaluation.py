@@ -153,8 +153,8 @@ class Evaluation:
         closed = await self._ledger.closed()
         if not closed:
             return False
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ledger.read_group(gid)) for gid in closed]
+        async with asyncio.TaskGroup() as readers:
+            tasks = [readers.create_task(self._ledger.read_group(gid)) for gid in closed]
         groups = [group for task in tasks if (group := task.result()) is not None]
         for group in groups:
             if group.gid not in self._log.gids:  # one that is there has counted as it is in the archive

@@ -206,7 +206,7 @@ def test_another_reward_is_compared(run_dir):
     assert comparison["pearson"] == pytest.approx(-1.0)
     assert comparison["order"] == 0.0
     assert (comparison["new"]["max"], comparison["old"]["max"]) == (2.0, 1.0)
-    assert [(each["low"], each["old"], each["new"]) for each in comparison["histogram"]][-1] == (2.0, 0, 18)
+    assert [(each["low"], each["old"], each["new"]) for each in comparison["histogram"]][-1] == (2.0, 0, 17)
     assert len(data["differ"]) == 10
     assert data["differ"][0]["prompt"].endswith("+ 1 =")
     new = read_archive(run_dir / "rescored" / "far")
