@@ -41,8 +41,8 @@ def make_config(redis_run):
     return make
 
 
-async def put(ledger, cursor, texts):
-    await admit(ledger, cursor, samples=len(texts), prompt=wire.encode(prompt()))
+async def put(ledger, cursor, texts, **fields):
+    await admit(ledger, cursor, samples=len(texts), prompt=wire.encode(prompt(**fields)))
     (held,) = await lease(ledger, "prompts")
     for number, text in enumerate(texts):
         assert await ledger.emit(held, number, wire.encode(response(text)))
@@ -94,7 +94,7 @@ async def test_all_scores_of_a_run_come_from_a_program(redis_run, make_config):
     config = make_config()
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5", "6"])
-        await put(ledgers.evaluation, 0, ["4"])
+        await put(ledgers.evaluation, 0, ["4"], evaluation=True)
         async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
             seen = []
             while len(seen) < 4:
