@@ -141,3 +141,10 @@ def test_a_schema_that_is_none_is_refused_at_start(args, why):
 )
 def test_the_last_fence_of_a_text(text, inside):
     assert last_fence(text) == inside
+
+
+async def test_a_pattern_that_wants_too_much_memory_is_the_same():
+    async with opened(Regex("(a|b)*c", seconds=30, memory_mib=64, processes=1, expensive="wrong")) as rule:
+        assert (await rule.score(seen("ab" * 3_000_000))).parts == {"expensive": 1.0}
+        assert (await rule.score(seen("abc"))).value == 1.0
+        assert (rule.counts()["too_large"], rule.counts()["lost"]) == (1, 0)

@@ -44,6 +44,8 @@ def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
             )
         )
 
+    _agree(equal, _parse("$1$")[0][0], Integer(_ANOTHER))  # what is compiled at the first use is not of a response
+
     @functools.lru_cache(maxsize=64)
     def gold_of(text: str) -> tuple[list[Any], str]:
         values, why = _parse(text)

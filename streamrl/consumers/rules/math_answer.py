@@ -33,7 +33,7 @@ class MathAnswer(Processed):
         unparsable: `wrong`: such a response gets 0; `fail`: it is an error, and `on_failure` decides.
         expensive: the same for one that is too expensive.
         seconds: of CPU time for one response.
-        memory_mib: MiB of address space of one process, of which sympy takes about 100.
+        memory_mib: MiB of address space of one process, of which sympy takes about 60.
         longest: characters at the end of the response that are read.
         processes: at most so many in one reward worker; None: one per CPU, at most 4.
     """
@@ -48,7 +48,7 @@ class MathAnswer(Processed):
         require_stop: bool = False,
         unparsable: Verdict = "wrong",
         expensive: Verdict = "wrong",
-        seconds: float = 2.0,
+        seconds: float = 5.0,
         memory_mib: int = 512,
         longest: int = 10_000,
         processes: int | None = None,

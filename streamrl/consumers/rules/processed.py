@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -66,7 +65,13 @@ class Processed(Reward):
 
     def counts(self) -> Mapping[str, int]:
         """Processes started, and calls that ended one (`ProcessCounts`)."""
-        return asdict(self._pool.counts)
+        counts = self._pool.counts
+        return {
+            "started": counts.started,
+            "too_long": counts.too_long,
+            "too_large": counts.too_large,
+            "lost": counts.lost,
+        }
 
     async def ask(self, request: Any, sample: RewardSample, *, theirs: str) -> Any:
         """Return what the process says; None for a response that is too expensive and thereby wrong.
