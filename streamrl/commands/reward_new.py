@@ -69,7 +69,7 @@ def new(module: str, folder: Path, form: str) -> int:
         raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     for path in files:
         output.note(f"wrote {path}")
-    output.note("add to the run file, which is looked for modules beside it and in plugin_paths:")
+    output.note("lines for the run file; a run looks for modules beside it and in plugin_paths:")
     output.write(_LINES.format(module=module, name=name, args=_ARGS[form]))
     source, _, samples = files
     here = "" if folder.resolve() == Path.cwd() else f"cd {source.parent} && "

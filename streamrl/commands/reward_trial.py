@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,8 +29,9 @@ _TEXT: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How one sample fared; `seconds` is that of its whole group where the reward compares."""
+    """How one sample fared: `number` is its place in the file, `seconds` of its whole group where a reward compares."""
 
+    number: int
     sample: RewardSample
     end: wire.Score | ScoringFailed
     seconds: float
@@ -72,11 +73,11 @@ def trial(
     samples = list(itertools.islice(read_samples(file), limit))
     trials = asyncio.run(_try(config, samples))
     failed = sum(not _has_score(each) for each in trials)
+    names = [spec.name or spec.use for spec in config.rewards]
     if json:
-        names = [spec.name or spec.use for spec in config.rewards]
         output.write_json(SCHEMA, {"rewards": names, "samples": [_data(each) for each in trials], **_summary(trials)})
     else:
-        _print(trials, _summary(trials))
+        _print(trials, _summary(trials), names)
     return int(ExitCode.FAILURE if failed else ExitCode.OK)
 
 
@@ -112,40 +113,42 @@ async def _try(config: RunConfig, samples: Sequence[RewardSample]) -> list[Trial
                     output.note(
                         f"{calls.reward.name}: {len(samples)} samples wait for a program at {calls.reward.life.url}"
                     )
-            groups = _groups(samples) if scorer.whole else [[sample] for sample in samples]
+            groups = _groups(samples, whole=scorer.whole)
             places = asyncio.Semaphore(config.reward_worker.concurrency)
 
-            async def one(group: Sequence[RewardSample]) -> list[Trial]:
+            async def one(group: Mapping[int, RewardSample]) -> list[Trial]:
                 async with places:
                     return await _timed(scorer, group)
 
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one(group)) for group in groups]
-    return [each for task in running for each in task.result()]
+    return sorted((each for task in running for each in task.result()), key=lambda each: each.number)
 
 
-def _groups(samples: Iterable[RewardSample]) -> list[list[RewardSample]]:
-    """Those of a group; where no line says which, those with the same prompt."""
-    found: dict[tuple[bool, int, str], list[RewardSample]] = {}
-    for sample in samples:
-        found.setdefault((sample.prompt.evaluation, sample.gid, sample.prompt.text), []).append(sample)
+def _groups(samples: Sequence[RewardSample], *, whole: bool) -> list[dict[int, RewardSample]]:
+    """What is scored together, by number: single samples, or groups, which have one prompt."""
+    found: dict[Any, dict[int, RewardSample]] = {}
+    for number, sample in enumerate(samples):
+        key = (sample.prompt.evaluation, sample.gid, sample.prompt.text) if whole else number
+        found.setdefault(key, {})[number] = sample
     return list(found.values())
 
 
-async def _timed(scorer: Scorer, group: Sequence[RewardSample]) -> list[Trial]:
+async def _timed(scorer: Scorer, group: Mapping[int, RewardSample]) -> list[Trial]:
     from streamrl.consumers.scoring import ScoringFailed
 
     began = time.perf_counter()
     ends: Sequence[wire.Score | ScoringFailed]
     if scorer.whole:
-        ends = await scorer.score_group(group)
+        ends = await scorer.score_group(list(group.values()))
     else:
+        (sample,) = group.values()
         try:
-            ends = [await scorer.score(group[0])]
+            ends = [await scorer.score(sample)]
         except ScoringFailed as error:
             ends = [error]
     seconds = time.perf_counter() - began
-    return [Trial(sample, end, seconds) for sample, end in zip(group, ends, strict=True)]
+    return [Trial(number, sample, end, seconds) for (number, sample), end in zip(group.items(), ends, strict=True)]
 
 
 def _has_score(each: Trial) -> bool:
@@ -154,7 +157,8 @@ def _has_score(each: Trial) -> bool:
 
 def _data(each: Trial) -> dict[str, Any]:
     sample, end = each.sample, each.end
-    data: dict[str, Any] = {"group": sample.gid, "index": sample.index, "line": sample.prompt.line}
+    data: dict[str, Any] = {"sample": each.number, "group": sample.gid, "index": sample.index}
+    data["line"] = sample.prompt.line
     data |= {"response": sample.text, "seconds": round(each.seconds, 6)}
     if isinstance(end, Exception):
         return data | {"value": None, "parts": {}, "error": end.message, "detail": end.detail}
@@ -173,31 +177,38 @@ def _summary(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _print(trials: Sequence[Trial], summary: dict[str, Any]) -> None:
+def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("GROUP", "INDEX", "VALUE", "MS"):
+    for heading in ("SAMPLE", "GROUP", "INDEX", "VALUE", "MS"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("PARTS")
     table.add_column("RESPONSE", no_wrap=True)
     for each in trials:
         data = _data(each)
         failed = data["error"] is not None
-        parts = data["error"] if failed else "  ".join(f"{name} {part:.4g}" for name, part in data["parts"].items())
         table.add_row(
+            str(each.number),
             str(data["group"]),
             str(data["index"]),
             Text("error", style="bold red") if failed else f"{data['value']:.4g}",
             f"{1000 * each.seconds:.1f}",
-            Text(printable(parts)),
+            Text(printable(data["error"] if failed else _parts(data["parts"], names))),
             Text(shortened(data["response"], _TEXT)),
         )
     output.console().print(table)
     for each in [each for each in trials if not _has_score(each)][:_SHOWN_TRACEBACKS]:
         data = _data(each)
-        output.write(f"\ngroup {data['group']} index {data['index']}: {printable(data['error'])}")
+        output.write(f"\nsample {each.number}: {printable(data['error'])}")
         output.write("\n".join(printable(line) for line in data["detail"].splitlines()))
     mean = f", mean {summary['mean']:.4g}, {summary['min']:.4g} to {summary['max']:.4g}" if summary["scored"] else ""
     output.write(f"\n{summary['scored']} scored, {summary['failed']} failed{mean}")
+
+
+def _parts(parts: Mapping[str, float], names: Sequence[str]) -> str:
+    """The parts; those of a reward that is alone without its name."""
+    if len(names) == 1:
+        parts = {name.removeprefix(f"{names[0]}/"): part for name, part in parts.items() if name != names[0]}
+    return "  ".join(f"{name} {part:.4g}" for name, part in parts.items())

@@ -86,7 +86,8 @@ def read_samples(path: Path) -> Iterator[RewardSample]:
     """The samples of a file of JSON or JSON lines, of a recording, or of the archive or the directory of a run.
 
     JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
-    `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata, as in a data set.
+    `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata, as in a data set. Left out, `line`
+    is the number of the sample in the file, from 0.
 
     Raises:
         DataError: the file cannot be read, is empty, or a line is no sample; the message names the line.
@@ -100,9 +101,9 @@ def read_samples(path: Path) -> Iterator[RewardSample]:
         yield from _recorded(path)
         return
     found = False
-    for where, record in _records(path):
+    for number, (where, record) in enumerate(_records(path)):
         found = True
-        yield _sample(where, record)
+        yield _sample(where, record, number)
     if not found:
         raise DataError(f"{path} is empty", f"each line is one sample: {_EXAMPLE}")
 
@@ -147,7 +148,7 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
             raise DataError(f"{path}, line {number}: no JSON: {error}", f"write: {_EXAMPLE}") from error
 
 
-def _sample(where: str, record: Any) -> RewardSample:
+def _sample(where: str, record: Any, number: int) -> RewardSample:
     if not isinstance(record, dict):
         raise DataError(f"{where}: no object", f"write: {_EXAMPLE}")
     if "response" not in record:
@@ -165,6 +166,7 @@ def _sample(where: str, record: Any) -> RewardSample:
     if not all(type(token) is int for token in known.get("tokens", ())):
         raise DataError(f"{where}: `tokens` are not all whole numbers", f"write: {_EXAMPLE}")
     others = {name: value for name, value in record.items() if name not in _KINDS}
+    known.setdefault("line", number)
     known["metadata"] = {**others, **known.get("metadata", {})}
     messages = known.get("messages", [])
     if not all(isinstance(message, dict) for message in messages):

@@ -184,6 +184,7 @@ def test_a_reward_that_compares_gets_whole_groups(folder: tuple[Path, str]):
     done = cli("reward", "test", f"{module}:Rank", "--sample", str(path), "--json", cwd=where)
     found = {each["response"]: each["value"] for each in data_of(done.stdout, SCHEMA)["samples"]}
     assert found == {"a": 2.0, "c": 2.0, "b": 1.0}
+    assert list(found) == ["a", "b", "c"], "as in the file"
 
 
 def test_the_reward_is_opened_and_closed(folder: tuple[Path, str]):

@@ -39,6 +39,7 @@ def test_json_in_every_form_is_read(tmp_path, form):
     assert len(found) == len(records)
     assert (found[0].text, found[0].prompt.text, found[0].prompt.answer) == ("4", "2+2=", "4")
     assert found[0].prompt.metadata == {"topic": "sums", "level": 2}
+    assert [each.prompt.line for each in found] == list(range(len(records)))
 
 
 def test_all_keys_of_a_sample(tmp_path):
