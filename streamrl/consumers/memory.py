@@ -35,7 +35,7 @@ class Growth:
     Args:
         window: seconds of a window.
         windows: of them in a row, each above the one before.
-        least: bytes that they grew by in all; doubled each time that growth was found.
+        least: bytes that they grew by in all. What was found once is found again when there is twice as much.
     """
 
     def __init__(self, window: float = 10.0, windows: int = 6, least: int = 64 << 20) -> None:
@@ -43,6 +43,7 @@ class Growth:
         self._window = window
         self._smallest: deque[int] = deque(maxlen=windows)
         self._least = least
+        self._from = 0
         self._ends: float | None = None
         self._now = 0
 
@@ -61,10 +62,10 @@ class Growth:
         sizes = list(self._smallest)
         grew = sizes[-1] - sizes[0]
         rises = all(after > before for before, after in itertools.pairwise(sizes))
-        if len(sizes) < (self._smallest.maxlen or 0) or not rises or grew < self._least:
+        if len(sizes) < (self._smallest.maxlen or 0) or not rises or grew < self._least or sizes[-1] < self._from:
             return False
         self.per_second = grew / (self._window * (len(sizes) - 1))
-        self._least *= 2
+        self._from = 2 * sizes[-1]
         self._smallest.clear()
         return True
 

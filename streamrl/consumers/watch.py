@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 SECONDS: Final = 5.0
 """How long the event loop stands still before whoever holds it is named."""
 _TICK: Final = 0.5
-_COMPUTED: Final = 0.8
-"""Part of a standstill in which the process computed; with less of it the machine was busy with others."""
 _LINES: Final = 8
 _CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
 
@@ -52,10 +50,11 @@ class LoopWatch:
         try:
             while True:
                 self._ticked = time.monotonic()
-                computed, counted = time.process_time(), self._counted()
+                computed, counted = _other_threads(), self._counted()
                 await asyncio.sleep(_TICK)
                 late = time.monotonic() - self._ticked - _TICK
-                if late > HELD_SECONDS and time.process_time() - computed > _COMPUTED * late:
+                # Without computing in other threads it is the machine that is busy, and no reward's fault.
+                if late > HELD_SECONDS and _other_threads() - computed > HELD_SECONDS:
                     self._suspect(late, counted)
         finally:
             ended.set()
@@ -89,6 +88,11 @@ class LoopWatch:
             named = ticked
             extra = {**found, "seconds": round(stood, 1), "stack": _stack(frame)}
             logger.error("a reward holds the event loop", extra=extra)
+
+
+def _other_threads() -> float:
+    """Seconds that the threads of this process have computed, without this one."""
+    return time.process_time() - time.thread_time()
 
 
 def held_by(frame: FrameType | None) -> dict[str, str | int] | None:

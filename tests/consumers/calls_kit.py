@@ -17,7 +17,7 @@ QUICK = {"attempts": 2, "backoff": 0.001, "deadline": 60.0}
 
 def loaded(call: Callable[..., Any], *, instant: bool = False, group: bool = False, **spec: Any) -> LoadedReward:
     """A reward of one function; `spec` as in the run file."""
-    keys = RewardSpec(use="tests:reward", name=spec.pop("name", call.__name__), **spec)
+    keys = RewardSpec(use="tests:reward", name=spec.pop("name", getattr(call, "__name__", "reward")), **spec)
     return LoadedReward(
         name=keys.name or "",
         weight=keys.weight,

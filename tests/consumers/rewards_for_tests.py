@@ -7,7 +7,8 @@ import threading
 import time
 from pathlib import Path
 
-from streamrl.consumers import Score
+from streamrl.consumers import Reward, Score
+from streamrl.errors import ConfigError, RewardUnavailable
 
 
 async def by_text(sample):
@@ -50,3 +51,23 @@ async def never_yields(sample):
     if sample.text == "block":
         time.sleep(3600)  # noqa: ASYNC251
     return 1.0
+
+
+async def away_until(sample):
+    """Nobody can score until the test says so."""
+    if not (Path(sample.prompt.metadata["folder"]) / "back").exists():
+        raise RewardUnavailable("all servers are away")
+    return 1.0
+
+
+async def costs(sample):
+    return Score(3.0, {"style": 2.0}, tokens=11)
+
+
+class NeedsModel(Reward):
+    async def open(self, context):
+        if "critic" not in context.models:
+            raise ConfigError("no model critic", "add it to reward_models")
+
+    async def score(self, sample):
+        return 1.0
