@@ -6,7 +6,6 @@ from streamrl.errors import DataError
 from tests.consumers.rule_kit import opened
 from tests.consumers.samples import seen
 
-pytest.importorskip("math_verify")
 PARTS = {"unparsable": 0.0, "expensive": 0.0}
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
 

@@ -10,7 +10,6 @@ from streamrl.consumers.rules import MathAnswer
 from tests.consumers.rule_kit import opened
 from tests.consumers.samples import seen
 
-pytest.importorskip("math_verify")
 MEMORY = 400 << 20
 HOSTILE = {
     "tower": r"$9^{9^{9^{9}}}$",
