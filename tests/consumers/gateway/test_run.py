@@ -27,12 +27,12 @@ PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
 @pytest.fixture
 def make_config(redis_run):
-    def make(*others, lease_seconds=15.0, **worker):
+    def make(*others, lease_seconds=15.0, args=None, **worker):
         return RunConfig.model_validate(
             {
                 "name": "t",
                 "redis": redis_run.config.model_dump(),
-                "rewards": [*others, {"use": "gateway", "weight": 2.0}],
+                "rewards": [*others, {"use": "gateway", "weight": 2.0, "args": args or {}}],
                 "reward_worker": {"gateway_port": 0, "concurrency": 16, "backoff": 0.01, **worker},
                 "lease": {"seconds": lease_seconds, "max_deliveries": 3},
             }
@@ -49,9 +49,9 @@ async def put(ledger, cursor, texts, **fields):
 
 
 @contextlib.asynccontextmanager
-async def worker(config, run_dir, ledgers):
+async def worker(config, run_dir, ledgers, role=None):
     """A worker in this process; yields the URL of its gateway."""
-    role = Role("reward.0", config, run_dir, ledgers)
+    role = role or Role("reward.0", config, run_dir, ledgers)
     task = asyncio.create_task(run_reward_worker(role))
     try:
         yield await url_of(run_dir, task)
@@ -163,6 +163,29 @@ async def test_the_ledger_lease_is_held_while_a_program_takes_its_time(redis_run
             assert answer["taken"] == [given["lease"]]
             await until_closed(ledgers.train, [0])
         assert not await faults(ledgers.train)
+
+
+async def test_samples_wait_while_no_program_asks_and_none_of_them_dies(redis_run, make_config):
+    config = make_config(args={"patience": 0.3}, on_failure="retry", attempts=1)
+    async with open_ledgers(config, redis_run.run_dir) as ledgers:
+        for cursor in range(3):
+            await put(ledgers.train, cursor, ["4", "4"])
+        role = Role("reward.0", config, redis_run.run_dir, ledgers)
+        async with worker(config, redis_run.run_dir, ledgers, role) as url, a_program(url) as program:
+            async with asyncio.timeout(60):
+                while "no program has asked" not in str(role.status.get("rewards")):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            done = 0
+            while done < 6:
+                for given in await program.lease(8, wait=30):
+                    await program.post({"lease": given["lease"], "value": 1})
+                    done += 1
+            await until_closed(ledgers.train, [0, 1, 2])
+        for cursor in range(3):
+            found, causes = await scores(ledgers.train, cursor)
+            assert [score.value for score in found.values()] == [2.0, 2.0]
+            assert not causes
+        assert not await ledgers.train.dead_letters()
 
 
 class Worker:
