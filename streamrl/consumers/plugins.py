@@ -79,11 +79,12 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
     elif inspect.isclass(target):
         instance = _build(target, spec)
         group = callable(getattr(instance, "score_group", None))
-        call = instance.score_group if group else getattr(instance, "score", None)
-        if not callable(call):
+        found = instance.score_group if group else getattr(instance, "score", None)
+        if not callable(found):
             raise PluginError(
                 f"reward {spec.use}: the class has no method score", "add `async def score(self, sample)`"
             )
+        call = found
         instant = bool(getattr(instance, "instant", False)) and not group
         life = instance if hasattr(instance, "open") and hasattr(instance, "close") else None
         _check_signature(call, {}, spec)
