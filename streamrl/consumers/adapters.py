@@ -163,6 +163,8 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
     if unknown := [name for name in spec.args if not takes_all and name not in parameters]:
         raise PluginError(f"reward {spec.use} takes no {unknown[0]}", f"it takes: {', '.join(parameters)}")
     in_sum = config.scoring.combine == "sum" and spec.gate is None and spec.normalise is None
+    if spec.clip is not None and not spec.clip[0] <= 0 <= spec.clip[1]:
+        in_sum = False  # nothing would become something
     calls = _TrlCalls(spec.args, None if takes_all else frozenset(parameters), frozenset(needed), in_sum)
     return Adapted(function, True, calls.group)
 
@@ -214,7 +216,7 @@ class _TrlCalls:
             return Score(_number(result), logged)
         if not self.in_sum:
             raise TypeError(
-                "a function for TRL returned None, which can be left out of a sum only, without gate or norm"
+                "a function for TRL returned None, which can be left out of a sum only, without gate, normalise or clip"
             )
         return Score(0.0, {**logged, "skipped": 1.0})
 

@@ -157,7 +157,7 @@ class Code(Reward):
         counts["unrun"] = len(tests) - counts.total()
         passed = counts["passed"]
         value = float(passed == len(tests)) if self._all else passed / len(tests)
-        parts = {verdict: float(counts[verdict]) for verdict in VERDICTS}
+        parts: dict[str, float] = {verdict: float(counts[verdict]) for verdict in VERDICTS}
         return Score(value, {"tests": float(len(tests)), "no_code": float(text is None), **parts})
 
     async def _run(self, text: str, tests: Sequence[CodeTest], tally: _Tally) -> None:

@@ -63,9 +63,10 @@ def _bubblewrap(program: Program, limits: Limits, network: bool) -> list[str]:
         words += ["--unshare-net"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY]
     words += ["--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
+    words += ["--bind", "{folder}", "/tmp", "--chdir", "/tmp"]  # noqa: S108
     for path in (*_SYSTEM, *_SYSTEM_FILES, *program.visible):
         words += ["--ro-bind-try", path, path]
-    words += ["--bind", "{folder}", "/tmp", "--chdir", "/tmp", "--"]  # noqa: S108
+    words += ["--"]
     return [*words, "/bin/sh", "-c", _LIMIT_PROCESSES, str(limits.processes), *program.argv]
 
 
@@ -79,12 +80,13 @@ def _nsjail(program: Program, limits: Limits, network: bool) -> list[str]:
     for name in ("as", "cpu", "fsize", "nofile"):
         words += [f"--rlimit_{name}", "soft"]  # as they are: they were set before
     words += ["--rlimit_nproc", str(limits.processes)]
+    words += ["--bindmount", "{folder}:/tmp", "--cwd", "/tmp"]  # noqa: S108
     for path in (*_SYSTEM, *_SYSTEM_FILES, *program.visible):
         if Path(path).exists():
             words += ["--bindmount_ro", path]
     for name in _DEVICES:
         words += ["--bindmount", f"/dev/{name}"]
-    return [*words, "--bindmount", "{folder}:/tmp", "--cwd", "/tmp", "--", *program.argv]  # noqa: S108
+    return [*words, "--", *program.argv]
 
 
 def _executable(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 _SECONDS = 30.0
@@ -13,7 +14,9 @@ def remove(folder: str) -> None:
     A repeat does nothing. What cannot be removed within 30 seconds stays.
     """
     for command in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603
+            command, env={"PATH": os.defpath}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             process.wait(_SECONDS)
         except subprocess.TimeoutExpired:

@@ -66,7 +66,9 @@ def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
     os.chdir("/")
     for path in (*_SYSTEM, *_SYSTEM_FILES):
         _show(f"/old{path}", path)
-    for source, target in visible:
+    Path(WORK).mkdir()
+    kernel.mount("tmpfs", WORK, "tmpfs", quiet, f"mode=1777,size={disk},nr_inodes=4096")
+    for source, target in visible:  # may be below WORK
         _show(f"/old{source}", target)
     for name in _DEVICES:
         _show(f"/old/dev/{name}", f"/dev/{name}", writable=True)
@@ -74,8 +76,6 @@ def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
         with suppress(OSError):
             Path(f"/dev/{name}").symlink_to(target)
     _mount_proc()
-    Path(WORK).mkdir(exist_ok=True)
-    kernel.mount("tmpfs", WORK, "tmpfs", quiet, f"mode=1777,size={disk},nr_inodes=4096")
     kernel.detach("/old")
     os.rmdir("/old")  # noqa: PTH106
     kernel.read_only("/", recursive=False)

@@ -30,6 +30,9 @@ _KILL_SECONDS = 10.0
 _SLOW = 4
 """A host that is so many times slower than the program alone is too busy to say anything."""
 _CHUNK = 1 << 16
+_SIGNALLED = 128
+_SAMPLED = 0.3
+"""Seconds of processor time that a look may have missed of a program that the kernel killed for its limit."""
 _FIRST_FREE = 10
 
 
@@ -88,7 +91,7 @@ class Run:
         self._writes = [write for _, write in pipes]
         for read in self._reads:
             os.set_blocking(read, False)
-        self._delay = 0.0
+        self._ran, self._delay = 0.0, 0.0
         self._captured: dict[int, bytearray] = {read: bytearray() for read in self._reads}
 
     def finish(self) -> dict[str, Any]:
@@ -106,12 +109,14 @@ class Run:
         if not dead:
             return {"error": f"processes of a program cannot be killed within {_KILL_SECONDS:g} s"}
         out, err, result, status = (bytes(self._captured[read]) for read in self._reads)
-        said = json.loads(status.partition(b"\n")[0] or b"{}")  # the first who has something to say
+        said: dict[str, Any] = json.loads(status.partition(b"\n")[0] or b"{}")  # the first who has something to say
         if "error" in said:
             return said
         if not said and forced is None and self._jailed:
             return {"error": "the first process of the sandbox was killed; is there enough memory?"}
-        code, cpu = said.get("code"), said.get("cpu", 0.0)
+        code, cpu = said.get("code"), max(said.get("cpu", 0.0), self._ran)
+        if code is not None and self._order["isolation"] == "wrapped" and code > _SIGNALLED:
+            code = _SIGNALLED - code  # as a shell tells a signal
         return {
             "outcome": forced or self._outcome(code, cpu),
             "code": code,
@@ -126,7 +131,7 @@ class Run:
     def _outcome(self, code: int | None, cpu: float) -> str:
         if code is None:
             return "signal"  # it killed the process that waits for it
-        if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU) or (code < 0 and cpu >= self._limits["cpu"]):
+        if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self._limits["cpu"] - _SAMPLED):
             return "time"
         return "signal" if code < 0 else "ended"
 
@@ -184,6 +189,7 @@ class Run:
         if processes.memory(pids) > self._limits["memory"]:
             return "memory"
         ran, self._delay = processes.processor_time(pids)
+        self._ran = max(self._ran, ran)
         wall = self._limits["wall"]
         if passed < wall or (passed - self._delay < wall and ran < self._limits["cpu"] and passed < _SLOW * wall):
             return None

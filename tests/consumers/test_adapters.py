@@ -1,0 +1,160 @@
+import copy
+
+import pytest
+
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.consumers import RewardSample, Score
+from streamrl.consumers.plugins import load_rewards
+from streamrl.errors import DataError, PluginError
+from tests.consumers.samples import prompt, response, seen
+
+MODULE = "tests.consumers.functions_for_tests"
+
+
+def load(name, adapter, scoring=None, **spec):
+    rewards = [{"use": f"{MODULE}:{name}", "adapter": adapter, **spec}, {"use": "exact_match"}]
+    return load_rewards(RunConfig.model_validate({"rewards": rewards, "scoring": scoring or {}}))[0]
+
+
+async def call(reward, subject):
+    result = reward.call(subject)
+    return await result if not reward.blocking else result
+
+
+def group(*texts, tokens=None, **fields):
+    lengths = tokens or [3] * len(texts)
+    return [
+        RewardSample.of(prompt(**fields), response(text, tokens=length), 5, index)
+        for index, (text, length) in enumerate(zip(texts, lengths, strict=True))
+    ]
+
+
+# --- verl -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_function_of_verl_gets_its_four_arguments_and_args():
+    reward = load("gsm8k", "verl")
+    assert (reward.blocking, reward.group) == (True, False)
+    assert (await call(reward, seen("#### 4"))) == Score(1.0)
+    assert (await call(reward, seen("4"))).value == 0.0
+    assert (await call(load("gsm8k", "verl", args={"method": "loose"}), seen("4"))).value == 0.5
+    assert (await call(load("partial", "verl"), seen("4"))).value == 0.5
+
+
+async def test_a_line_made_for_verl_is_read_as_verl_reads_it():
+    metadata = {
+        "data_source": "openai/gsm8k",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": 3, "index": 11},
+    }
+    before = copy.deepcopy(metadata)
+    score = await call(load("detailed", "verl"), seen("4", answer=None, metadata=metadata))
+    assert score.value == 1.0
+    assert score.parts == {"acc": 1.0, "length": 1.0, "turns": 2.0, "split": 3.0, "index": 11.0}
+    assert metadata == before
+
+
+async def test_any_other_line_gives_its_answer_and_all_its_metadata():
+    score = await call(load("detailed", "verl"), seen("5", answer="4", metadata={"index": 2}))
+    assert (score.value, score.parts["acc"], score.parts["index"]) == (-1.0, 0.0, 2.0)
+
+
+async def test_async_functions_and_objects_run_in_the_event_loop():
+    judged = load("judged", "verl", args={"reward_router_address": "localhost:1"})
+    assert not judged.blocking
+    assert (await call(judged, seen("4"))) == Score(1.0, {"router": 1.0})
+    scorer = load("Scorer", "verl")
+    assert not scorer.blocking
+    assert (await call(scorer, seen("4"))).value == 7.0
+
+
+async def test_true_is_one_for_these_systems():
+    assert (await call(load("verl_true", "verl"), seen("4"))).value == 1.0
+
+
+async def test_a_function_of_verl_with_lists_gets_the_whole_group():
+    reward = load("verl_batch", "verl", args={"bonus": 1})
+    assert reward.group
+    scores = await call(reward, group("ab", "abcd"))
+    assert scores == [Score(1.5, {"n": 2.0}), Score(2.0, {"n": 2.0})]
+
+
+@pytest.mark.parametrize(("name", "why"), [("verl_without_score", "without `score`: reward"), ("verl_none", "None")])
+async def test_what_is_no_score_is_an_error_and_never_zero(name, why):
+    with pytest.raises(TypeError, match=why):
+        await call(load(name, "verl"), seen("4"))
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_function_of_trl_gets_the_whole_group():
+    reward = load("reward_len", "trl")
+    assert (reward.group, reward.blocking) == (True, True)
+    assert [score.value for score in await call(reward, group("x" * 20, "x" * 25))] == [0.0, -5.0]
+
+
+async def test_chats_have_messages_and_texts_have_texts():
+    chat = {"messages": [{"role": "user", "content": "2 + 2"}]}
+    scores = await call(load("think_format", "trl"), group("<think>a</think>4", "4", **chat))
+    assert [score.value for score in scores] == [1.0, 0.0]
+    assert [score.value for score in await call(load("correct", "trl"), group("it is 4", "5"))] == [2.0, 0.0]
+    assert [score.value for score in await call(load("old_style", "trl"), group("a", "b"))] == [7.0, 7.0]
+
+
+async def test_token_ids_columns_and_what_a_function_logs():
+    samples = group("a", "b", tokens=[2, 5], metadata={"difficulty": "hard"})
+    scores = await call(load("best_of_group", "trl"), samples)
+    assert scores == [Score(0.0, {"longest": 5.0}), Score(1.0, {"longest": 5.0})]
+    constant = load("best_of_group", "trl", args={"difficulty": "none"})
+    assert len(await call(constant, group("a"))) == 1
+
+
+async def test_a_missing_column_is_named_with_those_that_are_there():
+    with pytest.raises(DataError, match="needs difficulty, and line 7 of the data set has answer, completion_ids"):
+        await call(load("best_of_group", "trl"), group("a"))
+
+
+async def test_no_opinion_is_nothing_in_a_sum_and_an_error_elsewhere():
+    scores = await call(load("sometimes", "trl"), group("skip", "x"))
+    assert scores == [Score(0.0, {"skipped": 1.0}), Score(1.0)]
+    for scoring, spec in [({"combine": "min"}, {}), ({}, {"gate": 0.5}), ({}, {"clip": [1, 2]})]:
+        with pytest.raises(TypeError, match="returned None"):
+            await call(load("sometimes", "trl", scoring, **spec), group("skip"))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [("one_for_all", ValueError, "1 rewards for 2 completions"), ("scalar", TypeError, "a float, not a list")],
+)
+async def test_results_that_do_not_fit_are_errors(name, error, why):
+    with pytest.raises(error, match=why):
+        await call(load(name, "trl"), group("a", "b"))
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "args", "why"),
+    [
+        ("foreign", "verl", {}, "is no function for verl"),
+        ("foreign", "trl", {}, "is no function for TRL: it takes sample"),
+        ("gsm8k", "verl", {"methud": 1}, "methud"),
+        ("gsm8k", "trl", {}, "is no function for TRL"),
+        ("stateful", "trl", {}, "needs trainer_state: rewards are scored apart from the learner"),
+        ("old_style", "trl", {"x": 1}, "takes no x"),
+        ("np", "verl", {}, "is a module"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_the_start(name, adapter, args, why):
+    with pytest.raises(PluginError) as caught:
+        load(name, adapter, args=args)
+    assert why in caught.value.message
+
+
+async def test_arrays_of_the_wire_are_not_what_functions_see():
+    score = await call(load("detailed", "verl"), seen("4"))
+    wire.Score(value=score.value, parts=dict(score.parts))
+    assert all(type(part) is float for part in score.parts.values())

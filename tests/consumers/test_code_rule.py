@@ -1,0 +1,161 @@
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.consumers.plugins import load_rewards
+from streamrl.consumers.rules.code import Code
+from streamrl.consumers.sandbox import SandboxError
+from streamrl.errors import ConfigError, PluginError
+from tests.consumers.samples import seen
+from tests.consumers.sandboxes import works
+
+ADD = [{"input": f"{n} {n + 1}\n", "output": str(2 * n + 1)} for n in range(3)]
+CALL = [{"call": "add", "args": [n, 1], "output": n + 1} for n in range(3)]
+
+
+@pytest.fixture
+def code():
+    if reason := works("namespaces"):
+        pytest.skip(reason)
+    return lambda **args: Code(isolation="namespaces", wall=60, seconds=20, **args)
+
+
+def response(text, tests, fence="```python"):
+    return seen(f"I think so:\n{fence}\n{text}\n```\n", metadata={"tests": tests})
+
+
+async def parts(rule, text, tests):
+    score = await rule.score(response(text, tests))
+    return score.value, {name: part for name, part in score.parts.items() if part and name != "tests"}
+
+
+async def test_the_share_of_programs_that_print_what_is_expected(code):
+    assert await parts(code(), "print(sum(map(int, input().split())))", ADD) == (1.0, {"passed": 3})
+    value, found = await parts(code(), "a, b = map(int, input().split())\nprint(a + b if a else 7 / 0)", ADD)
+    assert value == pytest.approx(2 / 3)
+    assert found == {"passed": 2, "crashed": 1}
+
+
+async def test_all_or_nothing_ends_at_the_first_failure(code):
+    text = "a, b = map(int, input().split())\nprint(a + b if a != 1 else 0)"
+    assert await parts(code(credit="all"), text, ADD) == (0.0, {"passed": 1, "wrong": 1, "unrun": 1})
+    assert (await parts(code(credit="all"), "print(sum(map(int, input().split())))", ADD))[0] == 1.0
+    assert (await parts(code(max_tests=1), text, ADD)) == (1.0, {"passed": 1})
+
+
+async def test_functions_are_called_and_methods_of_a_solution(code):
+    assert await parts(code(), "def add(a, b): return a + b", CALL) == (1.0, {"passed": 3})
+    assert await parts(code(), "class Solution:\n  def add(self, a, b): return a + b", CALL) == (1.0, {"passed": 3})
+    assert await parts(code(), "def sub(a, b): return a + b", CALL) == (0.0, {"crashed": 3})
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
+    assert (await parts(code(), text + "def add(a, b): return P(a).x + b", CALL))[0] == 1.0
+
+
+async def test_code_of_tests_asserts_and_has_functions(code):
+    tests = ["assert add(1, 2) == 3", {"code": "def test_add():\n  assert add(2, 2) == 4\n\ndef test_not(): pass"}]
+    assert await parts(code(), "def add(a, b): return a + b", tests) == (1.0, {"passed": 2})
+    assert await parts(code(), "def add(a, b): return a * b", tests) == (0.5, {"passed": 1, "crashed": 1})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "class Same:\n  def __eq__(self, other): return True\ndef add(a, b): return Same()",
+        "import os; os.write(3, b'passed'); os._exit(0)",
+        "def add(a, b):\n  print('1')\n  print('passed')",
+        "import json; json.dumps = lambda value: '[1, 2, 3]'\ndef add(a, b): return 0",
+        "import atexit, os\natexit.register(os._exit, 0)\n1 / 0",
+        "def add(a, b): return {1, 2, 3}",
+        "def add(a, b): return float('nan')",
+        "def add(",
+        "\x00",
+    ],
+)
+async def test_a_call_cannot_be_passed_without_its_result(code, text):
+    value, found = await parts(code(credit="all"), text, CALL)
+    assert value == 0.0
+    assert "passed" not in found
+
+
+@pytest.mark.parametrize("text", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit(0)"])
+async def test_leaving_early_is_no_way_to_pass_code(code, text):
+    assert (await parts(code(), text, ["assert add(1, 2) == 3"]))[0] == 0.0
+
+
+async def test_a_response_without_a_program_scores_nothing_and_starts_nothing():
+    rule = Code()
+    score = await rule.score(seen("I do not know.", metadata={"tests": ADD}))
+    assert score.value == 0.0
+    assert (score.parts["no_code"], score.parts["unrun"], score.parts["tests"]) == (1, 3, 3)
+
+
+async def test_time_for_all_tests_ends_a_slow_program(code):
+    score = await code(total=0.5).score(response("import time; time.sleep(0.6); print(1)", ADD * 3))
+    assert score.parts["unrun"] >= 6
+    assert score.value < 1
+
+
+async def test_a_prompt_without_tests_is_an_error_and_no_score():
+    with pytest.raises(ValueError, match="metadata tests of line 7 is missing"):
+        await Code().score(seen("```\nx\n```"))
+    with pytest.raises(ValueError, match="metadata unit of line 7 is empty"):
+        await Code(tests="unit").score(seen("", metadata={"unit": []}))
+
+
+async def test_a_sandbox_that_does_not_work_is_an_error_and_no_score(code, monkeypatch):
+    rule = code()
+    await rule.open(None)
+    monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", "import os; os._exit(1)")
+    with pytest.raises(SandboxError, match="keeper"):
+        await rule.score(response("print(1)", ADD))
+
+
+async def test_a_command_runs_programs_that_are_not_python(code):
+    rule = code(command=["sh", "{file}"], file="solution.sh", languages=["sh"])
+    sample = response("read a b; echo $((a + b))", ADD, "```sh")
+    await rule.open(None)
+    assert (await rule.score(sample)).value == 1.0
+    with pytest.raises(ValueError, match="calls functions"):
+        await rule.score(response("x", CALL, "```sh"))
+
+
+async def test_an_interpreter_that_the_sandbox_does_not_see_is_refused(code, tmp_path):
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "mine"
+    script.write_text("#!/bin/sh\necho 7\n")
+    script.chmod(0o755)
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="cannot be executed in the sandbox") as caught:
+        await code(command=[str(script)]).open(None)
+    assert "visible" in caught.value.hint
+    rule = code(command=[str(script)], visible=[str(tmp_path / "bin")])
+    await rule.open(None)
+    assert (await rule.score(response("", [{"input": "", "output": "7"}]))).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"credit": "some"}, "credit is 'some'"),
+        ({"network": "maybe"}, "network is 'maybe'"),
+        ({"isolation": "docker"}, "isolation is 'docker'"),
+        ({"isolation": "none"}, "cannot keep programs from the network"),
+        ({"command": ["no-such-program"]}, "no-such-program is not installed"),
+        ({"command": []}, "list of words"),
+        ({"max_tests": 0}, "max_tests"),
+        ({"seconds": 0}, "cpu is 0"),
+        ({"tolerance": 2}, "tolerance"),
+        ({"sekonds": 3}, "sekonds"),
+    ],
+)
+def test_args_that_cannot_work_are_refused_at_the_start(args, why):
+    with pytest.raises(PluginError) as caught:
+        load_rewards(RunConfig.model_validate({"rewards": [{"use": "code", "args": args}]}))
+    assert why in caught.value.message
+
+
+def test_the_rule_is_built_in_and_has_a_deadline_and_a_concurrency_of_its_own():
+    (reward,) = load_rewards(RunConfig.model_validate({"rewards": [{"use": "code", "args": {"total": 7}}]}))
+    assert reward.life.deadline > 7
+    assert reward.life.concurrency >= 1

@@ -1,0 +1,209 @@
+"""Hostile programs: what they may do, what comes of them, and that nothing of them stays."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from streamrl.consumers.sandbox import Limits, Program, Sandbox, SandboxError
+from streamrl.errors import ConfigError
+from tests.consumers import hostile_programs as hostile
+from tests.consumers.hostile_programs import MIB
+from tests.consumers.sandboxes import eventually, python, run, running, sandbox
+
+WRAPPED = [pytest.param(name, marks=pytest.mark.slow) for name in ("bubblewrap", "nsjail")]
+STRONG = ["namespaces", *WRAPPED]
+ISOLATIONS = [*STRONG, "none"]
+
+
+@pytest.fixture
+def mark():
+    mark = f"sandboxed-{uuid.uuid4().hex}"
+    yield mark
+    left = running(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_a_harmless_program_reads_prints_and_ends(isolation):
+    text = "import sys; print(sys.stdin.read()[::-1]); print('why', file=sys.stderr); sys.exit(3)"
+    execution = await run(sandbox(isolation), text, stdin="gnirts")
+    assert (execution.outcome, execution.code) == ("ended", 3)
+    assert (execution.stdout, execution.stderr) == ("string\n", "why\n")
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("name", hostile.ENDED_BY_A_LIMIT)
+async def test_limits_end_a_program_and_the_outcome_says_which(isolation, name):
+    text, limits, outcome = hostile.ENDED_BY_A_LIMIT[name]
+    execution = await run(sandbox(isolation, **limits), dedent(text))
+    assert (execution.outcome, (execution.code or 0) > 0) == (outcome, False)
+    assert len(execution.stdout) + len(execution.stderr) < 3 * MIB
+    assert execution.wall < 60
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("text", hostile.REFUSED_BY_THE_KERNEL.values(), ids=hostile.REFUSED_BY_THE_KERNEL)
+async def test_what_the_kernel_refuses_makes_a_program_fail(isolation, text):
+    execution = await run(sandbox(isolation, memory=256 * MIB, address_space=512 * MIB), dedent(text))
+    assert execution.outcome != "ended" or execution.code != 0
+
+
+@pytest.mark.parametrize("text", hostile.REFUSED_BY_NAMESPACES.values(), ids=hostile.REFUSED_BY_NAMESPACES)
+async def test_what_namespaces_and_the_filter_refuse(text):
+    execution = await run(sandbox(wall=4, cpu=3), dedent(text))
+    assert execution.outcome != "ended" or execution.code != 0
+
+
+@pytest.mark.parametrize("isolation", STRONG)
+async def test_a_program_sees_nothing_of_the_worker(isolation, tmp_path, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.write_text("password")
+    monkeypatch.setenv("STREAMRL_SECRET", "password")
+    held = secret.open()
+    os.set_inheritable(held.fileno(), True)
+    text = hostile.SEES_NOTHING.format(secret=str(secret), test=__file__)
+    execution = await run(sandbox(isolation), dedent(text))
+    held.close()
+    assert (execution.stdout, execution.stderr) == ("nothing\n", "")
+
+
+@pytest.mark.parametrize("isolation", STRONG)
+async def test_no_network_not_even_loopback_unless_it_is_allowed(isolation):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepted = threading.Thread(target=server.accept, daemon=True)
+        accepted.start()
+        port = server.getsockname()[1]
+        text = f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=5); print('in')"
+        denied = await run(sandbox(isolation), text)
+        assert denied.stdout == ""
+        assert "Error" in denied.stderr
+        assert accepted.is_alive()
+        assert (await run(sandbox(isolation, network=True), text)).stdout == "in\n"
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("text", hostile.LEAVES_PROCESSES.values(), ids=hostile.LEAVES_PROCESSES)
+async def test_children_end_with_their_program(isolation, text, mark):
+    await run(sandbox(isolation, wall=3), hostile.spawning(text, mark))
+    assert not running(mark)
+
+
+async def test_killing_everything_kills_the_program_alone(mark):
+    box = sandbox()
+    async with box.start(python(hostile.spawning("os.kill(-1, 9)\nos.kill(1, 9)\nprint('alive')", mark))) as session:
+        for _ in range(2):
+            execution = await session.run("")
+            assert execution.outcome in {"ended", "signal"}
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_every_run_has_a_fresh_directory(isolation):
+    text = "import os; print(sorted(os.listdir('.'))); open('left', 'w').close(); os.makedirs('a/b'); os.chmod('a', 0)"
+    async with sandbox(isolation).start(python(text)) as session:
+        assert [(await session.run("")).stdout for _ in range(2)] == ["['solution.py']\n"] * 2
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_directories_of_any_depth_and_mode_are_removed(isolation, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    await run(sandbox(isolation), dedent(hostile.DEEP))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_a_run_that_is_cancelled_leaves_nothing(isolation, mark, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    task = asyncio.create_task(run(sandbox(isolation), hostile.spawning("spawn(); time.sleep(600)", mark)))
+    await eventually(lambda: running(mark))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not running(mark)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_a_keeper_that_is_killed_is_an_error_and_no_score(isolation, mark, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = "os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(600)', MARK])"
+    box = sandbox(isolation)
+    task = asyncio.create_task(run(box, hostile.spawning(text.replace("MARK", repr(mark)), mark)))
+    await eventually(lambda: running(mark))
+    keepers = [pid for pid in running("from inside.keeper import main") if _parent(pid) == os.getpid()]
+    assert len(keepers) == 1
+    os.kill(keepers[0], signal.SIGKILL)
+    with pytest.raises(SandboxError, match="keeper"):
+        await task
+    await eventually(lambda: not running(mark))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_a_worker_that_is_killed_leaves_nothing(isolation, mark, tmp_path):
+    sandbox(isolation)
+    program = hostile.spawning("spawn(); time.sleep(600)", mark)
+    script = f"""
+        import asyncio, tempfile
+        from tests.consumers import sandboxes
+        tempfile.tempdir = {str(tmp_path)!r}
+        asyncio.run(sandboxes.run(sandboxes.sandbox({isolation!r}), {program!r}))
+    """
+    worker = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", dedent(script)], cwd=Path(__file__).parents[2]
+    )
+    try:
+        await eventually(lambda: any(_is_spawned(pid) for pid in running(mark)))
+    finally:
+        worker.kill()
+        worker.wait()
+    await eventually(lambda: not running(mark))
+    await eventually(lambda: list(tmp_path.iterdir()) == [])
+
+
+async def test_a_program_that_cannot_be_executed_is_an_error_and_no_score():
+    async with sandbox().start(Program(argv=("/no/such/program",))) as session:
+        with pytest.raises(SandboxError, match="No such file"):
+            await session.run("")
+
+
+async def test_an_isolation_that_does_not_work_is_refused_with_all_reasons(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", 'print(\'{"error": "not permitted"}\')')
+    with pytest.raises(ConfigError) as caught:
+        await Sandbox(Limits()).open()
+    for reason in ("namespaces:", "bubblewrap: bwrap is not installed", "nsjail: nsjail is not installed"):
+        assert reason in caught.value.message
+    assert "isolation: none and network: allow" in caught.value.hint
+
+
+def test_no_isolation_needs_the_network_to_be_allowed():
+    with pytest.raises(ConfigError, match="cannot keep programs from the network"):
+        Sandbox(Limits(), isolation="none")
+
+
+@pytest.mark.parametrize("wrong", [{"cpu": 0}, {"processes": -1}, {"memory": 1}, {"wall": float("nan")}])
+def test_limits_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Limits(**wrong)
+
+
+def _parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _is_spawned(pid):
+    try:
+        return b"import time; time.sleep(600)" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
