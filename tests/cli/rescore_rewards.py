@@ -1,4 +1,4 @@
-"""Rewards that the tests of `streamrl rescore` name on the command line."""
+"""Rewards of the tests of `streamrl rescore` and of dead letters."""
 
 from __future__ import annotations
 
@@ -26,3 +26,17 @@ class Longest(GroupReward):
         await asyncio.sleep(0)
         most = max(len(sample.tokens) for sample in samples)
         return [Score(float(len(sample.tokens) == most), {"of": float(len(samples))}) for sample in samples]
+
+
+async def refuses(sample) -> float:
+    """Scores what is not bad."""
+    if sample.text == "bad":
+        raise ValueError("I do not like this")
+    return 1.0
+
+
+class Refusing(GroupReward):
+    """As `refuses`, for whole groups."""
+
+    async def score_group(self, samples):
+        return [await refuses(sample) for sample in samples]

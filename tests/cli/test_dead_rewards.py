@@ -1,0 +1,113 @@
+"""Dead letters of rewards: what a reward could not score is listed with its traceback, seen, and replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from streamrl import wire
+from streamrl.consumers.worker import run_reward_worker
+from streamrl.queues import embedded, open_ledgers, open_role
+
+from .run_kit import admit, cli, data_of, lease, make_run
+
+HERE = Path(__file__).parent
+
+
+@contextlib.asynccontextmanager
+async def scoring(config, run_dir):
+    """A reward worker in this process for the length of the block."""
+    async with open_role("reward.0", config, run_dir) as role:
+        task = asyncio.create_task(run_reward_worker(role))
+        try:
+            yield role
+        finally:
+            role.stop.set()
+            await asyncio.wait_for(task, 60)
+
+
+async def answer(ledger, gid: int, *texts: str) -> None:
+    """Emit these responses to the group, which waits for them."""
+    (held,) = await lease(ledger, "prompts")
+    assert held.gid == gid
+    for number, text in enumerate(texts):
+        sample = wire.Sample(
+            tokens=wire.pack_int32([5]), logprobs=wire.pack_float32([-0.5]), runs=[(0, 3)], finish="stop", text=text
+        )
+        await ledger.emit(held, number, wire.encode(sample))
+
+
+async def until(look) -> None:
+    async with asyncio.timeout(60):
+        while not await look():  # noqa: ASYNC110 (the ledger rings no bell for this)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_group_that_a_reward_doomed_is_replayed_and_scored_anew(tmp_path, whole):
+    config = make_run(
+        tmp_path,
+        f"rewards=[{{use: 'rescore_rewards:{'Refusing' if whole else 'refuses'}', attempts: 1, on_failure: dead}}]",
+        f"plugin_paths=[{HERE}]",
+    )
+    async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
+        train = ledgers.train
+
+        async def is_dead():
+            return any(letter.sample is None for letter in await train.dead_letters())
+
+        async def is_closed():
+            return await train.closed() == [0]
+
+        async def command(*arguments):
+            done = await asyncio.to_thread(cli, *arguments, "--run", str(tmp_path), "--json")
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        async with scoring(config, tmp_path) as role:
+            await until(lambda: asyncio.sleep(0, role.is_ready))
+            await admit(train, 0)
+            await answer(train, 0, "42", "bad")
+            await until(is_dead)
+            letters = data_of(await command("dead", "ls"), "streamrl.dead/1")["letters"]
+            group = next(letter for letter in letters if letter["sample"] is None)
+            assert (group["stage"], group["prompt"]["text"]) == ("reward", "prompt 0")
+            assert "ValueError: I do not like this" in group["why"]
+            detailed = next(letter["id"] for letter in letters if letter["detail"])
+            shown = data_of(await command("dead", "show", detailed), "streamrl.dead.show/1")
+            assert "rescore_rewards.py" in shown["detail"]
+            scores = await asyncio.to_thread(cli, "score", "show", "0", "--run", str(tmp_path))
+            assert scores.returncode == 1
+            assert "I do not like this" in scores.stdout
+            answered = data_of(await command("dead", "replay", group["id"]), "streamrl.dead.replay/1")
+            assert answered == [{"group": 0, "outcome": "replayed"}]
+            await answer(train, 0, "42", "good")
+            await until(is_closed)
+        data = data_of(await command("score", "show", "0"), "streamrl.score/1")
+        assert (data["attempt"], data["state"], data["letters"]) == (2, "closed", [])
+        assert [response["score"] for response in data["responses"]] == [1.0, 1.0]
+        audit = data_of(await command("audit"), "streamrl.audit/1")
+        assert (audit["dead"], audit["live"], audit["lost"]) == (0, 1, 0)
+
+
+async def test_a_sample_that_no_reward_could_score_shows_its_cause(tmp_path):
+    config = make_run(tmp_path, "rewards=[{use: 'rescore_rewards:refuses', attempts: 1}]", f"plugin_paths=[{HERE}]")
+    async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
+
+        async def is_closed():
+            return await ledgers.train.closed() == [0]
+
+        async with scoring(config, tmp_path):
+            await admit(ledgers.train, 0)
+            await answer(ledgers.train, 0, "42", "bad")
+            await until(is_closed)
+        shown = await asyncio.to_thread(cli, "score", "show", "0", "--run", str(tmp_path))
+        assert shown.returncode == 0
+        assert "sample 0  score 1" in shown.stdout
+        assert "sample 1  dead: 'ValueError: I do not like this" in shown.stdout
+        replayed = await asyncio.to_thread(cli, "dead", "replay", "all", "--run", str(tmp_path))
+        assert replayed.returncode == 1
+        assert "only samples of a group that lives are dead" in replayed.stdout
