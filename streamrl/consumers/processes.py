@@ -6,7 +6,7 @@ own, started with a clean environment and without anything of streamrl or torch,
 
 | what happens in a call | the caller gets | counted as |
 |---|---|---|
-| more CPU time than `Limits.cpu` | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
+| more CPU time than `Limits.cpu` in one phase | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
 | more memory than `Limits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
 | no answer within `Limits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
 | the process is killed by others, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
@@ -55,7 +55,7 @@ class Limits:
     """What one call may take.
 
     Attributes:
-        cpu: seconds of CPU time, above 0.
+        cpu: seconds of CPU time of each phase that the function names, above 0.
         wall: seconds from the request to the answer; well above `cpu`, since it also ends calls on a busy host.
         memory: bytes of address space of the process, its libraries included.
         calls: after which a process makes way for a new one (libraries keep caches).
@@ -157,11 +157,10 @@ class ProcessPool:
         """
         data = orjson.dumps(request)
         async with self._slots:
-            if self._closed:
-                raise RewardUnavailable(f"{self._name} is closed")
             process = await self._take()
             self._busy.add(process)
             try:
+                self._check_open()
                 return await process.ask(data)
             except ProcessDied as died:
                 extra = {"reward": self._name, "pid": process.pid, "cause": died.cause, "phase": died.phase}
@@ -189,7 +188,12 @@ class ProcessPool:
             self.counts.lost += 1
         return await self._start()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RewardUnavailable(f"{self._name} is closed")
+
     async def _start(self) -> _Process:
+        self._check_open()
         pause = self._not_before - time.monotonic()
         if pause > self._deaths.policy.max_backoff:
             raise RewardUnavailable(

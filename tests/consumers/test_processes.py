@@ -23,6 +23,8 @@ def prepare(settings):
 
     def answer(request, tell):
         tell("begun")
+        if request[0] == "phases":
+            return phases(tell, request[1])
         return globals()[request[0]](*request[1:])
 
     return answer
@@ -33,6 +35,14 @@ def echo(value):
 def burn():
     while True:
         pass
+
+def phases(tell, seconds):
+    for phase in ("first", "second"):
+        tell(phase)
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+    return "both"
 
 def power():
     return 9 ** (9 ** 9) > 1
@@ -117,6 +127,13 @@ async def test_what_takes_too_much_cpu_time_dies_and_the_next_call_is_answered(p
     assert (died.value.cause, died.value.phase, died.value.too_expensive) == ("cpu", "begun", True)
     assert await pool.call(["echo", 1]) == 1
     assert (pool.counts.started, pool.counts.too_long, pool.counts.lost) == (2, 1, 0)
+
+
+async def test_every_phase_has_the_cpu_time_to_itself(pool):
+    assert await pool.call(["phases", 0.35]) == "both"
+    with pytest.raises(ProcessDied) as died:
+        await pool.call(["phases", 0.7])
+    assert (died.value.cause, died.value.phase) == ("cpu", "first")
 
 
 async def test_what_takes_too_much_memory_dies(pool):

@@ -11,9 +11,9 @@ out  {"phase": name}                                     where the function is, 
 out  {"result": ...} | {"error": why} | {"memory": true}, with {"last": true} when the process ends after it
 ```
 
-Limits: address space (`RLIMIT_AS`; over it, Python raises MemoryError), CPU time of each call (a timer whose signal
-nobody catches: the kernel ends the process, whatever it is doing), no core dumps, no files written. The process ends
-when its standard input does, and on Linux with the process that started it.
+Limits: address space (`RLIMIT_AS`, on Linux; over it, Python raises MemoryError), CPU time of each phase of a call (a
+timer whose signal nobody catches: the kernel ends the process, whatever it is doing), no core dumps, no files written.
+The process ends when its standard input does, and on Linux with the process that started it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _limit(memory: int) -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -125,9 +126,13 @@ def _serve(frames: Frames, answer: Answer, order: dict[str, Any]) -> None:
 
 
 def _call(frames: Frames, answer: Answer, request: Any, cpu: float) -> dict[str, Any]:
+    def tell(phase: str) -> None:
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # nobody pays for what was before
+        frames.write({"phase": phase})
+
     signal.setitimer(signal.ITIMER_PROF, cpu)
     try:
-        return {"result": answer(request, lambda phase: frames.write({"phase": phase}))}
+        return {"result": answer(request, tell)}
     except MemoryError:
         return {"memory": True}
     except Exception as error:  # noqa: BLE001 (told to the process that asks)

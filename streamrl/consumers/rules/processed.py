@@ -28,7 +28,8 @@ class Processed(Reward):
         rule: its name, for messages.
         script: stem of its module in `streamrl/consumers/isolated`.
         settings: for `prepare` of that module.
-        seconds: of CPU time for one response; it may take ten seconds and five times that by the clock.
+        seconds: of CPU time for one response, and as much for what came with the prompt; by the clock a call may take
+            ten seconds and five times that.
         memory_mib: MiB of address space of one process, with its libraries.
         processes: at most so many in one reward worker; None: one per CPU, at most 4.
         expensive: what a response is that uses up `seconds` or the memory: `wrong`, for the rule to make a 0 of, or
