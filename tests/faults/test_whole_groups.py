@@ -26,6 +26,7 @@ async def test_a_run_whose_reward_compares(run, caplog):
     assert not errors(caplog)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [("samples", "groups"), ("groups", "samples")])
 async def test_the_rewards_of_a_run_change_in_the_middle(run, caplog, ways):
     """The reward worker comes back with other rewards while groups are in flight in every state."""
