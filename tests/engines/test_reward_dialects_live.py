@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from tests.consumers.samples import seen
 from tests.engines.critic_kit import CONTEXT, Judge, make_critic
 from tests.engines.vllm_kit import free_port
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
 
 LABELS = 3
 CLOSE = 1e-4
-START = 400.0
+START = 900.0
 FLAGS: dict[str, dict[str, Any]] = {
     "vllm": {"dtype": "float32", "max-model-len": CONTEXT, "kv-cache-memory-bytes": 64 << 20},
     "sglang": {"dtype": "float32", "context-length": CONTEXT, "max-total-tokens": 1 << 14},
@@ -68,6 +68,11 @@ class Live:
             yield reward
 
 
+def _spawn(argv: Sequence[str], environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(["nice", "-n", "5", *argv], env=environ, stdout=out, stderr=out, start_new_session=True)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])
 async def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     torch.set_num_threads(1)
@@ -77,10 +82,7 @@ async def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     launch = model_server("critic", config).launch(model=str(model), port=(port := free_port()), seed=7)
     environ = {**os.environ, **launch.environ, **config.variables, "HF_HUB_OFFLINE": "1"}
     log = folder / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["nice", "-n", "5", *launch.argv], env=environ, stdout=out, stderr=out, start_new_session=True
-        )
+    process = _spawn(launch.argv, environ, log)
     client = ModelClient("critic", RewardModelConfig(kind=kind, url=(f"http://127.0.0.1:{port}",)))
     try:
         await client.follow(client.config.url)
