@@ -28,7 +28,12 @@ from tests.consumers.samples import seen
 from tests.engines.critic_kit import CONTEXT, Judge, make_critic
 from tests.engines.vllm_kit import free_port
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 LABELS = 3
 CLOSE = 1e-4
@@ -70,7 +75,7 @@ class Live:
 
 def _spawn(argv: Sequence[str], environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        return subprocess.Popen(["nice", "-n", "5", *argv], env=environ, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen([*argv], env=environ, stdout=out, stderr=out, start_new_session=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])
