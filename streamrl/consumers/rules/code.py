@@ -15,13 +15,12 @@ from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.code_blocks import program_in
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, judge, read_tests
 from streamrl.consumers.sandbox import Isolation, Limits, Program, Sandbox
+from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.wrappers import interpreter
 from streamrl.errors import ConfigError
 
 _PYTHON: Final = ("python", "py", "python3", "")
 _DRIVER: Final = (Path(sandbox_package.__file__).parent / "driver.py").read_text(encoding="utf-8")
-_SLOW: Final = 4
-"""A busy host may make everything so many times slower before a sample fails for it."""
 _SETUP_SECONDS: Final = 60.0
 
 
@@ -114,7 +113,7 @@ class Code(Reward):
         self._visible = (*self._interpreter.visible, *map(os.path.abspath, visible))
         self._command = None if command is None else _looked_up(command)
         self._sandbox = Sandbox(limits, network=network == "allow", isolation=isolation)
-        self.deadline = _SLOW * (total + limits.wall) + _SETUP_SECONDS
+        self.deadline = SLOWEST * (total + limits.wall) + _SETUP_SECONDS
         self.concurrency = len(os.sched_getaffinity(0))  # more at a time would only slow each other down
 
     async def open(self, context: RewardContext) -> None:

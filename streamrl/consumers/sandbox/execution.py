@@ -11,6 +11,8 @@ import msgspec
 from streamrl.errors import StreamrlError
 
 SMALLEST_MEMORY: Final = 64 << 20
+SLOWEST: Final = 10
+"""A host on which a program takes so many times its `wall`, for want of a processor, is too busy to say anything."""
 
 
 class SandboxError(StreamrlError):

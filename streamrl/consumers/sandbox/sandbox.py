@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from streamrl.consumers.sandbox.execution import Execution, Limits, Program, SandboxError
+from streamrl.consumers.sandbox.execution import SLOWEST, Execution, Limits, Program, SandboxError
 from streamrl.consumers.sandbox.inside import folders
 from streamrl.consumers.sandbox.wrappers import ENVIRON, WRAPPERS, interpreter
 from streamrl.errors import ConfigError
@@ -159,6 +159,7 @@ class Sandbox:
                 "open_files": limits.open_files,
                 "processes": limits.processes,
                 "output": limits.output,
+                "slowest": SLOWEST,
             },
         }
 
@@ -169,7 +170,7 @@ class Session:
     def __init__(self, process: asyncio.subprocess.Process, order: Mapping[str, Any], limits: Limits) -> None:
         self._process = process
         self._order: Mapping[str, Any] | None = order
-        self._seconds = limits.wall + 2 * _KEEPER_SECONDS
+        self._seconds = SLOWEST * limits.wall + 2 * _KEEPER_SECONDS
 
     async def run(self, stdin: str) -> Execution:
         """Run the program once, from a fresh directory, and return what came of it; one run at a time.

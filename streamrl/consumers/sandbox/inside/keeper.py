@@ -27,8 +27,6 @@ from . import folders, jail, kernel, processes
 
 _TICK = 0.05
 _KILL_SECONDS = 10.0
-_SLOW = 4
-"""A host that is so many times slower than the program alone is too busy to say anything."""
 _CHUNK = 1 << 16
 _SIGNALLED = 128
 _SAMPLED = 0.3
@@ -191,9 +189,10 @@ class Run:
         ran, self._delay = processes.processor_time(pids)
         self._ran = max(self._ran, ran)
         wall = self._limits["wall"]
-        if passed < wall or (passed - self._delay < wall and ran < self._limits["cpu"] and passed < _SLOW * wall):
+        kept_waiting = passed - self._delay < wall and ran < self._limits["cpu"]
+        if passed < wall or (kept_waiting and passed < self._limits["slowest"] * wall):
             return None
-        if ran < self._limits["cpu"] and passed - self._delay < wall:
+        if kept_waiting:
             raise OSError(f"the host is too busy: a program waited {self._delay:.1f} s for a processor")
         return "time"
 
@@ -324,9 +323,10 @@ def main() -> None:
         serve(lifeline, order)
     except (Abandoned, BrokenPipeError):
         pass
-    except Exception:  # noqa: BLE001 - told to the worker
+    except Exception as error:  # noqa: BLE001 - told to the worker
+        where = "" if isinstance(error, OSError) else f" {traceback.format_tb(error.__traceback__)[-1].strip()}"
         with contextlib.suppress(OSError):
-            _answer({"error": traceback.format_exc(limit=-4)})
+            _answer({"error": f"{type(error).__name__}: {error}{where}"})
     finally:
         if order["folder"]:
             folders.remove(order["folder"])
