@@ -90,10 +90,19 @@ class RewardServers:
         """
         return bool(await self._connection.call("enlist", [self._keys.reward_servers(model)], [name, int(present)]))
 
-    async def waiting(self) -> int:
-        """Samples of the run that have no score yet, training and held-out ones, leased ones included."""
-        streams = [Keys(self._keys.run).rollouts, Keys(self._keys.run, evaluation=True).rollouts]
-        return sum(await asyncio.gather(*(self._connection.read("XLEN", stream) for stream in streams)))
+    async def waiting(self, group: int, held_out: int) -> int:
+        """Samples of the run that have no score yet, training and held-out ones, leased ones included.
+
+        Args:
+            group: samples of a group; an entry of `rollouts` is one while groups are scored whole.
+            held_out: samples of a held-out group.
+        """
+
+        async def of(keys: Keys, size: int) -> int:
+            entries: int = await self._connection.read("XLEN", keys.rollouts)
+            return entries * (size if entries and await self._connection.read("HEXISTS", keys.state, "whole") else 1)
+
+        return sum(await asyncio.gather(of(self._keys, group), of(Keys(self._keys.run, evaluation=True), held_out)))
 
 
 def _removed(enlisted: Mapping[str, Enlisted]) -> set[str]:

@@ -62,16 +62,25 @@ async def test_the_loopback_interface_of_another_host_is_out_of_reach(ledgers: L
 
 
 async def test_samples_wait_until_they_have_a_score_or_died(ledgers: Ledgers):
-    waiting = ledgers.reward_servers.waiting
-    assert await waiting() == 0
+    assert await ledgers.reward_servers.waiting(8, 2) == 0
     for ledger in (ledgers.train, ledgers.evaluation):
         await admit(ledger, 0, samples=2)
         (prompt,) = await lease(ledger, "prompts")
         for sample in range(2):
             await ledger.emit(prompt, sample, b"payload")
-    assert await waiting() == 4
+    assert await ledgers.reward_servers.waiting(8, 2) == 4
     first, second = await lease(ledgers.train, "rollouts", count=2)
-    assert await waiting() == 4
+    assert await ledgers.reward_servers.waiting(8, 2) == 4
     await ledgers.train.score(first, b"score")
     await ledgers.train.fail_score(second, "reward raised")
-    assert await waiting() == 2
+    assert await ledgers.reward_servers.waiting(8, 2) == 2
+
+
+async def test_work_that_waits_is_counted_in_samples_when_groups_are_scored_whole(ledgers: Ledgers):
+    for ledger, samples in ((ledgers.train, 3), (ledgers.evaluation, 1)):
+        await ledger.say_whole(True)
+        await admit(ledger, 0, samples=samples)
+        (prompt,) = await lease(ledger, "prompts")
+        for k in range(samples):
+            await ledger.emit(prompt, k, b"x")
+    assert await ledgers.reward_servers.waiting(3, 1) == 4

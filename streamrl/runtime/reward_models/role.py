@@ -154,8 +154,10 @@ class ServedModel:
     async def _count(self) -> None:
         """Look how much work there is."""
         loop = asyncio.get_running_loop()
+        config = self._role.config
+        sizes = config.sampling.responses, config.evaluation.samples
         while True:
-            self._demand.see(await self._role.ledgers.reward_servers.waiting(), loop.time())
+            self._demand.see(await self._role.ledgers.reward_servers.waiting(*sizes), loop.time())
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _take_turns(self) -> None:
