@@ -8,7 +8,7 @@ import msgspec
 import orjson
 
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.errors import StreamrlError
+from streamrl.errors import DataError, StreamrlError
 
 VERSION: Final = 1
 MAX_COUNT: Final = 256
@@ -54,7 +54,7 @@ class LeasesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Posted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The score of one sample (`value`, `parts`, `tokens`), or its failure (`error`, `detail`)."""
+    """The score of one sample (`value`, `parts`, `tokens`), or its failure (`error`, `detail`, `retry`)."""
 
     lease: Annotated[str, msgspec.Meta(max_length=64)]
     value: float | None = None
@@ -62,6 +62,7 @@ class Posted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     error: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     detail: str = ""
+    retry: bool = True
 
 
 class ScoresRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,8 +93,8 @@ def parse(data: bytes, kind: type[_Request]) -> _Request:
     return request
 
 
-def end_of(posted: Posted, number: int) -> Score | ProgramFailed:
-    """What a program says of a sample; a failure is an exception and never a number.
+def end_of(posted: Posted, number: int) -> Score | ProgramFailed | DataError:
+    """What a program says of a sample; a failure is an exception and never a number, `DataError` is not tried again.
 
     Args:
         posted: one of the scores of a request.
@@ -106,7 +107,8 @@ def end_of(posted: Posted, number: int) -> Score | ProgramFailed:
     if (posted.value is None) == (posted.error is None):
         raise Refusal(422, "invalid", f"{where} needs either `value` or `error`", "a failure has no value")
     if posted.value is None:
-        failed = ProgramFailed(f"the program says: {str(posted.error)[:_MAX_WHY]}")
+        said = f"the program says: {str(posted.error)[:_MAX_WHY]}"
+        failed = ProgramFailed(said) if posted.retry else DataError(said)
         if posted.detail:
             failed.add_note(posted.detail[-_MAX_DETAIL:])  # notes are shown with the traceback
         return failed

@@ -48,6 +48,11 @@ class GatewayReward(Reward):
         self._patience = patience
         self._body_bytes = body_bytes
         self._stack = contextlib.AsyncExitStack()
+        self._offers = Offers(1)
+
+    def counts(self) -> dict[str, int]:
+        """Samples that wait for a program, that programs have, and leases that programs let run out."""
+        return {"waiting": self._offers.waiting, "leased": self._offers.leased, "lost": self._offers.lost}
 
     async def open(self, context: RewardContext) -> None:
         """Listen.
@@ -84,6 +89,7 @@ class GatewayReward(Reward):
 
         Raises:
             ProgramFailed: what a program posted instead of a score.
+            DataError: the same with `retry: false`.
             ProgramsLost: too many programs took the sample and were not heard of again.
             RewardUnavailable: no program asks.
             TypeError: the prompt holds something that JSON does not know.

@@ -132,22 +132,24 @@ async def test_what_a_program_posts_is_one_part_among_others(redis_run, make_con
 async def test_a_failure_that_a_program_posts_ends_as_a_cause_and_never_as_a_zero(redis_run, make_config):
     config = make_config(attempts=2)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
-        await put(ledgers.train, 0, ["4", "5", "bad"])
+        await put(ledgers.train, 0, ["4", "5", "bad", "worse"])
         async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
             fates = []
-            while len(fates) < 4:  # the bad one comes twice
+            while len(fates) < 5:  # the bad one comes twice, the worse one must not be tried again
                 for given in await program.lease(8, wait=30):
                     fates.append(given["sample"]["response"])
                     bad = {"error": "no parse", "detail": "line 3 of judge.js"}
-                    end = bad if given["sample"]["response"] == "bad" else {"value": 1}
+                    ends = {"bad": bad, "worse": {**bad, "retry": False}}
+                    end = ends.get(given["sample"]["response"], {"value": 1})
                     await program.post({"lease": given["lease"], **end})
             await until_closed(ledgers.train, [0])
         found, causes = await scores(ledgers.train, 0)
         assert set(found) == {0, 1}
         assert "the program says: no parse" in causes[2]
-        assert sorted(fates) == ["4", "5", "bad", "bad"]
-        (letter,) = await ledgers.train.dead_letters()
-        assert "line 3 of judge.js" in letter.detail
+        assert "the program says: no parse" in causes[3]
+        assert sorted(fates) == ["4", "5", "bad", "bad", "worse"]
+        for letter in await ledgers.train.dead_letters():
+            assert "line 3 of judge.js" in letter.detail
 
 
 async def test_the_ledger_lease_is_held_while_a_program_takes_its_time(redis_run, make_config):
