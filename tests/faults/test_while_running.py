@@ -13,7 +13,10 @@ import torch
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
 from streamrl.queues import open_role
+from streamrl.queues.archive import Archive
+from streamrl.queues.archived import read_archive
 from streamrl.weight_sync import Publisher
+from tests.archive_kit import closed, configured
 from tests.producers.producer_kit import Hands, tiny_model, until
 
 
@@ -107,6 +110,23 @@ async def test_a_full_disk_delays_the_evaluation_and_loses_no_group(run, disk, c
         await asyncio.wait_for(task, 30)
     lines = [orjson.loads(line) for line in (disk / "evaluation.jsonl").read_bytes().splitlines()]
     assert [line["gid"] for line in lines] == [0, 1, 2, 3]
+
+
+async def test_a_full_disk_delays_the_archive_which_then_lacks_no_group(disk, caplog):
+    archive = Archive(configured(), disk)
+    gid = 0
+    while "the archive cannot be written" not in caplog.text:
+        archive.add(closed(gid))
+        await archive.sync()
+        gid += 1
+    kept = list(read_archive(disk))
+    assert 0 < len(kept) < gid  # what was written before is whole
+    assert command("mount", "-o", "remount,size=1m", disk)
+    archive.add(closed(gid))
+    await archive.close()
+    reading = read_archive(disk)
+    assert [group.gid for group in reading] == list(range(gid + 1))
+    assert (reading.problems, archive.lost) == ([], 0)
 
 
 def complaints(caplog) -> str:
