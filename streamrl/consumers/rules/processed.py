@@ -29,7 +29,7 @@ class Processed(Reward):
         script: stem of its module in `streamrl/consumers/isolated`.
         settings: for `prepare` of that module.
         seconds: of CPU time for one response, and as much for what came with the prompt; by the clock a call may take
-            ten seconds and five times that.
+            half a minute and ten times that.
         memory_mib: MiB of address space of one process, with its libraries.
         processes: at most so many in one reward worker; None: one per CPU, at most 4.
         expensive: what a response is that uses up `seconds` or the memory: `wrong`, for the rule to make a 0 of, or
@@ -50,7 +50,7 @@ class Processed(Reward):
         if seconds <= 0 or memory_mib < 64 or (processes is not None and processes < 1):
             raise ValueError("seconds must be above 0, memory_mib at least 64 and processes at least 1")
         self.expensive = check_verdict("expensive", expensive)
-        limits = Limits(cpu=seconds, wall=10 + 5 * seconds, memory=memory_mib << 20)
+        limits = Limits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
         self.concurrency = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self.deadline = START_SECONDS + limits.wall
         self._pool = ProcessPool(f"rule {rule}", _SCRIPTS / f"{script}.py", dict(settings), self.concurrency, limits)
