@@ -202,7 +202,7 @@ class ModelClient:
                 raise self._unavailable() from request.last
             url = self._router.pick(now, request.failed)
             if url is not None:
-                return self._router.began(url, now)
+                return self._router.began(url, now, max(1, request.tokens))
             if request.failed and not self._router.waits(now, request.failed):
                 await self._all_failed(request)
                 continue

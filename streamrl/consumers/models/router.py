@@ -58,6 +58,7 @@ class _Server:
     state: State = State.UNCHECKED
     leaving: bool = False
     in_flight: int = 0
+    work: int = 0
     picked: int = 0
     answered: int = 0
     failed: int = 0
@@ -78,6 +79,7 @@ class Flight:
 
     server: _Server
     began: float
+    cost: int = 1
     over: bool = False
 
     @property
@@ -181,7 +183,7 @@ class Router:
             self._forget(server)
 
     def pick(self, now: float, exclude: Collection[str] = ()) -> str | None:
-        """The server that a request should go to: the one with the least requests; None when none has room now.
+        """The server that a request should go to: the one with the least work; None when none has room now.
 
         Those with a recent fault come last, the one whose fault is longest ago first among them.
 
@@ -195,7 +197,7 @@ class Router:
 
         def rank(server: _Server) -> tuple[float, int, int]:
             suspect = server.faulted_at if now - server.faulted_at < RECENT else -math.inf
-            return suspect, server.in_flight, server.picked
+            return suspect, server.work, server.picked
 
         return min(able, key=rank).url
 
@@ -207,8 +209,13 @@ class Router:
         """When the first server outside of `exclude` ends its rest; None when none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
-    def began(self, url: str, now: float) -> Flight:
+    def began(self, url: str, now: float, cost: int = 1) -> Flight:
         """Count a request at a server that `pick` named.
+
+        Args:
+            url: of the server.
+            now: the clock.
+            cost: how much work it is, at least 1; tokens, where they are known.
 
         Raises:
             KeyError: there is no such server.
@@ -217,7 +224,8 @@ class Router:
         self._ticks += 1
         server.picked = self._ticks
         server.in_flight += 1
-        return Flight(server, now)
+        server.work += cost
+        return Flight(server, now, cost)
 
     def ended(
         self, flight: Flight, outcome: Outcome, now: float, why: str = "", rest: float | None = None
@@ -240,6 +248,7 @@ class Router:
         server = flight.server
         before = server.state
         server.in_flight -= 1
+        server.work -= flight.cost
         if outcome is Outcome.OK:
             self._answered(server, flight, now)
         elif outcome is Outcome.FAULT:
