@@ -8,6 +8,7 @@ unknown schema version is a `WireError`, whose message goes to the dead letters 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
@@ -117,8 +118,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_default
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = np.asarray([self.value, *self.parts.values()])
-        if not np.all(np.isfinite(numbers)):
+        if not (math.isfinite(self.value) and all(map(math.isfinite, self.parts.values()))):
             raise ValueError("a score must be finite")
 
 
