@@ -4,6 +4,7 @@ Rules of microseconds run in the event loop (`instant`). What a response could m
 in processes that can be killed (`processed`).
 """
 
+from streamrl.consumers.rules.code import Code
 from streamrl.consumers.rules.format import Format
 from streamrl.consumers.rules.json_schema import JsonSchema
 from streamrl.consumers.rules.length import Length
@@ -13,6 +14,7 @@ from streamrl.consumers.rules.regex import Regex
 from streamrl.consumers.rules.repetition import Repetition
 
 __all__ = [
+    "Code",
     "ExactMatch",
     "Format",
     "JsonSchema",

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from streamrl.consumers.sandbox import Execution
+from streamrl.errors import DataError
 
 Verdict = Literal["passed", "wrong", "crashed", "time", "memory", "output", "unrun"]
 
@@ -49,7 +50,7 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
         where: names the value in errors.
 
     Raises:
-        ValueError: it has another form, or no test at all; says what is wrong and where.
+        DataError: it has another form, or no test at all; says what is wrong and where.
     """
     if isinstance(value, str):
         try:
@@ -64,9 +65,9 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
         else:
             raise _Malformed(f"is a {type(value).__name__}, not a list of tests")
     except _Malformed as error:
-        raise ValueError(f"{where} {error.why}; a test is {_FORMS}") from None
+        raise DataError(f"{where} {error.why}", f"a test is {_FORMS}") from None
     if not tests:
-        raise ValueError(f"{where} is empty: a response without tests cannot be scored")
+        raise DataError(f"{where} is empty", "a response cannot be scored without tests")
     return tests
 
 
