@@ -284,3 +284,21 @@ async def test_whole_groups_are_as_closed_as_others(ledgers: Ledgers):
     await train.fence("n", 0)
     assert await train.retire("n", "1-1", 0, [0, 1]) == 2
     assert await sound(train)
+
+
+@pytest.mark.parametrize(("gid", "attempt"), [(9, 1), (0, 2)])
+async def test_an_entry_of_no_open_group_is_removed_and_nothing_else(ledgers: Ledgers, gid: int, attempt: int):
+    """Such entries nobody of ours makes: the group is not there, or on another attempt."""
+    train = ledgers.train
+    _, real = await put_up(train, 0, samples=2)
+    before = await train.trace(0)
+    for k in ("0", "*", "*"):
+        await ledgers.connection.read("XADD", train.keys.rollouts, "*", "g", gid, "a", attempt, "k", k)
+    single, group, other = await lease(train, "rollouts", count=10)
+    await train.gather(single)
+    assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.GONE
+    assert await train.leased_group(other) is None
+    assert await train.trace(0) == before
+    assert await train.live() == [0]
+    assert await sound(train)
+    assert await train.score_group(real, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
