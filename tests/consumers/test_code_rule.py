@@ -4,7 +4,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.rules.code import Code
 from streamrl.consumers.sandbox import SandboxError
-from streamrl.errors import ConfigError, PluginError
+from streamrl.errors import ConfigError, DataError, PluginError
 from tests.consumers.samples import seen
 from tests.consumers.sandboxes import works
 
@@ -97,9 +97,9 @@ async def test_time_for_all_tests_ends_a_slow_program(code):
 
 
 async def test_a_prompt_without_tests_is_an_error_and_no_score():
-    with pytest.raises(ValueError, match="metadata tests of line 7 is missing"):
+    with pytest.raises(DataError, match="metadata tests of line 7 is missing"):
         await Code().score(seen("```\nx\n```"))
-    with pytest.raises(ValueError, match="metadata unit of line 7 is empty"):
+    with pytest.raises(DataError, match="metadata unit of line 7 is empty"):
         await Code(tests="unit").score(seen("", metadata={"unit": []}))
 
 
@@ -116,7 +116,7 @@ async def test_a_command_runs_programs_that_are_not_python(code):
     sample = response("read a b; echo $((a + b))", ADD, "```sh")
     await rule.open(None)
     assert (await rule.score(sample)).value == 1.0
-    with pytest.raises(ValueError, match="calls functions"):
+    with pytest.raises(DataError, match="calls functions"):
         await rule.score(response("x", CALL, "```sh"))
 
 

@@ -3,6 +3,7 @@ import pytest
 
 from streamrl.consumers.rules.code_tests import judge, read_tests, same_output, same_value
 from streamrl.consumers.sandbox import Execution
+from streamrl.errors import DataError
 
 
 def execution(outcome="ended", code=0, stdout="", result=""):
@@ -58,7 +59,7 @@ def test_code_gets_a_token_of_its_own():
     ],
 )
 def test_tests_that_are_none_are_named_with_their_line(value, why):
-    with pytest.raises(ValueError, match="metadata tests of line 7") as caught:
+    with pytest.raises(DataError, match="metadata tests of line 7") as caught:
         read_tests(value, "metadata tests of line 7")
     assert why in str(caught.value)
 

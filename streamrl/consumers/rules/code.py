@@ -17,7 +17,7 @@ from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, judge, read_
 from streamrl.consumers.sandbox import Isolation, Limits, Program, Sandbox
 from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.wrappers import interpreter
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 
 _PYTHON: Final = ("python", "py", "python3", "")
 _DRIVER: Final = (Path(sandbox_package.__file__).parent / "driver.py").read_text(encoding="utf-8")
@@ -136,17 +136,15 @@ class Code(Reward):
         """Run the tests and return the share that passed, or 1 or 0.
 
         Raises:
-            ValueError: the prompt has no tests, or tests of an unknown form.
+            DataError: the prompt has no tests, or tests of an unknown form.
             SandboxError: the sandbox failed; nothing is known of the response.
         """
         where = f"metadata {self._tests} of line {sample.prompt.line}"
         if self._tests not in sample.prompt.metadata:
-            raise ValueError(f"{where} is missing: the rule code needs tests")
+            raise DataError(f"{where} is missing", "the rule code needs tests: name their key with args.tests")
         tests = read_tests(sample.prompt.metadata[self._tests], where)[: self._max_tests]
         if self._command is not None and any(test.kind != "stdin" for test in tests):
-            raise ValueError(
-                f"{where} calls functions, and the program is run by a command: it can read and print only"
-            )
+            raise DataError(f"{where} calls functions", "a program that a command runs can read and print only")
         tally = _Tally(self._total)
         text = program_in(sample.text, self._languages, fenced=self._fenced)
         if text is not None:
