@@ -89,6 +89,10 @@ class ProcessDied(StreamrlError):
         return self.cause in {"cpu", "memory"}
 
 
+class _Unprepared(RewardUnavailable):
+    """A process has started, and its function cannot be imported or prepared."""
+
+
 @dataclass(slots=True)
 class ProcessCounts:
     """What has become of the processes of a pool since it was made."""
@@ -135,14 +139,18 @@ class ProcessPool:
     async def open(self) -> None:
         """Start the first process, so that what is missing is known before the first call.
 
+        A process that cannot be started for the moment (the host is full or busy) is no error here, but a warning.
+
         Raises:
-            ConfigError: it does not start.
+            ConfigError: its function cannot be imported or prepared.
         """
         async with self._slots:
             try:
                 self._idle.append(await self._start())
-            except RewardUnavailable as error:
+            except _Unprepared as error:
                 raise ConfigError(error.message, error.hint) from error
+            except RewardUnavailable as error:
+                logger.warning("no process for now", extra={"reward": self._name, "why": error.message})
 
     async def call(self, request: Any) -> Any:
         """Return what the function returns for `request`. Waits for a free process; safe to cancel.
@@ -283,7 +291,7 @@ class _Process:
             raise RewardUnavailable(f"{self._name}: its process ends as soon as it is started", hint) from error
         if "error" in reply:
             why = str(reply["error"])
-            raise RewardUnavailable(
+            raise _Unprepared(
                 f"{self._name}: its process cannot be prepared: {why}", hint if "MemoryError" in why else ""
             )
 

@@ -98,7 +98,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def pool(script):
-    pool = ProcessPool("test", script, None, 2, Limits(cpu=0.5, wall=60, memory=MEMORY))
+    pool = ProcessPool("test", script, None, 2, Limits(cpu=0.5, wall=600, memory=MEMORY))
     yield pool
     await pool.close()
 
@@ -233,7 +233,7 @@ async def test_a_process_sees_nothing_of_ours(pool, monkeypatch):
 
 
 async def test_a_process_makes_way_after_many_calls(script):
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=60, memory=MEMORY, calls=3))
+    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=600, memory=MEMORY, calls=3))
     pids = [await pool.call(["pid"]) for _ in range(7)]
     await pool.close()
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
@@ -241,7 +241,7 @@ async def test_a_process_makes_way_after_many_calls(script):
 
 
 async def test_deaths_are_bounded(script):
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=60, memory=MEMORY))
+    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=600, memory=MEMORY))
     pool._deaths = Deaths(RestartPolicy(max_restarts=2, window=60, backoff=0, max_backoff=0))
     for _ in range(3):
         with pytest.raises(ProcessDied):
@@ -253,14 +253,32 @@ async def test_deaths_are_bounded(script):
 
 
 async def test_what_cannot_start_is_said_at_once(script, tmp_path):
-    broken = ProcessPool("test", script, "broken", 1, Limits(cpu=5, wall=60, memory=MEMORY))
+    broken = ProcessPool("test", script, "broken", 1, Limits(cpu=5, wall=600, memory=MEMORY))
     with pytest.raises(ConfigError, match="cannot be prepared: RuntimeError: broken on purpose"):
         await broken.open()
     await broken.close()
-    missing = ProcessPool("test", tmp_path / "missing.py", None, 1, Limits(cpu=5, wall=60, memory=MEMORY))
+    missing = ProcessPool("test", tmp_path / "missing.py", None, 1, Limits(cpu=5, wall=600, memory=MEMORY))
     with pytest.raises(RewardUnavailable, match="FileNotFoundError"):
         await missing.call(["echo", 1])
     await missing.close()
+
+
+async def test_a_host_that_starts_no_process_for_now_is_waited_for(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        await pool.open()
+        with pytest.raises(RewardUnavailable, match=r"no process can be started: .*No such file"):
+            await pool.call(["echo", 1])
+    assert await pool.call(["echo", 1]) == 1
+
+
+async def test_too_little_memory_for_the_function_itself_is_said(script):
+    script.write_text("X = b'x' * (1 << 28)")
+    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=600, memory=MEMORY))
+    with pytest.raises(ConfigError, match="MemoryError") as caught:
+        await pool.open()
+    assert caught.value.hint == "it may need more than 256 MiB of memory"
+    await pool.close()
 
 
 async def test_the_end_is_clean_and_may_be_repeated(script):
