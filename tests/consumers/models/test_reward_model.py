@@ -137,9 +137,7 @@ async def test_what_the_server_refuses_is_the_end_of_this_sample_only(tokenizer,
         await reward.score(seen("4"))
 
 
-async def test_no_server_at_the_start_is_a_warning_and_scores_come_when_it_is_there(
-    tokenizer, tmp_path, monkeypatch, caplog
-):
+async def test_no_server_at_the_start_is_a_warning(tokenizer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 0.2)
     monkeypatch.setattr("streamrl.consumers.models.client.LOOK_SECONDS", 0.1)
     one = FaultyServer()
