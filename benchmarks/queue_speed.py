@@ -6,6 +6,7 @@ One asyncio process plays rollout replica and reward worker with the real `Lease
 time, as in a reward worker, and their calls travel together. The bare figures are what the same server does with
 redis-py's own pipelines of sixty-four: XADD, XREADGROUP, and XACK with XDEL, each of a payload. A sample of the ledger
 is four scripts or reads (emit, lease, read, score); the floor of a queue with the same promise is the three bare ones.
+`whole_` are the figures of groups that are scored whole: one lease, one read and one script for the eight samples.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import redis.asyncio
 from facts import write_json
 
 from streamrl.config import LeaseConfig, RedisConfig, RunConfig
-from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
+from streamrl.queues import Lease, Leases, Ledger, Ledgers, embedded, open_ledgers
 
 SAMPLES = 8
 WIDTH = 64
@@ -56,8 +57,12 @@ async def measure(folder: Path, groups: int) -> dict[str, Any]:
         rounds = []
         for i in range(ROUNDS):
             async with server(folder / f"{size}-{i}") as ledgers:
+                single = await ledger_round(ledgers.train, groups, size)
+                together = await ledger_round(ledgers.evaluation, groups, size, whole=True)
                 rounds.append(
-                    await ledger_round(ledgers, groups, size) | await bare_round(folder / f"{size}-{i}", size)
+                    single
+                    | {f"whole_{figure}": value for figure, value in together.items()}
+                    | await bare_round(folder / f"{size}-{i}", size)
                 )
         payloads[name] = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
     return {
@@ -78,27 +83,32 @@ async def server(run_dir: Path) -> AsyncIterator[Ledgers]:
         yield ledgers
 
 
-async def ledger_round(ledgers: Ledgers, groups: int, size: int) -> dict[str, float]:
+async def ledger_round(ledger: Ledger, groups: int, size: int, *, whole: bool = False) -> dict[str, float]:
     """Admit, generate and score, retire; each stage timed alone, so that one is not the other's load."""
-    train = ledgers.train
-    seconds = {"admit": await timed(lambda: admit_all(ledgers, groups))}
+    await ledger.say_whole(whole)
+    seconds = {"admit": await timed(lambda: admit_all(ledger, groups))}
     payload = b"\x5a" * size
 
     async def generate(lease: Lease) -> None:
-        work = await train.open_work(lease)
+        work = await ledger.open_work(lease)
         if work is not None:
-            await asyncio.gather(*(train.emit(lease, k, payload) for k in work.missing))
+            await asyncio.gather(*(ledger.emit(lease, k, payload) for k in work.missing))
 
     async def score(lease: Lease) -> None:
-        if await train.leased_sample(lease) is not None:
-            await train.score(lease, b"\x80")
+        if lease.whole:
+            group = await ledger.leased_group(lease)
+            assert group is not None
+            await ledger.score_group(lease, dict.fromkeys(group.payloads, b"\x80"), {})
+        elif await ledger.leased_sample(lease) is not None:
+            await ledger.score(lease, b"\x80")
 
-    seconds["emit"] = await timed(lambda: work(ledgers, "prompts", generate, groups, WIDTH // SAMPLES))
-    seconds["score"] = await timed(lambda: work(ledgers, "rollouts", score, groups * SAMPLES, WIDTH))
-    closed = await train.closed()
+    entries, width = (groups, WIDTH // SAMPLES) if whole else (groups * SAMPLES, WIDTH)
+    seconds["emit"] = await timed(lambda: work(ledger, "prompts", generate, groups, WIDTH // SAMPLES))
+    seconds["score"] = await timed(lambda: work(ledger, "rollouts", score, entries, width))
+    closed = await ledger.closed()
     assert len(closed) == groups
-    await train.fence("bench", 0)
-    seconds["retire"] = await timed(lambda: train.retire("bench", "1-1", 0, closed))
+    await ledger.fence("bench", 0)
+    seconds["retire"] = await timed(lambda: ledger.retire("bench", "1-1", 0, closed))
     samples = groups * SAMPLES
     return {
         "samples_per_second": samples / (seconds["emit"] + seconds["score"]),
@@ -107,16 +117,14 @@ async def ledger_round(ledgers: Ledgers, groups: int, size: int) -> dict[str, fl
     }
 
 
-async def admit_all(ledgers: Ledgers, groups: int) -> None:
+async def admit_all(ledger: Ledger, groups: int) -> None:
     bounds = {"budget": groups, "hard_cap": groups, "max_dead": 1}
     for cursor in range(groups):
         arguments: dict[str, Any] = {"fingerprint": "bench", "prompt": b"p" * 2048, "version": 0, **bounds}
-        await ledgers.train.admit(cursor=cursor, samples=SAMPLES, min_group=2, **arguments)
+        await ledger.admit(cursor=cursor, samples=SAMPLES, min_group=2, **arguments)
 
 
-async def work(
-    ledgers: Ledgers, stage: Any, handle: Callable[[Lease], Awaitable[None]], count: int, width: int
-) -> None:
+async def work(ledger: Ledger, stage: Any, handle: Callable[[Lease], Awaitable[None]], count: int, width: int) -> None:
     """Lease and handle until `count` pieces of work are done."""
     left = count
     done = asyncio.Event()
@@ -128,7 +136,7 @@ async def work(
         if not left:
             done.set()
 
-    leases = Leases([ledgers.train], stage, "bench", LeaseConfig(), width, counted)
+    leases = Leases([ledger], stage, "bench", LeaseConfig(), width, counted)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(leases.run(asyncio.Event()))
         await done.wait()
