@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from streamrl import wire
@@ -14,11 +14,12 @@ from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
 from streamrl.consumers.calls import DETAIL_BYTES, RewardCalls, ScoringFailed, Together, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import LoadedReward, load_rewards
-from streamrl.consumers.reward import RewardContext, RewardSample, Score
+from streamrl.consumers.reward import AskedModel, RewardContext, RewardSample, Score
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError
+from streamrl.queues.ledgers import Ledgers
 
-__all__ = ["DETAIL_BYTES", "Scorer", "ScoringFailed", "open_scorer"]
+__all__ = ["DETAIL_BYTES", "Scorer", "ScoringFailed", "models_of", "open_scorer"]
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,17 @@ async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
         if isinstance(result, BaseException) and not isinstance(result, ScoringFailed):
             raise result
     return [None if isinstance(result, BaseException) else result for result in results]
+
+
+def models_of(
+    config: RunConfig, ledgers: Ledgers | None = None
+) -> contextlib.AbstractAsyncContextManager[Mapping[str, AskedModel]]:
+    """The `reward_models` of a run, open for the length of a block; without any, nothing is imported for them."""
+    if not config.reward_models:
+        return contextlib.nullcontext({})
+    from streamrl.consumers.models import open_models  # an HTTP client, which takes a while
+
+    return open_models(config, ledgers)
 
 
 @contextlib.asynccontextmanager

@@ -14,9 +14,8 @@ from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.consumers.calls import RewardCalls
 from streamrl.consumers.memory import MemoryWatch
-from streamrl.consumers.models import open_models
 from streamrl.consumers.reward import RewardContext, RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
+from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
 from streamrl.consumers.watch import LoopWatch
 from streamrl.errors import WireError
 from streamrl.queues.leases import Lease, Leases
@@ -48,7 +47,7 @@ async def run_reward_worker(role: Role) -> None:
         DeadlineExceeded: so many sync rewards hang in their threads that the process should start afresh.
     """
     config, ledgers = role.config, role.ledgers
-    async with open_models(config, ledgers) as models:
+    async with models_of(config, ledgers) as models:
         context = RewardContext(config, role.run_dir, models, role.name)
         async with open_scorer(config, context) as scorer:
             for ledger in (ledgers.train, ledgers.evaluation):

@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.consumers.models import open_models
 from streamrl.consumers.reward import RewardContext, RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
+from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
 from streamrl.errors import StreamrlError
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Engine, Request
@@ -61,7 +60,7 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     engine = HfEngine(config, seed)
     await engine.start()
     try:
-        async with open_models(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
+        async with models_of(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
             progress = partial(on_progress, label)
             values = await _scores(config, engine, tokenizer, scorer, prompts, on_progress=progress)
     finally:
