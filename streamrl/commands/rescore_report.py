@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from streamrl.consumers.comparison import Bin, Comparison
 from streamrl.errors import CannotCreate, ConfigError
-from streamrl.monitor.lines import duration, number, percent, printable, shortened
+from streamrl.monitor.lines import duration, number, printable, shortened
 from streamrl.monitor.plots import bar
 
 _BAR: Final = 24
@@ -46,14 +46,19 @@ def _figures(found: Comparison, threshold: float) -> list[str]:
     lines = [f"{name:12} {a:>10} {b:>10}".rstrip() for name, a, b in rows]
     lines += [
         "",
-        f"same score        {percent(found.same)} of {found.samples}",
-        f"same side of {threshold:<4g} {percent(found.agreement)}",
-        f"same order        {percent(found.order)} of {found.pairs} pairs of responses to one prompt",
+        f"same score        {_share(found.same)} of {found.samples} responses",
+        f"same side of {threshold:<4g} {_share(found.agreement)}",
+        f"same order        {_share(found.order)} of {found.pairs} pairs of responses to one prompt",
         f"correlation       {_two(found.pearson)} linear, {_two(found.spearman)} of ranks",
     ]
     if found.pearson is None:
         lines.append("                  one side has a single value, so there is no correlation")
     return lines
+
+
+def _share(value: float | None) -> str:
+    """With a digit more than usual: one response of a thousand that differs is what people look for."""
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _two(value: float | None) -> str:

@@ -216,7 +216,7 @@ def test_another_reward_is_compared(run_dir):
     assert data_of(show(run_dir, "7", "--json").stdout, "streamrl.score/1")["rescored"]["far"]["0"]["score"] == 2.0
     text = rescore(run_dir, "--reward", "rescore_rewards:opposite", "--arg", "by=2", "--into", "far")
     assert "2 responses scored" in text.stdout  # of group 5, which is tried again; the others are kept
-    assert "same side of 0.5  0 %" in text.stdout
+    assert "same side of 0.5  0.0 %" in text.stdout
     assert "group 5 sample 0" in text.stdout
     assert "five is\\x1b[2J not for me" in text.stdout
     assert "\x1b" not in text.stdout
