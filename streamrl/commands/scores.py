@@ -116,7 +116,9 @@ def rescore(
     ] = None,
     since: SinceOption = None,
     evaluation: EvalOption = False,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Groups that are scored at a time.")] = 16,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
+    ] = 16,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many groups.")] = None,
     threshold: Annotated[float, typer.Option("--threshold", help="A response with a score above it is right.")] = 0.5,
     differ: Annotated[int, typer.Option("--differ", min=0, help="Responses to show that differ most.")] = 10,

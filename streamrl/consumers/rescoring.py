@@ -201,7 +201,7 @@ async def rescore_groups(
         groups: recorded ones, read in a thread, a few ahead.
         score: the new rewards.
         into: where the new scores go, and which are there.
-        concurrency: groups at a time, at least 1.
+        concurrency: groups in flight, at least 1; `score` may bound its calls further.
         drop_failed: write groups that lost responses too, if two are left (or all that there were).
         on_progress: called after each group.
 
