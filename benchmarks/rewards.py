@@ -120,12 +120,13 @@ async def http(rounds: int, groups: int) -> dict[str, Any]:
         bare, worker = [], []
         for _ in range(rounds):
             bare.append(await generated(url, count * SAMPLES))
-            worker.append((await measured(config, count, worker_process, 1)).rate)
-    ratios = [ours / theirs for ours, theirs in zip(worker, bare, strict=True)]
+            worker.append(await measured(config, count, worker_process, 1))
     return {
-        "generator_per_second": spread(bare),
-        "worker_per_second": spread(worker),
-        "worker_to_generator": spread(ratios),
+        "generator_per_second": spread([found.rate for found in bare]),
+        "worker_per_second": spread([found.rate for found in worker]),
+        "worker_to_generator": spread([ours.rate / theirs.rate for ours, theirs in zip(worker, bare, strict=True)]),
+        "generator_cpu_us": spread([1e6 * found.cpu for found in bare]),
+        "worker_cpu_us": spread([1e6 * found.cpu for found in worker]),
     }
 
 
@@ -178,12 +179,9 @@ async def measured(config: RunConfig, groups: int, start: Callable[[int, Path], 
 
 
 def cpu_seconds(running: subprocess.Popen[str]) -> float:
-    """Processor time of a process so far; 0 where the system does not say."""
-    stat = Path(f"/proc/{running.pid}/stat")
-    if not stat.exists():
-        return 0.0
-    fields = stat.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time of the threads of a process so far."""
+    threads = Path(f"/proc/{running.pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 async def filled(ledgers: Ledgers, groups: int) -> None:
@@ -275,8 +273,8 @@ async def bare_worker(run_dir: Path) -> None:
         await leases.run(asyncio.Event())
 
 
-async def generated(url: str, requests: int) -> float:
-    """Requests per second that sixty-four connections get answered."""
+async def generated(url: str, requests: int) -> Found:
+    """Requests per second that sixty-four connections get answered, and processor seconds of each."""
     body = orjson.dumps({"text": "2 + 2 =" + TEXT})
 
     async def send(session: aiohttp.ClientSession, left: Iterator[int]) -> None:
@@ -287,9 +285,10 @@ async def generated(url: str, requests: int) -> float:
     async with session_of(url) as session:
         await asyncio.gather(*(send(session, iter([0])) for _ in range(WIDTH)))  # the connections are there
         left = iter(range(requests))
-        began = time.perf_counter()
+        computed, began = time.process_time(), time.perf_counter()
         await asyncio.gather(*(send(session, left) for _ in range(WIDTH)))
-        return requests / (time.perf_counter() - began)
+        seconds, computed = time.perf_counter() - began, time.process_time() - computed
+        return Found(requests / seconds, computed / requests)
 
 
 @contextlib.asynccontextmanager

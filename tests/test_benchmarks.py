@@ -40,6 +40,15 @@ def test_weights_of_the_learner(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rewards(tmp_path):
+    found = run("rewards.py", "--rounds", "1", "--groups", "12", "--only", "rule,http", path=tmp_path / "r.json")
+    assert found["rule"]["worker_to_ledger"]["median"] > 0
+    assert found["rule"]["worker_to_ledger_by_cpu"]["median"] > 0
+    assert found["http"]["worker_to_generator"]["median"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.timeout(300)
 def test_engines(tmp_path):
