@@ -73,11 +73,10 @@ async def opened(config: RunConfig, run_dir: Path, ledgers: Ledgers | None = Non
     Raises:
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
     """
-    from streamrl.consumers.models.opening import open_models
     from streamrl.consumers.reward import RewardContext
-    from streamrl.consumers.scoring import open_scorer
+    from streamrl.consumers.scoring import models_of, open_scorer
 
-    async with open_models(config, ledgers) as models:
+    async with models_of(config, ledgers) as models:
         context = RewardContext(config=config, run_dir=run_dir, models=models)
         async with open_scorer(config, context) as scorer:
             yield scorer
