@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
+from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, read_groups
 from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
 from streamrl.runtime.structure import structural_faults
 from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, take
@@ -284,6 +287,25 @@ async def test_whole_groups_are_as_closed_as_others(ledgers: Ledgers):
     await train.fence("n", 0)
     assert await train.retire("n", "1-1", 0, [0, 1]) == 2
     assert await sound(train)
+
+
+async def test_whole_groups_are_recorded_and_played_like_others(ledgers: Ledgers, tmp_path: Path):
+    """A run that plays a recording has no reward workers; whatever was said of its ledger, its groups are closed."""
+    train, player = ledgers.train, ledgers.evaluation
+    _, group = await put_up(train, 0, samples=3)
+    await train.score_group(group, {0: b"a", 2: b"c"}, {1: Cause("wire: none")})
+    writer = RecordingWriter(tmp_path, 1, Header(id="one", run="r", model="m", temperature=1.0), 1 << 20)
+    writer.add(RecordedGroup.of(await train.read_group(0)))
+    writer.sync()
+    writer.close()
+    (recorded,) = read_groups(tmp_path)
+    assert (recorded.samples, recorded.causes) == ([(b"0", b"a"), (b"2", b"c")], [(1, "wire: none")])
+    await player.say_whole(True)
+    bounds = {"min_group": 2, "budget": 9, "hard_cap": 9, "max_dead": 9}
+    await player.admit_closed(cursor=0, fingerprint="f", prompt=recorded.prompt, samples=recorded.samples, **bounds)
+    assert (await player.read_group(0)).samples == {0: (b"0", b"a"), 1: (b"2", b"c")}
+    assert await entries(player) == 0
+    assert await sound(player)
 
 
 @pytest.mark.parametrize(("gid", "attempt"), [(9, 1), (0, 2)])
