@@ -32,6 +32,8 @@ ENDED_BY_A_LIMIT = {
     ),
     "endless-output": ("while True: print('x' * 100_000)", {}, "output"),
     "endless-errors": ("import sys\nwhile True: sys.stderr.write('x' * 100_000)", {}, "output"),
+    "endless-bytes-that-are-no-text": ("import os\nwhile True: os.write(1, b'\\xff' * 65536)", {}, "output"),
+    "endless-results": ("import os\nwhile True: os.write(3, b'\\0' * 65536)", {}, "output"),
     "memory-of-many-processes": (
         """
         import os, time

@@ -27,7 +27,8 @@ Isolation = Literal["namespaces", "bubblewrap", "nsjail", "none"]
 _START: Final = "import sys; sys.path.insert(0, sys.argv[1]); from inside.keeper import main; main()"
 _KEEPER_SECONDS: Final = 20.0
 """How long a keeper may take to start, and to kill and clean up, on a busy machine."""
-_ANSWER_ROOM: Final = 1 << 16
+_ANSWER_ROOM: Final = 1 << 19
+"""The keeper notices that output is over its limit when up to four pipes have given a chunk more."""
 _BYTES_PER_BYTE: Final = 6
 """JSON writes a control character, and what is no UTF-8, as six characters."""
 _HINT: Final = (
