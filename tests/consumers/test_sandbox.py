@@ -171,6 +171,19 @@ async def test_a_worker_that_is_killed_leaves_nothing(isolation, mark, tmp_path)
     await eventually(lambda: list(tmp_path.iterdir()) == [])
 
 
+async def test_a_host_without_memory_is_an_error_and_no_score(monkeypatch):
+    box = sandbox()
+    await box.open()
+    start = (
+        "import itertools, sys; sys.path.insert(0, sys.argv[1]); from inside import keeper, processes;"
+        "killed = itertools.count(); processes.starved = lambda: next(killed); keeper.main()"
+    )
+    monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", start)
+    assert (await run(box, "print(1)")).stdout == "1\n"
+    with pytest.raises(SandboxError, match="the host ran out of memory"):
+        await run(box, "import os; os.kill(os.getpid(), 9)")
+
+
 async def test_a_program_that_cannot_be_executed_is_an_error_and_no_score():
     async with sandbox().start(Program(argv=("/no/such/program",))) as session:
         with pytest.raises(SandboxError, match="No such file"):

@@ -95,12 +95,15 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Run it to its end, kill what is left of it, and say what came of it."""
         began = time.monotonic()
+        starved = processes.starved()
         try:
             self._start()
             forced = self._watch(began)
         finally:
             dead = processes.kill_all(_KILL_SECONDS)
         self._drain()
+        if self._size() > self._limits["output"]:
+            forced = forced or "output"
         for descriptor in (*self._reads, self._stdin):
             os.close(descriptor)
         wall = time.monotonic() - began
@@ -110,11 +113,13 @@ class Run:
         said: dict[str, Any] = json.loads(status.partition(b"\n")[0] or b"{}")  # the first who has something to say
         if "error" in said:
             return said
-        if not said and forced is None and self._jailed:
+        if not said and forced is None and self._order["isolation"] != "none":
             return {"error": "the first process of the sandbox was killed; is there enough memory?"}
         code, cpu = said.get("code"), max(said.get("cpu", 0.0), self._ran)
         if code is not None and self._order["isolation"] == "wrapped" and code > _SIGNALLED:
             code = _SIGNALLED - code  # as a shell tells a signal
+        if forced is None and code == -signal.SIGKILL and processes.starved() > starved:
+            return {"error": "the host ran out of memory, and its kernel may have killed the program for that"}
         return {
             "outcome": forced or self._outcome(code, cpu),
             "code": code,

@@ -49,6 +49,15 @@ def processor_time(pids: list[int]) -> tuple[float, float]:
     return run, delay
 
 
+def starved() -> int:
+    """Return how many processes this kernel has killed since it started because there was no memory."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def kill_all(deadline: float) -> bool:
     """Kill everything below this process, which must be the reaper of orphans; False when some will not die.
 
