@@ -156,7 +156,7 @@ class Archive:
     def _write(self, groups: Sequence[RecordedGroup], *, durable: bool) -> None:
         try:
             writer = self._writer = self._writer or self._begin()
-        except (OSError, ConfigError) as error:
+        except OSError as error:
             self._given_up += len(groups)
             self._complain(str(error))
             return
@@ -181,7 +181,6 @@ class Archive:
 
         Raises:
             OSError: there is no room.
-            ConfigError: what is there is no recording.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         header = self._header()
@@ -196,8 +195,13 @@ class Archive:
 
     def _header(self) -> Header:
         """That of the newest file when it is the same, so that the files of a run are one recording."""
-        config, files = self._run, recording_files(self._folder)
-        there = next((header for file in reversed(files) if (header := read_header(file)) is not None), None)
+        config = self._run
+        there: Header | None = None
+        for file in recording_files(self._folder):
+            try:
+                there = read_header(file) or there
+            except ConfigError as error:  # a damaged file is no reason to keep nothing more
+                logger.warning("damaged file in the archive", extra={"file": str(file), "error": str(error)})
         here = Header(
             id=uuid.uuid4().hex,
             run=config.name,

@@ -254,6 +254,9 @@ async def test_a_damaged_file_is_read_up_to_there_and_named(tmp_path):
     assert len(reading.problems) == 1
     with pytest.raises(ConfigError, match="no file of a recording"):
         read_archive(first)
+    await archived(tmp_path, configured(), closed(3))  # and nobody stops writing for it
+    assert [group.gid for group in reading] == [2]
+    assert [group.gid for group in read_archive(tmp_path)] == [2, 3]
 
 
 async def test_it_may_be_read_while_it_is_written(tmp_path):
