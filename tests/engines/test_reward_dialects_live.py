@@ -42,7 +42,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "vllm": {"dtype": "float32", "max-model-len": CONTEXT, "kv-cache-memory-bytes": 64 << 20},
     "sglang": {"dtype": "float32", "context-length": CONTEXT, "max-total-tokens": 1 << 14},
 }
-RESPONSES = ["4", "It is four.", "I do not know <eos> yet", "2 + 2 = 4, naïve 🙂 " * 8]
+RESPONSES = ["4", "It is four.", "I do not know yet.", "2 + 2 = 4, naïve 🙂 " * 8]
 
 
 @dataclass(frozen=True)
