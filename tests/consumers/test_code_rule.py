@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from streamrl.config import RunConfig
@@ -132,6 +134,12 @@ async def test_an_interpreter_that_the_sandbox_does_not_see_is_refused(code, tmp
     rule = code(command=[str(script)], visible=[str(tmp_path / "bin")])
     await rule.open(None)
     assert (await rule.score(response("", [{"input": "", "output": "7"}]))).value == 1.0
+
+
+async def test_the_interpreter_of_an_environment_brings_its_packages(code):
+    text = "import msgspec\ndef add(a, b): return msgspec.json.decode(f'{a + b}')"
+    assert (await parts(code(python=sys.executable), text, CALL[:1]))[0] == 1.0
+    assert (await parts(code(), text, CALL[:1]))[0] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_no_isolation_needs_the_network_to_be_allowed():
         Sandbox(Limits(), isolation="none")
 
 
-@pytest.mark.parametrize("wrong", [{"cpu": 0}, {"processes": -1}, {"memory": 1}, {"wall": float("nan")}])
+@pytest.mark.parametrize("wrong", [{"cpu": 0}, {"processes": -1}, {"memory": 1}, {"wall": float("nan")}, {"cpu": float("inf")}])
 def test_limits_that_are_none_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Limits(**wrong)

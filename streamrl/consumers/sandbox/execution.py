@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -46,8 +47,8 @@ class Limits:
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in self.__slots__}
         for name, number in numbers.items():
-            if number is not None and not number > 0:
-                raise ValueError(f"{name} is {number}; it must be above 0")
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number}; it must be above 0, and finite")
         if self.memory < SMALLEST_MEMORY:
             raise ValueError(f"memory is {self.memory} bytes; no program starts in less than {SMALLEST_MEMORY}")
 
