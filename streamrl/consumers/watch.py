@@ -39,6 +39,7 @@ class LoopWatch:
 
     def __init__(self, calls: Sequence[RewardCalls], seconds: float = SECONDS) -> None:
         self._calls = calls
+        self._threads = any(call.reward.blocking and not call.reward.instant for call in calls)
         self._seconds = seconds
         self._ticked = time.monotonic()
 
@@ -50,14 +51,18 @@ class LoopWatch:
         try:
             while True:
                 self._ticked = time.monotonic()
-                computed, counted = _other_threads(), self._counted()
+                computed, counted = self._computed(), self._counted()
                 await asyncio.sleep(_TICK)
                 late = time.monotonic() - self._ticked - _TICK
                 # Without computing in other threads it is the machine that is busy, and no reward's fault.
-                if late > HELD_SECONDS and _other_threads() - computed > HELD_SECONDS:
+                if late > HELD_SECONDS and self._computed() - computed > HELD_SECONDS:
                     self._suspect(late, counted)
         finally:
             ended.set()
+
+    def _computed(self) -> float:
+        """Seconds that the other threads of this process have computed; 0 where no reward runs in one."""
+        return time.process_time() - time.thread_time() if self._threads else 0.0
 
     def _counted(self) -> int:
         return sum(calls.figures.blocked for calls in self._calls)
@@ -88,11 +93,6 @@ class LoopWatch:
             named = ticked
             extra = {**found, "seconds": round(stood, 1), "stack": _stack(frame)}
             logger.error("a reward holds the event loop", extra=extra)
-
-
-def _other_threads() -> float:
-    """Seconds that the threads of this process have computed, without this one."""
-    return time.process_time() - time.thread_time()
 
 
 def held_by(frame: FrameType | None) -> dict[str, str | int] | None:
