@@ -324,3 +324,16 @@ async def test_an_entry_of_no_open_group_is_removed_and_nothing_else(ledgers: Le
     assert await train.live() == [0]
     assert await sound(train)
     assert await train.score_group(real, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
+
+
+async def test_forget_looks_again_before_it_removes(ledgers: Ledgers):
+    """Read and removal are two steps: what waits by then stays, and a sample of a whole group waits for nobody."""
+    train, call = ledgers.train, ledgers.connection.call
+    _, group = await put_up(train, 0, samples=2)
+    names = [train.keys.rollouts, train.keys.group(0)]
+    assert await call("forget", names, [group.entry, "*", 1]) == 0
+    assert await call("forget", names, [group.entry, "*", 2]) == 1, "another attempt"
+    await ledgers.connection.read("XADD", train.keys.rollouts, "*", "g", 0, "a", 1, "k", 0)
+    (single,) = await lease(train, "rollouts")
+    assert await train.leased_sample(single) is None
+    assert await entries(train) == 0
