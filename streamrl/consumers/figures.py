@@ -12,6 +12,7 @@ _PER_DOUBLING: Final = 4
 """Buckets of latency per factor two: a quantile is right to 9 %."""
 _SHORTEST: Final = 1e-6
 _MOST_VALUES: Final = 200
+_WHOLE: Final = frozenset({0.0, 1.0})
 
 
 class RewardFigures:
@@ -53,6 +54,9 @@ class RewardFigures:
         self.tokens += tokens
         self._sum += value
         self._squares += value * value
+        if value in self.values and value in _WHOLE:  # what rules give needs no rounding
+            self.values[value] += 1
+            return
         rounded = float(f"{value:.1g}")
         if rounded in self.values or len(self.values) < _MOST_VALUES:
             self.values[rounded] += 1
