@@ -134,6 +134,8 @@ class SglangModel(_Model):
             "random-seed": seed,
             "is-embedding": self._config.task != "chat",
             "skip-server-warmup": True,
+            # Otherwise each sample is a line of its log.
+            "log-level-http": "warning",
             # Otherwise the idle scheduler keeps a core busy.
             "sleep-on-idle": True,
         }
