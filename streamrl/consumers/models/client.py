@@ -9,16 +9,18 @@ refuses (400) every server would refuse: that ends the request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from streamrl.config import RewardModelConfig
 from streamrl.consumers.models.router import Flight, Outcome, Router, Standing, State
 from streamrl.errors import RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
+from streamrl.queues.ratelimit import RateLimit
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +38,6 @@ _NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
 
 Answer = Mapping[str, Any]
 _T = TypeVar("_T")
-
-
-class Limit(Protocol):
-    """The rate limit that all workers of a run share."""
-
-    async def take(self, tokens: int, deadline: float) -> None:
-        """Wait until one request of `tokens` tokens may go out, for at most `deadline` seconds.
-
-        Raises:
-            RewardUnavailable: it may not within that time; nothing was taken.
-        """
 
 
 @dataclass(slots=True)
@@ -81,6 +72,13 @@ class _Request:
             self.answered = self.answered or not _is_away(error)
 
 
+@dataclass(slots=True)
+class _Spent:
+    """Tokens that a request has cost: its estimate, until more is known."""
+
+    tokens: int
+
+
 class ModelClient:
     """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used.
 
@@ -92,7 +90,7 @@ class ModelClient:
     """
 
     def __init__(
-        self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: Limit | None = None
+        self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: RateLimit | None = None
     ) -> None:
         self.name = name
         self.config = config
@@ -185,14 +183,12 @@ class ModelClient:
             await self._sessions.popitem()[1].close()
 
     async def _place(self, request: _Request) -> Flight:
-        """Wait for the rate limit, then for a server with room, and take the place.
+        """Wait for a server with room, and take the place.
 
         Raises:
             StreamrlError: there is none: what the request failed with, else `RewardUnavailable`.
         """
         loop = asyncio.get_running_loop()
-        if self._limit is not None:
-            await self._limit.take(request.tokens, max(0.0, request.end - loop.time()))
         while True:
             now = loop.time()
             if now >= request.end:
@@ -255,19 +251,20 @@ class ModelClient:
         _wake(self._line, len(self._line))
 
     async def _fly(self, request: _Request, flight: Flight, read: Callable[[Answer], _T]) -> tuple[_T] | None:
-        """Ask one server. Returns what was read, None when the request should go on to another one.
+        """Wait for the rate limit and ask one server.
+
+        Returns:
+            What was read; None when the request should go on to another server.
 
         Raises:
             BadRequest: it refuses the request.
             Lost: there was little time left, and now there is none.
+            RewardUnavailable: the rate limit lets nothing out in time.
         """
         loop = asyncio.get_running_loop()
         outcome, why, rest = Outcome.CANCELLED, "", None
         try:
-            answer = await self._session(flight.url).call(request.call, request.end - loop.time(), retry=False)
-            if not isinstance(answer, dict):
-                raise WireError(f"{flight.url}{request.call.path} answered no JSON object: {str(answer)[:100]!r}")
-            found = (read(answer),)
+            found = (read(await self._answer(request, flight)),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             outcome, why = _outcome(error), error.message
             if isinstance(error, Lost) and error.late and loop.time() - flight.began < _FAIR_SHARE * request.seconds:
@@ -283,6 +280,35 @@ class ModelClient:
         finally:
             self._changed(flight.url, self._router.ended(flight, outcome, loop.time(), why, rest), why)
             self._wake_one()
+
+    async def _answer(self, request: _Request, flight: Flight) -> Answer:
+        """The answer of one server, within the rate limit. Errors as of `HttpClient.call`."""
+        loop = asyncio.get_running_loop()
+        async with self._limited(request) as spent:
+            flight.began = loop.time()
+            try:
+                answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
+            except BadAnswer as error:
+                if error.status in _NOT_NOW:
+                    spent.tokens = 0
+                raise
+            if not isinstance(answer, dict):
+                raise WireError(f"{flight.url}{request.call.path} answered no JSON object: {str(answer)[:100]!r}")
+            spent.tokens = used_tokens(answer, request.tokens)
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, request: _Request) -> AsyncIterator[_Spent]:
+        """Room in the rate limit for one request that goes out; what the block says it spent is settled at its end."""
+        spent = _Spent(request.tokens)
+        if self._limit is None:
+            yield spent
+            return
+        room = await self._limit.take(request.tokens, max(0.0, request.end - asyncio.get_running_loop().time()))
+        try:
+            yield spent
+        finally:
+            await self._limit.settle(room, spent.tokens)
 
     async def _check(self, url: str) -> None:
         """Check the health of one server; a check that fails is no error of ours."""
@@ -316,12 +342,19 @@ class ModelClient:
         return self._sessions[url]
 
     def _unavailable(self) -> RewardUnavailable:
-        rows = self._router.standings()
+        rows = self.standings()
         known = "; ".join(f"{row.url} is {row.state.value}{row.why and ': '}{row.why}" for row in rows) or "it has none"
         return RewardUnavailable(
             f"no server of reward model {self.name} could be asked in time ({known})",
             f"`streamrl reward servers ls {self.name}` shows them, `streamrl reward servers add` adds one",
         )
+
+
+def used_tokens(answer: Answer, otherwise: int = 0) -> int:
+    """Tokens that a server says it read and wrote for an answer; `otherwise` where it does not say."""
+    usage = answer.get("usage")
+    total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
+    return total if type(total) is int and total >= 0 else otherwise
 
 
 def _wake(line: dict[asyncio.Future[None], None], count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
+from streamrl.consumers.models.opening import places
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.template import Template, conversation
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, Score
@@ -100,12 +100,8 @@ class RewardModel(Reward):
         Raises:
             ConfigError: no such model, no tokenizer, or servers that refuse what they are asked.
         """
-        if self._name not in context.models:
-            close = difflib.get_close_matches(self._name, context.models, n=1)
-            known = ", ".join(context.models) or "none"
-            hint = f"did you mean {close[0]}?" if close else f"reward_models has: {known}"
-            raise ConfigError(f"there is no reward model {self._name!r}", hint)
-        self._model = context.models[self._name]
+        self._model = context.model(self._name)
+        self.concurrency = places(context, self._model.config, 1)
         self._deadline = _SHARE * context.deadline
         self._check(self._model)
         if self._template is None and self._text != "server":
@@ -187,17 +183,27 @@ class RewardModel(Reward):
             ConfigError: the servers refuse such a request, or it is not clear which of their numbers is the score.
         """
         try:
-            question = self._question(_SAMPLE)
+            question = self._question(PROBE)
         except DataError:
             return  # a body that needs more of a prompt than this one has
         try:
             await self._ask(question, min(_PROBE_SECONDS, self._deadline))
         except StreamrlError as error:
-            cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
-            if isinstance(cause, DataError | UnclearScore) or (isinstance(cause, BadAnswer) and cause.status in _NEVER):
-                raise ConfigError(f"reward model {self._name} cannot be asked: {cause.message}", cause.hint) from error
+            refuse_for_ever(self._name, error)
             extra = {"model": self._name, "why": error.message}
             logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
+
+
+def refuse_for_ever(model: str, error: StreamrlError) -> None:
+    """Raise `ConfigError` when an error says that the servers of a model will never do what they were asked.
+
+    Args:
+        model: its name in `reward_models`.
+        error: that a question ended with.
+    """
+    cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
+    if isinstance(cause, DataError | UnclearScore) or (isinstance(cause, BadAnswer) and cause.status in _NEVER):
+        raise ConfigError(f"reward model {model} cannot be asked: {cause.message}", cause.hint) from error
 
 
 def _estimate(sample: RewardSample) -> int:
@@ -205,7 +211,7 @@ def _estimate(sample: RewardSample) -> int:
     return (len(sample.prompt.text) + len(sample.text)) // _CHARACTERS_PER_TOKEN + 1
 
 
-_SAMPLE: Final = RewardSample(
+PROBE: Final = RewardSample(
     text="Four.",
     prompt=RewardPrompt(
         text="What is two plus two?",
@@ -219,3 +225,4 @@ _SAMPLE: Final = RewardSample(
     tokens=np.zeros(1, dtype=np.int32),
     finish="stop",
 )
+"""What a server is asked at the start, to see that it can be asked at all."""

@@ -15,8 +15,9 @@ string becomes text. `{{` and `}}` are braces.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -34,6 +35,11 @@ def conversation(sample: RewardSample) -> list[dict[str, Any]]:
     return [*before, {"role": "assistant", "content": sample.text}]
 
 
+def fence(sample: RewardSample) -> str:
+    """Twelve digits for delimiters around a response: they depend on it, so it cannot contain them."""
+    return hashlib.blake2b(f"{sample.prompt.text}\0{sample.text}".encode(errors="replace"), digest_size=6).hexdigest()
+
+
 _VALUES: Final[Mapping[str, Callable[[RewardSample], Any]]] = {
     "prompt": lambda sample: sample.prompt.text,
     "response": lambda sample: sample.text,
@@ -43,28 +49,23 @@ _VALUES: Final[Mapping[str, Callable[[RewardSample], Any]]] = {
     "finish": lambda sample: sample.finish,
     "gid": lambda sample: sample.gid,
     "index": lambda sample: sample.index,
+    "fence": fence,
 }
 _METADATA: Final = "metadata."
 
 
-class Template:
-    """A body with places, and the way to the score in the answer.
+class Body:
+    """A body with places. `places` are their names.
 
     Args:
         body: JSON value; every string in it may have places.
-        value: keys and numbers of list entries that lead to the score, with dots between them.
 
     Raises:
-        PluginError: a place has no known name, a brace is alone, or `value` is empty.
+        PluginError: a place has no known name, or a brace is alone.
     """
 
-    def __init__(self, body: Mapping[str, Any], value: str) -> None:
+    def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
-        self._way = value.split(".")
-        if not all(self._way):
-            raise PluginError(
-                f"value {value!r} is no way to a number", "write it with dots: result.score, data.0.score"
-            )
         self.places = frozenset(_places(body))
 
     def filled(self, sample: RewardSample) -> dict[str, Any]:
@@ -75,19 +76,47 @@ class Template:
         """
         return {key: _filled(value, sample) for key, value in self._body.items()}
 
+
+class Template(Body):
+    """A body with places, and the way to the score in the answer.
+
+    Args:
+        body: as of `Body`.
+        value: keys and numbers of list entries that lead to the score, with dots between them.
+
+    Raises:
+        PluginError: as of `Body`; or `value` is empty.
+    """
+
+    def __init__(self, body: Mapping[str, Any], value: str) -> None:
+        super().__init__(body)
+        self._way = value.split(".")
+        if not all(self._way):
+            raise PluginError(
+                f"value {value!r} is no way to a number", "write it with dots: result.score, data.0.score"
+            )
+
     def read(self, answer: Mapping[str, Any]) -> float:
         """The score in an answer.
 
         Raises:
             WireError: it is not there, or no finite number.
         """
-        found: Any = answer
-        for step in self._way:
-            try:
-                found = found[int(step)] if isinstance(found, list) else found[step]
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise WireError(f"an answer without {'.'.join(self._way)}: {str(answer)[:200]}") from error
+        try:
+            found = at(answer, self._way)
+        except LookupError as error:
+            raise WireError(f"an answer without {'.'.join(self._way)}: {str(answer)[:200]}") from error
         return finite_number(found, ".".join(self._way))
+
+
+def at(value: Any, way: Sequence[str]) -> Any:
+    """What is at the end of a way of keys and numbers of list entries; `LookupError` when there is nothing."""
+    try:
+        for step in way:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+    except (TypeError, ValueError) as error:
+        raise LookupError(step) from error
+    return value
 
 
 def _places(value: Any) -> list[str]:
@@ -125,8 +154,12 @@ def _filled(value: Any, sample: RewardSample) -> Any:
 def _text(match: re.Match[str], sample: RewardSample) -> str:
     if match[1] is None:
         return match[0][0]
-    found = _value(match[1], sample)
-    return found if isinstance(found, str) else orjson.dumps(found).decode()
+    return as_text(_value(match[1], sample))
+
+
+def as_text(value: Any) -> str:
+    """A value in the midst of text: JSON, unless it is text."""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _value(name: str, sample: RewardSample) -> Any:
