@@ -29,6 +29,8 @@ _Packed: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=16 << 20)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
 
+_INT32: Final = np.dtype("<i4")
+_FLOAT32: Final = np.dtype("<f4")
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
@@ -184,7 +186,8 @@ def _check_arrays(message: Message) -> None:
         return
     if len(message.tokens) % 4 or (isinstance(message, Sample) and len(message.logprobs) % 4):
         raise WireError("an array of tokens or log-probabilities was cut in the middle of an element")
-    if isinstance(message, Sample) and not np.isfinite(message.token_logprobs).all():
+    # Looking for a zero byte takes half the time of `all` on arrays as short as these.
+    if isinstance(message, Sample) and b"\0" in np.isfinite(message.token_logprobs).tobytes():
         raise WireError("a sample has a log-probability that is not finite")
 
 
@@ -200,12 +203,12 @@ def pack_float32(values: npt.ArrayLike) -> bytes:
 
 def unpack_int32(data: bytes) -> Int32Array:
     """Read-only view of packed token ids, shape (n,)."""
-    return np.frombuffer(data, dtype="<i4")
+    return np.frombuffer(data, dtype=_INT32)
 
 
 def unpack_float32(data: bytes) -> Float32Array:
     """Read-only view of packed log-probabilities, shape (n,)."""
-    return np.frombuffer(data, dtype="<f4")
+    return np.frombuffer(data, dtype=_FLOAT32)
 
 
 def pack_frame(record: dict[str, Any]) -> bytes:
