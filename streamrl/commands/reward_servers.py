@@ -14,11 +14,15 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the model
 
 
 @reward_servers_app.command("ls")
-def ls(run: RunOption = None, json: JsonOption = False) -> int:
-    """List the servers of all reward models. 1 when one that streamrl starts is not there."""
+def ls(
+    model: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Of one model; else of all.")] = None,
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> int:
+    """List the servers of reward models. 1 when one that streamrl starts is not there."""
     from streamrl.commands.reward_servers_live import ls as command
 
-    return command(run, json=json)
+    return command(run, model, json=json)
 
 
 @reward_servers_app.command("add")

@@ -18,9 +18,16 @@ CHANGE_SCHEMA: Final = "streamrl.reward.servers.change/1"
 _DOWN: Final = "down"
 
 
-def ls(chosen: Path | None, *, json: bool) -> int:
-    """List the servers: those of the configuration, those that roles started, those that people added."""
-    rows = asyncio.run(_rows(find_run(chosen)))
+def ls(chosen: Path | None, model: str | None, *, json: bool) -> int:
+    """List the servers: those of the configuration, those that roles started, those that people added.
+
+    Raises:
+        UsageError: no such model.
+    """
+    run = find_run(chosen)
+    if model is not None:
+        _expect_model(run, model)
+    rows = [row for row in asyncio.run(_rows(run)) if model in {None, row["model"]}]
     code = ExitCode.FAILURE if any(row["state"] == _DOWN for row in rows) else ExitCode.OK
     if json:
         output.write_json(LIST_SCHEMA, {"servers": rows})
@@ -62,11 +69,8 @@ def change(chosen: Path | None, model: str, server: str, *, present: bool, json:
         UsageError: no such model, no URL, or no such server.
     """
     run = find_run(chosen)
+    _expect_model(run, model)
     models = run.config["reward_models"]
-    if model not in models:
-        close = difflib.get_close_matches(model, list(models), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(models) or 'none'}"
-        raise UsageError(f"this run has no reward model {model}", hint)
     name = server.rstrip("/")
     ours = set(_ours(model, models[model]))
     if name not in ours:
@@ -92,6 +96,14 @@ def change(chosen: Path | None, model: str, server: str, *, present: bool, json:
 def _ours(model: str, config: dict[str, Any]) -> list[str]:
     """Roles that are servers of a model."""
     return [f"reward_model.{model}.{number}" for number in range(0 if config["url"] else config["servers"])]
+
+
+def _expect_model(run: RunDirectory, model: str) -> None:
+    models = run.config["reward_models"]
+    if model not in models:
+        close = difflib.get_close_matches(model, list(models), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(models) or 'none'}"
+        raise UsageError(f"this run has no reward model {model}", hint)
 
 
 def _expect_url(server: str) -> None:

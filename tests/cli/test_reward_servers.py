@@ -54,6 +54,8 @@ async def test_ls_shows_who_answers_and_whether_all_of_ours_are_there(started: P
     heading, first, *_ = (await call("ls", "--run", str(started))).stdout.splitlines()
     assert heading.split() == ["MODEL", "SERVER", "STATE", "URL"]
     assert first.split() == ["critic", "reward_model.critic.0", "asleep", "http://127.0.0.1:9"]
+    of_one = (await call("ls", "judge", "--run", str(started))).stdout.splitlines()[1:]
+    assert [line.split()[1] for line in of_one] == ["http://a:1", "http://b:1"]
     assert await change("remove", "critic", "reward_model.critic.1", started)
     assert [name for _, name, _, _ in await rows(started, 0)] == ["reward_model.critic.0", "http://a:1", "http://b:1"]
 
@@ -75,6 +77,7 @@ async def test_add_and_remove_are_said_once(started: Path):
     ("words", "said"),
     [
         (["add", "critik", "http://c:1"], "did you mean critic?"),
+        (["ls", "critik"], "did you mean critic?"),
         (["add", "judge", "c:1"], "no URL of a server"),
         (["add", "judge", "http://me:pw@c:1"], "shown to everybody"),
         (["remove", "judge", "http://c:1"], "reward servers ls"),
