@@ -15,5 +15,6 @@ BUILT_IN: Final[dict[str, str]] = {
     "repetition": "streamrl.consumers.rules.repetition:Repetition",
     "code": "streamrl.consumers.rules.code:Code",
     "reward_model": "streamrl.consumers.models.reward:RewardModel",
+    "judge": "streamrl.consumers.judge.reward:Judge",
     "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
 }

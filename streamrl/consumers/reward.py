@@ -24,6 +24,7 @@ score that reaches Redis counts.
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.errors import ConfigError
 from streamrl.wire import Int32Array, Prompt, Sample
 
 Read = TypeVar("Read")
@@ -189,6 +191,15 @@ class RewardContext:
     models: Mapping[str, AskedModel] = field(default_factory=dict)
     worker: str = ""
     deadline: float = 30.0
+
+    def model(self, name: str) -> AskedModel:
+        """The entry of `reward_models` with this name; `ConfigError` when there is none."""
+        if name not in self.models:
+            close = difflib.get_close_matches(name, self.models, n=1)
+            known = ", ".join(self.models) or "none"
+            hint = f"did you mean {close[0]}?" if close else f"reward_models has: {known}"
+            raise ConfigError(f"there is no reward model {name!r}", hint)
+        return self.models[name]
 
 
 class RewardLife:

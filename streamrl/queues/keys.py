@@ -105,3 +105,15 @@ class Keys:
     def reward_servers(self, model: str) -> str:
         """Hash of the servers that people added to a reward model or removed from it; `#` counts the added ones."""
         return f"{{sr:{self.run}}}:reward_servers:{model}"
+
+    def rate_limit(self, model: str) -> str:
+        """Hash: the rate limit of a reward model: how full both buckets were when somebody last looked."""
+        return f"{{sr:{self.run}}}:limit:{model}"
+
+    def rate_waiting(self, model: str) -> str:
+        """Sorted set: the line of the requests that wait for their turn."""
+        return f"{{sr:{self.run}}}:limit:{model}:waiting"
+
+    def rate_granted(self, model: str) -> str:
+        """Sorted set of the requests that had their turn and are not settled, by the time of their turn."""
+        return f"{{sr:{self.run}}}:limit:{model}:granted"

@@ -266,17 +266,28 @@ async def test_a_request_whose_last_server_was_removed_waits_for_another():
 
 async def test_the_rate_limit_is_asked_once_for_each_request_that_goes_out():
     taken: list[int] = []
+    settled: list[tuple[int, int]] = []
 
     class Counting:
-        async def take(self, tokens: int, deadline: float) -> None:
+        async def take(self, tokens: int, deadline: float) -> int:
             assert 0 < deadline <= LONG
             taken.append(tokens)
+            return len(taken)
+
+        async def settle(self, reservation: int, tokens: int) -> None:
+            settled.append((reservation, tokens))
 
     async with servers(["500"], ["well"]) as (bad, good), client_of(bad.url, good.url, limit=Counting()) as client:
         read = lambda answer: read_score(DIALECT, answer, None)  # noqa: E731
         body = DIALECT.body("", IDS)
         assert await client.ask("/classify", body, read, deadline=LONG, tokens=17) == score_of(IDS)
         assert taken == [17] * (len(bad.asked) + len(good.asked))
+        assert settled == [(number + 1, 17) for number in range(len(taken))], "nobody said what it cost"
+
+
+@pytest.mark.parametrize(("answer", "used"), [({"usage": {"total_tokens": 5}}, 5), ({"usage": {}}, 17), ({}, 17)])
+def test_what_an_answer_says_it_cost_is_what_is_paid(answer, used):
+    assert module.used_tokens(answer, 17) == used
 
 
 async def test_a_used_up_rate_limit_ends_the_request_and_nothing_goes_out():

@@ -1,0 +1,227 @@
+"""Requests and tokens per minute of a reward model, of all who ask it together: token buckets in Redis.
+
+A request asks for its turn, waits for it in one line with all others, goes out, and settles: tokens that it did not
+need come back. Each of the two buckets (requests, tokens) holds a twentieth of a minute's quota (`AT_ONCE`) and is
+filled with the rest evenly over a minute, so that no minute sees more than the quota, wherever it begins. A request
+that is larger than a bucket waits until it is full and goes alone; those after it wait until what it took beyond is
+made up for. Turns are given in the order of asking, so nobody waits for ever.
+
+Time is that of the Redis server (`limit_take.lua`). When its clock goes back, what would have been filled since the
+last look is lost, and a look comes every second while somebody waits; when it leaps ahead, buckets are full, no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from streamrl.errors import RewardUnavailable, Unreachable
+from streamrl.queues.connection import Connection
+from streamrl.queues.keys import Keys
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE: Final = 0.05
+"""Part of a minute's quota that a bucket holds: so much goes out at once after a pause."""
+_MINUTE_MS: Final = 60_000
+_REFILLED: Final = 1 - AT_ONCE
+CAPACITY_MS: Final = int(_MINUTE_MS * AT_ONCE / _REFILLED)
+"""Milliseconds that fill an empty bucket; all sizes are told in such time."""
+LOOK_SECONDS: Final = 1.0
+"""Longest pause between two looks of one that waits: tokens that come back bring its turn sooner than it was told."""
+_SETTLE_SECONDS: Final = 2.0
+_FRACTION: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a model may be asked in a minute; None: no limit."""
+
+    requests: int | None
+    tokens: int | None
+
+    def cost(self, tokens: int) -> tuple[float, float]:
+        """Milliseconds that bring back one request, and `tokens` tokens."""
+        request = _MINUTE_MS / (_REFILLED * self.requests) if self.requests else 0.0
+        return request, tokens * _MINUTE_MS / (_REFILLED * self.tokens) if self.tokens else 0.0
+
+    def within(self, seconds: float, tokens: int) -> int | None:
+        """Requests of `tokens` tokens that go out in so many seconds, at least 1; None: any number."""
+        cost = max(self.cost(tokens))
+        return max(1, math.floor(_FRACTION * seconds / cost)) if cost else None
+
+
+@dataclass(slots=True)
+class Turn:
+    """The turn of one request that takes `tokens` tokens; `settled` once it is paid or given up."""
+
+    id: str
+    tokens: int
+    settled: bool = False
+
+
+class Store(Protocol):
+    """Where the buckets and the line are."""
+
+    async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
+        """Ask for a turn, or look again. Safe to repeat.
+
+        Returns:
+            0: it is its turn, and the costs are taken; else milliseconds after which it may be; -1 - so many when they
+            are more than `patience_ms`: then it does not wait in the line.
+        """
+
+    async def settle(self, turn: str, back: tuple[float, float]) -> None:
+        """Leave the line; or give back a part of both costs, more where it is below 0. A repeat does nothing."""
+
+
+class RedisStore:
+    """Buckets of one model that all processes of a run share.
+
+    Args:
+        connection: to Redis.
+        keys: of the run.
+        model: its name in `reward_models`.
+    """
+
+    def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
+        self._connection = connection
+        self._keys = [keys.rate_limit(model), keys.rate_waiting(model), keys.rate_granted(model)]
+
+    async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
+        """See `Store.take`; errors as of `Connection.call`. What it costs is part of the name of the turn."""
+        del costs
+        return int(await self._connection.call("limit_take", self._keys, [turn, CAPACITY_MS, patience_ms]))
+
+    async def settle(self, turn: str, back: tuple[float, float]) -> None:
+        """See `Store.settle`; errors as of `Connection.call`."""
+        await self._connection.call("limit_settle", self._keys, [turn, *back])
+
+
+class Buckets:
+    """What `limit_take.lua` and `limit_settle.lua` do, with the clock as an argument."""
+
+    def __init__(self) -> None:
+        self._seen = -math.inf
+        self._levels: tuple[float, ...] = (CAPACITY_MS, CAPACITY_MS)
+        self._waiting: dict[str, tuple[float, float]] = {}
+        self._granted: dict[str, None] = {}
+
+    def take(self, turn: str, costs: tuple[float, float], patience_ms: int, now: float) -> int:
+        """See `Store.take`; `now` is the clock in milliseconds."""
+        levels = self._levels = _filled(self._levels, max(0.0, now - self._seen))
+        self._seen = now
+        if turn in self._granted:
+            costs = (0.0, 0.0)
+        wait = 0.0
+        for one, cost in list({**self._waiting, turn: costs}.items()):
+            more = max(0.0, *(min(part, CAPACITY_MS) - level for part, level in zip(cost, levels, strict=True)))
+            wait += more
+            levels = tuple(level - part for level, part in zip(_filled(levels, more), cost, strict=True))
+            if wait == 0:
+                self._waiting.pop(one, None)
+                self._granted[one] = None
+                self._levels = levels
+            if one == turn:
+                break
+        if turn in self._granted:
+            return 0
+        if turn not in self._waiting and math.ceil(wait) > patience_ms:
+            return -1 - math.ceil(wait)
+        self._waiting.setdefault(turn, costs)
+        return math.ceil(wait)
+
+    def settle(self, turn: str, back: tuple[float, float]) -> None:
+        """See `Store.settle`."""
+        if self._waiting.pop(turn, None) is None and turn in self._granted:
+            del self._granted[turn]
+            self._levels = tuple(level + part for level, part in zip(self._levels, back, strict=True))
+
+
+def _filled(levels: tuple[float, ...], passed: float) -> tuple[float, ...]:
+    return tuple(min(float(CAPACITY_MS), level + passed) for level in levels)
+
+
+class LocalStore:
+    """Buckets of this process alone, where there is no run to share them with."""
+
+    def __init__(self) -> None:
+        self._buckets = Buckets()
+
+    async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
+        """See `Store.take`."""
+        return self._buckets.take(turn, costs, patience_ms, asyncio.get_running_loop().time() * 1000)
+
+    async def settle(self, turn: str, back: tuple[float, float]) -> None:
+        """See `Store.settle`."""
+        self._buckets.settle(turn, back)
+
+
+class RateLimit:
+    """The rate limit of one reward model, as one process keeps it.
+
+    Args:
+        model: its name in `reward_models`, for messages.
+        quota: of a minute.
+        store: where the buckets are.
+    """
+
+    def __init__(self, model: str, quota: Quota, store: Store) -> None:
+        self._model, self._quota, self._store = model, quota, store
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count()
+
+    async def take(self, tokens: int, deadline: float) -> Turn:
+        """Wait until it is the turn of a request of `tokens` tokens, for at most `deadline` seconds.
+
+        Whoever has the turn calls `settle`, whatever becomes of the request. Cancelled, it leaves the line.
+
+        Raises:
+            RewardUnavailable: it is not within that time, or Redis did not say so in time; nothing was taken.
+            Unreachable: Redis is away.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline
+        costs = self._quota.cost(tokens)
+        turn = Turn(f"{self._nonce}:{next(self._numbers)} {costs[0]!r} {costs[1]!r}", tokens)
+        try:
+            async with asyncio.timeout(deadline):
+                while wait := await self._store.take(turn.id, costs, int(1000 * (end - loop.time()))):
+                    if wait < 0:
+                        turn.settled = True
+                        raise self._used_up(f"the next request may go out in {(-1 - wait) / 1000:.1f} s")
+                    await asyncio.sleep(min(wait / 1000, LOOK_SECONDS))
+        except TimeoutError as error:
+            await self._settle(turn, costs)
+            raise self._used_up(f"this request could not go out within {deadline:.1f} s") from error
+        except BaseException:
+            await self._settle(turn, costs)
+            raise
+        return turn
+
+    async def settle(self, turn: Turn, tokens: int) -> None:
+        """Say how many tokens a request used that went out. A repeat does nothing."""
+        await self._settle(turn, (0.0, self._quota.cost(turn.tokens - tokens)[1]))
+
+    async def _settle(self, turn: Turn, back: tuple[float, float]) -> None:
+        """Settle, once. What Redis does not take in time stays taken, as by a process that died."""
+        if turn.settled:
+            return
+        turn.settled = True
+        try:
+            async with asyncio.timeout(_SETTLE_SECONDS):
+                await self._store.settle(turn.id, back)
+        except (TimeoutError, Unreachable) as error:
+            logger.info("rate limit not settled", extra={"model": self._model, "why": str(error) or "no answer"})
+
+    def _used_up(self, why: str) -> RewardUnavailable:
+        return RewardUnavailable(
+            f"the rate limit of reward model {self._model} is used up: {why}",
+            f"reward_models.{self._model}.requests_per_minute and tokens_per_minute bound all workers together;"
+            " a longer deadline of the reward, or a lower concurrency, lets samples wait",
+        )

@@ -1,0 +1,95 @@
+"""A chat endpoint that says what a test wants, and can do what real ones do on bad days."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+Saying = Callable[[dict[str, Any]], str | list[str]]
+"""From the body of a request to a fault of below, or to the texts of its choices."""
+
+
+def choice(text: str | None, finish: str = "stop", **message: Any) -> dict[str, Any]:
+    return {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
+
+
+@dataclass
+class ChatServer:
+    """One server; `bodies` are the requests it got. Without `says`, each vote is `Score: 7`."""
+
+    says: Saying = lambda body: ["Score: 7"] * body.get("n", 1)
+    finish: str = "stop"
+    usage: int | None = 100
+    key: str | None = None
+    port: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "who are you?"}, status=401)
+        body = orjson.loads(await request.read())
+        self.bodies.append(body)
+        said = self.says(body)
+        if isinstance(said, str):
+            return await self._fail(said, request)
+        answer: dict[str, Any] = {"object": "chat.completion", "choices": [choice(text, self.finish) for text in said]}
+        if self.usage is not None:
+            answer["usage"] = {"prompt_tokens": 1, "completion_tokens": self.usage - 1, "total_tokens": self.usage}
+        return web.json_response(answer)
+
+    async def _fail(self, fault: str, request: web.Request) -> web.StreamResponse:
+        if fault == "hangs":
+            await self.let_go.wait()
+        if fault == "closes":
+            assert request.transport is not None
+            request.transport.abort()
+        if fault.isdecimal():
+            return web.json_response({"error": {"message": f"status {fault}"}}, status=int(fault))
+        return web.Response(body=ODD.get(fault, b""), content_type="application/json")
+
+
+ODD: dict[str, bytes] = {
+    "half json": b'{"choices": [{"message": {"content": "Score: 7',
+    "no choices": b'{"choices": []}',
+    "null choices": b'{"choices": null}',
+    "no message": b'{"choices": [{"text": "Score: 7"}]}',
+    "content of parts": b'{"choices": [{"message": {"content": [{"text": "Score: 7"}]}}]}',
+    "error in 200": b'{"error": {"message": "overloaded"}}',
+    "a list": b'["Score: 7"]',
+}
+"""Answers with status 200 that have no votes."""
+
+
+@contextlib.asynccontextmanager
+async def chatting(server: ChatServer) -> AsyncIterator[ChatServer]:
+    """Listen on a free port."""
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/chat/completions", server.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", server.port)
+    await site.start()
+    server.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    try:
+        yield server
+    finally:
+        server.let_go.set()
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def chats(*says: Saying) -> AsyncIterator[list[ChatServer]]:
+    """Several servers at once."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(chatting(ChatServer(say))) for say in says]
