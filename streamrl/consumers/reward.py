@@ -56,9 +56,11 @@ class Score:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", finite(self.value, "the value"))
-        parts = {str(name): finite(part, f"part {name}") for name, part in self.parts.items()}
-        object.__setattr__(self, "parts", parts)
+        if type(self.value) is not float or not math.isfinite(self.value):
+            object.__setattr__(self, "value", finite(self.value, "the value"))
+        if self.parts or type(self.parts) is not dict:
+            parts = {str(name): finite(part, f"part {name}") for name, part in self.parts.items()}
+            object.__setattr__(self, "parts", parts)
         if type(self.tokens) is not int:
             raise TypeError(f"the tokens of a score are {self.tokens!r} ({type(self.tokens).__name__}), not an int")
         if self.tokens < 0:
