@@ -124,13 +124,13 @@ def test_an_installed_entry_point_is_found(folder, monkeypatch):
     info = folder[0] / "judges-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: judges\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[streamrl.rewards]\njudge = {folder[1]}:Good\nbad = {folder[1]}:Nope\n")
-    assert load(folder, {"use": "judge", "args": {"bonus": 1}})[0].name == "judge"
+    (info / "entry_points.txt").write_text(f"[streamrl.rewards]\nreferee = {folder[1]}:Good\nbad = {folder[1]}:Nope\n")
+    assert load(folder, {"use": "referee", "args": {"bonus": 1}})[0].name == "referee"
     with pytest.raises(PluginError, match="entry point"):
         load(folder, {"use": "bad"})
     with pytest.raises(PluginError) as caught:
-        load(folder, {"use": "juge"})
-    assert caught.value.hint == "did you mean judge?"
+        load(folder, {"use": "refere"})
+    assert caught.value.hint == "did you mean referee?"
 
 
 def test_plugin_directories_come_after_what_is_installed(folder):
