@@ -8,11 +8,14 @@ the archive takes the last (`streamrl.queues.archived`).
 Writing happens in a thread, a block a second, and nobody waits for a disk that takes longer than `PATIENCE`. A disk
 that is full costs the archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes, and
 those above it are lost and counted.
+
+A group is known by what is in it: when Redis has lost seconds, it closes again under the same id, with other responses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import Sequence
@@ -67,7 +70,7 @@ class Archive:
         self.written = 0
         self._run, self._config = config, config.archive
         self._folder = run_dir / ARCHIVE / EVALUATION if evaluation else run_dir / ARCHIVE
-        self._seen: dict[tuple[int, int], None] = {}
+        self._seen: dict[tuple[int, int], bytes] = {}
         self._added: list[RecordedGroup] = []
         self._waiting = self._crowded = 0
         self._thread = ThreadPoolExecutor(1, "archive") if self._config.enabled else None
@@ -75,15 +78,18 @@ class Archive:
         self._late = self._refused = False
         # Of the thread alone:
         self._writer: RecordingWriter | None = None
+        self._homeless: list[RecordedGroup] = []
         self._unwritten = self._given_up = 0
         self._dirty = False
 
     def add(self, group: ClosedGroup) -> None:
-        """Add a group; a repeat does nothing. It waits in memory for `settle`, `sync` or `run`."""
-        key = (group.gid, group.attempt)
-        if self._thread is None or key in self._seen:
+        """Add a group; a repeat of the same content does nothing. It waits in memory for `settle`, `sync` or `run`."""
+        if self._thread is None:
             return
-        self._seen[key] = None
+        key, content = (group.gid, group.attempt), _digest(group)
+        if self._seen.get(key) == content:
+            return
+        self._seen[key] = content
         if len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
         if self._waiting > MAX_WAITING:
@@ -115,8 +121,9 @@ class Archive:
             return
         await self.sync()
         thread, self._thread = self._thread, None
-        thread.submit(self._close)
+        closing = asyncio.wrap_future(thread.submit(self._close))
         thread.shutdown(wait=False)
+        await asyncio.wait([closing], timeout=0 if self._writing else PATIENCE)
 
     @property
     def lost(self) -> int:
@@ -154,16 +161,17 @@ class Archive:
     # ---- in the thread
 
     def _write(self, groups: Sequence[RecordedGroup], *, durable: bool) -> None:
+        groups, self._homeless = [*self._homeless, *groups], []
+        self._dirty = True
         try:
             writer = self._writer = self._writer or self._begin()
         except OSError as error:
-            self._given_up += len(groups)
+            self._keep(groups)
             self._complain(str(error))
             return
         for group in groups:
             writer.add(group if self._config.logprobs else without_logprobs(group))
         self._unwritten += len(groups)
-        self._dirty = True
         try:
             writer.write()
             self.written += self._unwritten
@@ -212,6 +220,16 @@ class Archive:
         same = there is not None and msgspec.structs.replace(there, id=here.id) == here
         return there if there is not None and same else here
 
+    def _keep(self, groups: Sequence[RecordedGroup]) -> None:
+        """Hold groups until there is a file for them: the oldest ones, as many as there is memory for."""
+        room = MAX_WAITING
+        for group in groups:
+            room -= _size(group)
+            if room >= 0:
+                self._homeless.append(group)
+            else:
+                self._given_up += 1
+
     def _give_up(self, writer: RecordingWriter) -> None:
         """Forget what the disk did not take when it has become too much."""
         if writer.unwritten <= MAX_WAITING:
@@ -231,8 +249,8 @@ class Archive:
             file.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if self._unwritten:
-            self._given_up += self._unwritten
+        if left := self._unwritten + len(self._homeless):
+            self._given_up += left
             logger.warning("groups are not in the archive", extra={"folder": str(self._folder), "lost": self.lost})
         if self._writer is not None:
             self._writer.close()
@@ -257,6 +275,16 @@ def without_logprobs(group: RecordedGroup) -> RecordedGroup:
 
     samples = [(stripped(payload), score) for payload, score in group.samples]
     return msgspec.structs.replace(group, samples=samples)
+
+
+def _digest(group: ClosedGroup) -> bytes:
+    """What tells a group from another one that closed under its id; lengths keep two messages apart."""
+    found = hashlib.blake2b(digest_size=16)
+    for number, messages in sorted(group.samples.items()):
+        for message in messages:
+            found.update(b"%d %d " % (number, len(message)) + message)
+    found.update(repr(sorted(group.causes.items())).encode())
+    return found.digest()
 
 
 def _size(group: RecordedGroup) -> int:

@@ -171,9 +171,14 @@ class RecordingWriter:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            # Groups are retired once they are here: a crash must take back neither the file nor the folder.
-            fsync_directory(self._folder)
-            fsync_directory(self._folder.parent)
+            try:
+                # Groups are retired once they are here: a crash must take back neither the file nor the folder.
+                fsync_directory(self._folder)
+                fsync_directory(self._folder.parent)
+            except OSError:
+                os.close(descriptor)
+                (self._folder / name).unlink()  # the next call makes it again
+                raise
         except OSError as error:
             raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
         if self._descriptor >= 0:

@@ -59,6 +59,21 @@ async def test_lives_of_a_writer_are_one_recording_and_the_last_of_two_counts(tm
     assert len({read_header(file).id for file in reading.files}) == 1
 
 
+async def test_a_group_that_closes_again_with_other_responses_is_archived_again(tmp_path):
+    """Redis went back while its reader lived on: the last one that was read was trained."""
+    archive = Archive(configured(), tmp_path)
+    for bonus in (0.0, 0.0, 0.5, 0.5, 0.0):
+        archive.add(closed(17, bonus=bonus))
+        await archive.sync()
+    archive.add(closed(18))
+    archive.add(closed(18, dead=(3,)))
+    await archive.close()
+    assert archive.counts == {"archived": 5, "archive_lost": 0}
+    seventeen, eighteen = read_archive(tmp_path)
+    assert seventeen.samples[1].score.value == 1.0
+    assert eighteen.causes == {3: "deadline: sample 3"}
+
+
 async def test_other_sampling_begins_another_recording(tmp_path):
     await archived(tmp_path, configured(), closed(1))
     warm = configured()
@@ -197,6 +212,33 @@ async def test_no_place_for_the_folder_is_counted(tmp_path, caplog):
     await archive.close()
     assert archive.counts == {"archived": 0, "archive_lost": 2}
     assert [record.message for record in caplog.records].count("the archive cannot be written") == 1
+
+
+async def test_groups_wait_until_there_is_a_place_for_the_first_file(tmp_path):
+    (tmp_path / ARCHIVE).write_text("in the way")
+    archive = Archive(configured(), tmp_path)
+    for gid in range(3):
+        archive.add(closed(gid))
+        await archive.sync()
+    assert archive.counts == {"archived": 0, "archive_lost": 0}
+    (tmp_path / ARCHIVE).unlink()
+    await archive.sync()
+    assert archive.counts == {"archived": 3, "archive_lost": 0}
+    await archive.close()
+    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2]
+
+
+async def test_groups_without_a_place_are_given_up_when_they_are_too_much(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 1500)
+    (tmp_path / ARCHIVE).write_text("in the way")
+    archive = Archive(configured(), tmp_path)
+    for gid in range(9):
+        archive.add(closed(gid))
+        await archive.sync()
+    assert 0 < archive.lost < 9
+    (tmp_path / ARCHIVE).unlink()
+    await archive.close()
+    assert len(list(read_archive(tmp_path))) + archive.lost == 9
 
 
 async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,24 @@ def test_a_full_disk_forgets_nothing(tmp_path, monkeypatch):
     writer.add(group(2))
     writer.sync()
     assert [each.gid for each in read_groups(tmp_path)] == [1, 2]
+
+
+def test_a_file_whose_name_could_not_be_made_durable_is_made_again(tmp_path, monkeypatch):
+    def broken(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    writer = RecordingWriter(tmp_path, 1, HEADER, 1)
+    writer.add(group(1))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr("streamrl.queues.recording.fsync_directory", broken)
+        for _ in range(2):
+            with pytest.raises(CannotCreate, match="Input/output error"):
+                writer.sync()  # the file is full: another one is due
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    assert len(recording_files(tmp_path)) == 1
+    writer.sync()
+    writer.add(group(2))
+    writer.sync()
+    writer.close()
+    assert [found.gid for found in read_groups(tmp_path)] == [1, 2]
