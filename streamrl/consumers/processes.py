@@ -13,7 +13,8 @@ own, started with a clean environment and without anything of streamrl or torch,
 | the caller is cancelled | its `CancelledError`; the process is killed | `lost` |
 | the function raises | `CallFailed`; the process goes on | |
 
-CPU time, unlike a deadline, does not depend on what else the host does: a request is too expensive always or never.
+CPU time, unlike a deadline, does not depend on what else the host does, and the memory that earlier calls have left in
+a process is not of the call: a request is too expensive always or never.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Limits:
     Attributes:
         cpu: seconds of CPU time of each phase that the function names, above 0.
         wall: seconds from the request to the answer; well above `cpu`, since it also ends calls on a busy host.
-        memory: bytes of address space of the process, its libraries included.
+        memory: bytes of address space of a new process, its libraries and one call included. One that has kept some of
+            other calls may be larger by that; when it is half of the room of a call, it makes way for a new one.
         calls: after which a process makes way for a new one (libraries keep caches).
     """
 

@@ -13,6 +13,8 @@ out  {"result": ...} | {"error": why} | {"memory": true}, with {"last": true} wh
 
 Limits: address space (`RLIMIT_AS`, on Linux; over it, Python raises MemoryError), CPU time of each phase of a call (a
 timer whose signal nobody catches: the kernel ends the process, whatever it is doing), no core dumps, no files written.
+What earlier calls have left behind takes nothing from the address space of a call, and libraries that catch a
+MemoryError and go on with a wrong answer do so in any process or in none.
 The process ends when its standard input does, and on Linux with the process that started it.
 """
 
@@ -92,7 +94,7 @@ def _limit(memory: int) -> None:
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        _limit_address_space(memory)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -110,15 +112,17 @@ def _prepare(script: Path, settings: Any) -> Answer:
 
 
 def _serve(frames: Frames, answer: Answer, order: dict[str, Any]) -> None:
-    base = _address_space()
-    worn = base + (order["memory"] - base) // 2
+    base = used = _address_space()
+    room = order["memory"] - base
     for number in range(1, order["calls"] + 1):
         request = frames.read()
         if request is None:
             return
+        if used:
+            _limit_address_space(max(base, used) + room)
         reply = _call(frames, answer, request, order["cpu"])
-        # Half of the room is in use for good: the next request would not find what it is entitled to.
-        if number == order["calls"] or "memory" in reply or _address_space() > worn:
+        used = _address_space()
+        if number == order["calls"] or "memory" in reply or used > base + room // 2:
             reply["last"] = True
         frames.write(reply)
         if "last" in reply:
@@ -139,6 +143,11 @@ def _call(frames: Frames, answer: Answer, request: Any, cpu: float) -> dict[str,
         return {"error": _why(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit_address_space(size: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size, most))
 
 
 def _address_space() -> int:
