@@ -35,7 +35,9 @@ Jump = tuple[float, float]
 """When the clock jumps, and by how much, in milliseconds."""
 
 costs = st.tuples(st.floats(0, 3 * CAPACITY_MS), st.floats(0, 3 * CAPACITY_MS))
-arrivals = st.lists(st.tuples(st.floats(0, CAPACITY_MS), costs), min_size=1, max_size=30)
+arrivals = st.lists(st.tuples(st.floats(0, CAPACITY_MS), costs), min_size=1, max_size=12)
+unhurried = settings(deadline=None)
+"""How long an example takes says nothing on a busy host."""
 jumps = st.lists(st.tuples(st.floats(0, 30 * CAPACITY_MS), st.floats(-1e9, 1e9)), max_size=4)
 
 
@@ -51,7 +53,7 @@ def play(requests: list[tuple[float, Costs]], clock: list[Jump] = []) -> list[fl
         wait = buckets.take(str(number), requests[number][1], EVER, shown)
         assert wait >= 0
         if wait:
-            heapq.heappush(looks, (now + min(wait, LOOK), number))
+            heapq.heappush(looks, (now + (min(wait, LOOK) if clock else wait), number))
         else:
             went[number] = now
     return went
@@ -71,6 +73,7 @@ def most(went: list[float], sizes: list[float], clock: list[Jump] = []) -> float
     return excess
 
 
+@unhurried
 @given(arrivals)
 def test_no_stretch_of_time_holds_more_than_its_length_and_one_bucket(requests):
     went = play(requests)
@@ -78,7 +81,8 @@ def test_no_stretch_of_time_holds_more_than_its_length_and_one_bucket(requests):
         assert most(went, [cost[bucket] for _, cost in requests]) <= 2
 
 
-@given(st.integers(1, 3000), st.lists(st.floats(0, 5000), min_size=1, max_size=120))
+@unhurried
+@given(st.integers(1, 60), st.lists(st.floats(0, 5000), min_size=1, max_size=80))
 def test_no_minute_sees_more_requests_than_its_quota(quota, gaps):
     cost = Quota(quota, None).cost(1)
     went = sorted(play([(gap, cost) for gap in gaps]))
@@ -86,6 +90,7 @@ def test_no_minute_sees_more_requests_than_its_quota(quota, gaps):
         assert sum(time < begin + MINUTE - 2 for time in went[first:]) <= quota
 
 
+@unhurried
 @given(arrivals)
 def test_turns_come_in_the_order_of_asking_and_as_soon_as_they_may(requests):
     """Next to a plain level that is filled by time, for one bucket."""
@@ -100,6 +105,7 @@ def test_turns_come_in_the_order_of_asking_and_as_soon_as_they_may(requests):
         assert found == pytest.approx(at, abs=2 + 2 * place), "each look is late by less than a millisecond"
 
 
+@unhurried
 @given(arrivals, jumps)
 def test_a_clock_that_jumps_gives_one_bucket_at_most_and_stalls_nobody(requests, clock):
     went = play(requests, clock)
@@ -129,14 +135,15 @@ def test_what_is_refused_is_not_in_the_line():
     assert buckets.take("c", (500, 0), 999, 0) == 500
 
 
-@given(st.lists(st.tuples(costs, st.booleans()), min_size=1, max_size=20))
+@unhurried
+@given(st.lists(costs, min_size=1, max_size=20))
 def test_what_comes_back_comes_back_once(requests):
     """Some have had their turn, some wait; when all are given back, twice, it is as if nobody had asked."""
     buckets = Buckets()
-    for number, (cost, _) in enumerate(requests):
+    for number, cost in enumerate(requests):
         buckets.take(str(number), cost, EVER, 0)
     for _ in range(2):
-        for number, (cost, _) in enumerate(requests):
+        for number, cost in enumerate(requests):
             buckets.settle(str(number), cost)
     full = (CAPACITY_MS - 0.001, CAPACITY_MS - 0.001)  # adding and taking away rounds
     assert buckets.take("next", full, 0, 0) == 0
@@ -178,7 +185,7 @@ calls = st.lists(
     st.tuples(
         st.integers(0, 7),
         st.sampled_from(["take", "take", "take", "settle"]),
-        st.sampled_from([0, 1, 100, 1000, 5000, -1000, 10**7, -(10**7)]),
+        st.sampled_from([0, 1, 100, 1000, 5000, -1000, 80_000, -80_000]),  # in an hour nothing is forgotten
         st.sampled_from([0, 500, EVER]),
     ),
     max_size=40,
@@ -186,26 +193,31 @@ calls = st.lists(
 
 
 def test_the_scripts_do_what_the_buckets_do(run: RedisRun):
-    scripts = load_scripts()
-    take = with_a_clock(scripts["limit_take"].text)
+    take, settle = with_a_clock(load_scripts()["limit_take"].text), load_scripts()["limit_settle"].text
     rounds = itertools.count()
     with Probe(str(run.config.url)) as probe:
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(st.lists(st.tuples(halves, halves), min_size=8, max_size=8), calls)
         def same(sizes: list[Costs], calls: list[tuple[int, str, int, int]]) -> None:
             keys = [f"{{x}}:{next(rounds)}:{name}" for name in ("limit", "waiting", "granted")]
             buckets, now = Buckets(), 10**12
+            commands, wanted = [], []
             for number, what, passed, patience in calls:
                 cost, now = sizes[number], now + passed
                 name = f"n:{number} {cost[0]!r} {cost[1]!r}"
                 if what == "settle":
+                    wanted.append(None)
                     buckets.settle(name, cost)
-                    probe.call("EVAL", scripts["limit_settle"].text, 3, *keys, name, cost[0], cost[1])
-                    continue
-                clock = (now // 1000, now % 1000 * 1000)
-                found = probe.call("EVAL", take, 3, *keys, name, CAPACITY_MS, patience, *clock)
-                assert found == buckets.take(name, cost, patience, now)
+                    commands.append(("EVAL", settle, 3, *keys, name, *cost))
+                else:
+                    wanted.append(buckets.take(name, cost, patience, now))
+                    clock = (now // 1000, now % 1000 * 1000)
+                    commands.append(("EVAL", take, 3, *keys, name, CAPACITY_MS, patience, *clock))
+            found = probe.pipeline(commands)
+            assert [reply for reply, want in zip(found, wanted, strict=True) if want is not None] == [
+                want for want in wanted if want is not None
+            ]
 
         same()
 
@@ -304,7 +316,7 @@ async def test_many_processes_together_never_exceed_the_quota(run: RedisRun, led
     assert [process.returncode for process in processes] == [0] * 4
     went = dict(row.split("|") for out, _ in said for row in out.decode().splitlines())
     rows = await ledgers.connection.read("ZRANGE", "{sr:test}:limit:shared:granted", 0, -1, "WITHSCORES")
-    granted = {rows[place].decode(): float(rows[place + 1]) for place in range(0, len(rows), 2)}
+    granted = {name.decode(): float(at) for name, at in rows}
     assert granted.keys() == went.keys()
     assert len(granted) == 4 * each
     assert all(int(went[name]) >= at for name, at in granted.items()), "nobody goes before its turn"

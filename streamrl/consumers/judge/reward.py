@@ -252,8 +252,8 @@ class Judge(Reward):
             await self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot)
         except StreamrlError as error:
             refuse_for_ever(self._name, error)
-            extra = {"model": self._name, "why": error.message}
-            logger.warning("judge does not answer yet; samples will wait for it", extra=extra)
+            away = {"model": self._name, "why": error.message}
+            logger.warning("judge does not answer yet; samples will wait for it", extra=away)
         if ballot.unreadable:
             extra = {"model": self._name, "unreadable": ballot.unreadable, "votes": self._votes, "why": ballot.last}
             logger.warning("the judge's first votes cannot be read", extra=extra)

@@ -220,7 +220,7 @@ def _bounds(bounds: Sequence[float] | None, *, needed: bool) -> tuple[float, flo
         if needed:
             raise PluginError("bounds are missing", "bounds: [0, 10] are the lowest and highest number of the judge")
         return -math.inf, math.inf
-    if isinstance(bounds, str) or len(bounds) != 2 or not all(type(bound) in {int, float} for bound in bounds):
+    if len(bounds) != 2 or not all(type(bound) in {int, float} for bound in bounds):
         raise PluginError(f"bounds are {bounds!r}", "bounds: [lowest, highest]")
     low, high = map(float, bounds)
     if not -math.inf < low < high < math.inf:

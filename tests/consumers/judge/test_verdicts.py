@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.consumers.judge.reward import BOUNDS, REGEX
@@ -145,6 +145,7 @@ def test_several_votes_make_one_number():
         combined([1, 6], "majority")
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_gives_a_number_in_bounds_or_none(text):
     for args in (OWN, WORD, LINE, JSON):

@@ -1,0 +1,156 @@
+"""A judge on a real vLLM server that streamrl starts: its verdicts are those of a plain forward pass, and one that is
+out of bounds is a dead sample and never a number.
+
+The model has random weights and would write anything. Only digits are let through (`logit_bias`), so its verdict is the
+digit that it thinks likeliest after the conversation; 0 to 8 are scores, and 9 is out of bounds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.consumers import RewardSample
+from streamrl.consumers.models.template import Body
+from streamrl.errors import ExitCode
+from streamrl.producers.servers import tiny
+from streamrl.queues import Ledger, open_ledgers
+from streamrl.runfile import LoadedConfig, save
+from streamrl.runtime.instance import State
+from streamrl.runtime.plan import plan
+from tests.consumers.samples import prompt, response
+from tests.engines.critic_kit import TEMPLATE
+from tests.queues.ledger_kit import admit, faults, lease, until_async
+from tests.runtime.test_supervisor import Run
+
+START = 900.0
+"""Seconds in which a server starts, however busy the machine is."""
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(2 * START)]
+
+GROUPS, SAMPLES = 12, 4
+SEED, OUT = 3, 9
+QUESTION = "{prompt} <{fence}> {response} </{fence}> Grade: "
+ENDS = "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+class Chat:
+    """The same model by transformers alone."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        tiny.make_model(folder, SEED)
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self._tokenizer.chat_template = TEMPLATE + ENDS
+        self._tokenizer.save_pretrained(folder)
+        self._model: Any = tiny.build(tiny.random_weights(SEED))
+        self.digits: list[int] = self._tokenizer.convert_tokens_to_ids(list("0123456789"))
+
+    @torch.no_grad()
+    def grade(self, content: str) -> int:
+        """The likeliest digit after a message."""
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1, self.digits]
+        first, second = logits.topk(2).values.tolist()
+        assert first - second > 1e-4, "two digits are as likely: another seed would be better"
+        return int(logits.argmax())
+
+
+def make_run(folder: Path, digits: list[int]) -> RunConfig:
+    args = {
+        "model": "critic",
+        "prompt": QUESTION,
+        "regex": "([0-9])",
+        "bounds": [0, OUT - 1],
+        "max_tokens": 1,
+        "cut_off": "read",
+        "tries": 1,
+        "extra": {"logit_bias": {str(token): 100.0 for token in digits}},
+    }
+    critic = {
+        "kind": "vllm",
+        "task": "chat",
+        "model": str(folder / "chat"),
+        "start_deadline": START,
+        "flags": {"dtype": "float32", "max-model-len": 512, "kv-cache-memory-bytes": 64 << 20},
+        "variables": {"OMP_NUM_THREADS": "1"},
+        "requests_per_minute": 6000,
+    }
+    config = RunConfig.model_validate(
+        {
+            "name": "judged",
+            "rewards": [{"use": "judge", "name": "judge", "args": args}],
+            "reward_models": {"critic": critic},
+            "reward_worker": {"concurrency": 8, "deadline": 60.0, "replicas": 2},
+            "redis": {"maxmemory": 256 << 20},
+            "lease": {"seconds": 10.0},
+        }
+    )
+    (folder / "run").mkdir()
+    save(LoadedConfig(config=config, origins={}), folder / "run" / "run.json")
+    return config
+
+
+def answer(gid: int, sample: int) -> str:
+    return f"It is {2 * gid + sample}" + "." * sample
+
+
+async def put(ledger: Ledger, gid: int) -> None:
+    """Admit a group whose responses wait for their scores."""
+    await admit(ledger, gid, samples=SAMPLES, prompt=wire.encode(prompt(text=f"What is {gid} + {gid}?")))
+    (held,) = await lease(ledger, "prompts")
+    for sample in range(SAMPLES):
+        assert await ledger.emit(held, sample, wire.encode(response(answer(gid, sample))))
+
+
+def asked(gid: int, sample: int) -> str:
+    """What the judge is asked for a sample."""
+    seen = RewardSample.of(prompt(text=f"What is {gid} + {gid}?"), response(answer(gid, sample)))
+    return str(Body({"user": QUESTION}).filled(seen)["user"])
+
+
+async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_none_is_0(tmp_path: Path):
+    torch.set_num_threads(1)
+    chat = Chat(tmp_path / "chat")
+    wanted = {gid: [chat.grade(asked(gid, k)) for k in range(SAMPLES)] for gid in range(GROUPS)}
+    grades = [grade for group in wanted.values() for grade in group]
+    assert {OUT} < set(grades), "some are out of bounds, and others are not"
+    config, run_dir = make_run(tmp_path, chat.digits), tmp_path / "run"
+    units = [unit for unit in plan(config, run_dir) if unit.kind in {"redis", "reward_model", "reward"}]
+    async with Run(run_dir, *units) as run:
+        await run.until(lambda: run.now("reward.0") is State.READY, START)
+        async with open_ledgers(config, run_dir) as ledgers:
+            train = ledgers.train
+            for gid in range(GROUPS):
+                await put(train, gid)
+
+            async def settled() -> bool:
+                dead = {letter.gid for letter in await train.dead_letters() if letter.sample is None}
+                return len(await train.closed()) + len(dead) == GROUPS
+
+            await until_async(settled, 240)
+            letters = {(letter.gid, letter.sample): letter.why for letter in await train.dead_letters()}
+            for gid in await train.closed():
+                group = await train.read_group(gid)
+                assert group is not None
+                found = {k: wire.decode(score, wire.Score) for k, (_, score) in group.samples.items()}
+                assert {k: score.value for k, score in found.items()} == {
+                    k: float(grade) for k, grade in enumerate(wanted[gid]) if grade != OUT
+                }
+            for gid, group_grades in wanted.items():
+                for k, grade in enumerate(group_grades):
+                    assert ("9 is not within 0 to 8" in letters.get((gid, k), "")) == (grade == OUT)
+            assert not await faults(train)
+        os.kill(os.getpid(), signal.SIGINT)
+        outcome = await run.outcome(120)
+    assert outcome.exit_code == ExitCode.OK
