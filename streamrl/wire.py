@@ -191,6 +191,11 @@ def _check_arrays(message: Message) -> None:
         raise WireError("a sample has a log-probability that is not finite")
 
 
+def utf8(text: str) -> str:
+    """The text with a question mark for each lone surrogate: a model can write one, and UTF-8 has no bytes for it."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
 def pack_int32(values: npt.ArrayLike) -> bytes:
     """Pack integers (token ids) as little-endian int32."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import orjson
+
 from streamrl.config import RewardWorkerConfig
 from streamrl.consumers.circuit import Circuit
 from streamrl.consumers.figures import Outcome, RewardFigures
@@ -21,6 +23,7 @@ from streamrl.consumers.reward import RewardLife, RewardSample, Score, finite
 from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import ConfigError, DeadlineExceeded, RewardUnavailable, StreamrlError
+from streamrl.wire import utf8
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class ScoringFailed(StreamrlError):
     """
 
     def __init__(self, message: str, detail: str = "", doom: bool = False) -> None:
+        message, detail = utf8(message), utf8(detail)  # it goes to Redis, logs and JSON, whatever a reward has said
         super().__init__(message)
         self.args = (message, detail, doom)
         self.detail = detail
@@ -86,10 +90,22 @@ class RewardCalls:
         self._backoff = worker.backoff
         self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
         self._retry_for = worker.retry_for
-        self.own_counts = life.counts
+        self._counts = life.counts
         self.places = spec.concurrency or life.concurrency
         self._places = asyncio.Semaphore(self.places) if self.places else contextlib.nullcontext()
         self._circuit_moved = asyncio.Event()
+
+    def own_counts(self) -> dict[str, Any]:
+        """What the reward counts itself; when that fails, or is nothing that JSON knows, it is noted and said once."""
+        try:
+            own: dict[str, Any] = orjson.loads(orjson.dumps(dict(self._counts())))
+        except Exception as error:
+            if not self.figures.miscounts:
+                logger.warning("a reward cannot count", extra={"reward": self.reward.name}, exc_info=True)
+            self.figures.miscounts = utf8(f"{type(error).__name__}: {error}"[:WHY_CHARACTERS])
+            return {}
+        self.figures.miscounts = ""
+        return own
 
     async def instant(self, sample: RewardSample) -> Score:
         """Call a rule that cannot hang: once, in this task, without a deadline.
@@ -216,7 +232,8 @@ class RewardCalls:
             why = f"{type(error).__name__}: {error.message if isinstance(error, StreamrlError) else error}"
             unavailable = outcome == "unavailable"
             now = time.monotonic()
-            self.circuit.failure(now, _identity(subject), why[:WHY_CHARACTERS], tries=tries, unavailable=unavailable)
+            why = utf8(why[:WHY_CHARACTERS])
+            self.circuit.failure(now, _identity(subject), why, tries=tries, unavailable=unavailable)
             if self.circuit.since is not None and not was_open:
                 extra = {"reward": self.reward.name, "why": self.circuit.why}
                 logger.warning("circuit open: samples wait for this reward", extra=extra)

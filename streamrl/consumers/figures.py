@@ -28,6 +28,7 @@ class RewardFigures:
         blocked: times that the reward held the event loop.
         blocked_seconds: the longest of them.
         leaks: what it keeps of memory, in words; empty: nothing known.
+        miscounts: why its own counts could not be had the last time; empty: they could.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class RewardFigures:
         self.blocked = 0
         self.blocked_seconds = 0.0
         self.leaks = ""
+        self.miscounts = ""
         self._sum = 0.0
         self._squares = 0.0
         self._latency: Counter[int] = Counter()

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.errors import ConfigError
-from streamrl.wire import Int32Array, Prompt, Sample
+from streamrl.wire import Int32Array, Prompt, Sample, utf8
 
 Read = TypeVar("Read")
 
@@ -48,7 +48,8 @@ class Score:
     Raises:
         TypeError: the value or a part is no number (booleans, strings and None are refused, so that a bug is an error
             and never a silent 0), or `tokens` is no whole number.
-        ValueError: the value or a part is NaN or infinite, or `tokens` is below 0.
+        ValueError: the value or a part is NaN or infinite, the name of a part has characters that UTF-8 cannot write,
+            or `tokens` is below 0.
     """
 
     value: float
@@ -59,12 +60,19 @@ class Score:
         if type(self.value) is not float or not math.isfinite(self.value):
             object.__setattr__(self, "value", finite(self.value, "the value"))
         if self.parts or type(self.parts) is not dict:
-            parts = {str(name): finite(part, f"part {name}") for name, part in self.parts.items()}
+            parts = {_named(name): finite(part, f"part {name}") for name, part in self.parts.items()}
             object.__setattr__(self, "parts", parts)
         if type(self.tokens) is not int:
             raise TypeError(f"the tokens of a score are {self.tokens!r} ({type(self.tokens).__name__}), not an int")
         if self.tokens < 0:
             raise ValueError(f"the tokens of a score are {self.tokens}")
+
+
+def _named(name: Any) -> str:
+    text = str(name)
+    if utf8(text) != text:
+        raise ValueError(f"the name of part {text!r} of a score has half a character in it")
+    return text
 
 
 def finite(value: Any, what: str) -> float:

@@ -150,7 +150,13 @@ class RewardWorker:
                 doom = doom or (result.message if result.doom else "")
             else:
                 scores[index] = result
-        encoded = {index: _encoded(score, started) for index, score in scores.items()}
+        encoded = {}
+        for index, score in list(scores.items()):
+            try:
+                encoded[index] = _encoded(score, started)
+            except WireError as error:
+                causes[index] = Cause(f"wire: {error}")
+                del scores[index]
         if await lease.ledger.score_group(lease, encoded, causes, doom=doom) in _UNSETTLED:
             return
         for score in scores.values():
@@ -214,11 +220,14 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
         trouble.append(f"held the event loop {calls.figures.blocked}x, up to {calls.figures.blocked_seconds:.1f} s")
     if calls.figures.leaks:
         trouble.append(f"keeps memory: {calls.figures.leaks}")
+    own = calls.own_counts()
+    if calls.figures.miscounts:
+        trouble.append(f"cannot count: {calls.figures.miscounts}")
     line["trouble"] = "; ".join(trouble)
     if calls.circuit.opened:
         line["circuit_opened"] = calls.circuit.opened
-    if own := calls.own_counts():
-        line["own"] = dict(own)
+    if own:
+        line["own"] = own
     return line
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from streamrl import wire
 from streamrl.queues import replies
 from streamrl.queues.access import Argument
 from streamrl.queues.connection import Connection
@@ -117,11 +118,11 @@ class Rewarding:
         for sample, score in scores.items():
             fates += [sample, score]
         for sample, cause in causes.items():
-            fates += [sample, cause.why[:MAX_WHY], cause.detail.encode(errors="replace")[-MAX_DETAIL:]]
+            fates += [sample, wire.utf8(cause.why[:MAX_WHY]), cause.detail.encode(errors="replace")[-MAX_DETAIL:]]
         reply = await self.connection.call(
             "score_group",
             self._closing(self.keys.rollouts, lease.gid),
-            [lease.entry, lease.gid, lease.attempt, lease.deliveries, doom[:MAX_WHY], len(scores), *fates],
+            [lease.entry, lease.gid, lease.attempt, lease.deliveries, wire.utf8(doom[:MAX_WHY]), len(scores), *fates],
         )
         if reply == _OTHER_SAMPLES:
             raise ValueError(f"group {lease.gid}: {sorted([*scores, *causes])} are not the samples that wait")
@@ -131,11 +132,11 @@ class Rewarding:
         self, stage: str, lease: Lease, sample: int | str, why: str, detail: str, *, doom: bool = False
     ) -> bool:
         stream = self.keys.rollouts if stage == "reward" else self.keys.prompts
-        tail = detail.encode(errors="replace")[-MAX_DETAIL:]
+        tail, why = detail.encode(errors="replace")[-MAX_DETAIL:], wire.utf8(why[:MAX_WHY])
         reply: int = await self.connection.call(
             "bury",
             [*self._closing(stream, lease.gid), self.keys.rollouts],
-            [stage, lease.entry, lease.gid, sample, lease.attempt, why[:MAX_WHY], lease.deliveries, tail, int(doom)],
+            [stage, lease.entry, lease.gid, sample, lease.attempt, why, lease.deliveries, tail, int(doom)],
         )
         return reply > 0
 

@@ -71,3 +71,19 @@ class NeedsModel(Reward):
 
     async def score(self, sample):
         return 1.0
+
+
+class Spoilt(Reward):
+    """Says things that cannot be written down, as the text asks for; it cannot count either."""
+
+    def counts(self):
+        return {"seen": object()}
+
+    async def score(self, sample):
+        if sample.text == "raise":
+            raise ValueError("unknown \ud83d")
+        if sample.text == "part":
+            return Score(1.0, {"\ud83d": 1.0})
+        if sample.text == "large":
+            return Score(1.0, {"x" * 5000: 1.0})
+        return 1.0

@@ -1,0 +1,97 @@
+"""Rewards that say what cannot be written down: it costs their samples, and no worker."""
+
+import orjson
+import pytest
+
+from streamrl import wire
+from streamrl.consumers import Score
+from streamrl.consumers.calls import ScoringFailed, Together
+from streamrl.consumers.worker import line_of
+from streamrl.errors import RewardUnavailable
+from streamrl.queues import open_ledgers
+from streamrl.queues.records import Cause
+from tests.consumers.calls_kit import calls_of, loaded
+from tests.consumers.samples import seen
+from tests.consumers.test_group_worker import make_config, put_whole  # noqa: F401 (a fixture)
+from tests.consumers.test_worker import eventually, put, scores, until_closed, worker
+from tests.queues.ledger_kit import admit, faults, lease
+
+HALF = "\ud83d"  # the first half of a character of two, as `json.loads` makes it of what a model wrote
+SPOILT = {"use": "rewards_for_tests:Spoilt", "name": "spoilt"}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_its_samples_die_and_the_worker_lives(redis_run, make_config, monkeypatch, whole):  # noqa: F811
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 4096)
+    config = make_config(SPOILT, *(["Rank"] if whole else []), deadline=30.0)
+    texts = ["fine", "raise", "part", "large", "fine"]
+    async with open_ledgers(config, redis_run.run_dir) as ledgers:
+        await (put_whole if whole else put)(ledgers.train, 0, texts)
+        async with worker(config, redis_run.run_dir, ledgers) as role:
+            await until_closed(ledgers.train, [0])
+            await eventually(lambda: (role.status.get("scored"), role.status.get("failed")) == (2, 3))
+            shown = orjson.loads(role.status["rewards"])["spoilt"]
+        found, causes = await scores(ledgers.train, 0)
+        assert set(found) == {0, 4}
+        assert "ValueError: unknown ?" in causes[1]
+        assert "half a character" in causes[2]
+        assert "over the limit of the wire" in causes[3]
+        assert "cannot count: TypeError" in shown["trouble"]
+        assert "own" not in shown
+        assert not await faults(ledgers.train)
+
+
+async def test_reasons_reach_redis_whatever_is_in_them(redis_run, make_config):  # noqa: F811
+    async with open_ledgers(make_config(SPOILT), redis_run.run_dir) as ledgers:
+        train = ledgers.train
+        await admit(train, 0, samples=2, min_group=1)
+        (held,) = await lease(train, "prompts")
+        for number in range(2):
+            await train.emit(held, number, b"payload")
+        first, second = await lease(train, "rollouts", count=2)
+        assert await train.fail_score(first, f"why {HALF}", f"detail {HALF}")
+        await train.score(second, b"score")
+        assert (await train.read_group(0)).causes == {0: "why ?"}
+        await train.say_whole(True)
+        await admit(train, 1, samples=1, min_group=1)
+        (held,) = await lease(train, "prompts")
+        await train.emit(held, 0, b"payload")
+        (whole,) = await lease(train, "rollouts")
+        await train.score_group(whole, {}, {0: Cause(HALF, HALF)}, doom=HALF)
+        assert {letter.why for letter in await train.dead_letters() if letter.gid == 1} == {"?"}
+
+
+async def test_a_circuit_says_why_in_what_can_be_written():
+    async def away(sample):
+        raise RewardUnavailable(f"no {HALF}")
+
+    calls = calls_of(loaded(away), attempts=1)
+    with pytest.raises(ScoringFailed) as caught:
+        await calls.score(seen(), Together())
+    assert "no ?" in caught.value.message
+    assert caught.value.detail.encode()
+    assert b"nobody scores: RewardUnavailable: no ?" in orjson.dumps(line_of(calls))
+
+
+async def test_counts_that_fail_are_said_once_and_may_recover(caplog):
+    async def fine(sample):
+        return 1.0
+
+    calls, answers = calls_of(loaded(fine)), [ZeroDivisionError("no"), ZeroDivisionError("no"), {"seen": 3}]
+
+    def counts():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    calls._counts = counts
+    assert [line_of(calls)["trouble"] for _ in range(2)] == ["cannot count: ZeroDivisionError: no"] * 2
+    assert [record.message for record in caplog.records] == ["a reward cannot count"]
+    assert (line_of(calls)["own"], calls.figures.miscounts) == ({"seen": 3}, "")
+
+
+def test_a_part_has_a_name_that_can_be_written():
+    with pytest.raises(ValueError, match="half a character"):
+        Score(1.0, {HALF: 1.0})
+    assert Score(1.0, {"gut 👍": 1.0}).parts == {"gut 👍": 1.0}
