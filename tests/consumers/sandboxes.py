@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox
 from streamrl.consumers.sandbox.wrappers import interpreter
 from streamrl.errors import ConfigError
+from tests.needs import missing
 
 SPACIOUS = Limits(cpu=20, wall=60)
 
 
-@functools.cache
-def works(isolation: Isolation) -> str:
-    """Why an isolation does not work on this machine; empty: it does."""
+_working: set[Isolation] = set()
+
+
+def need(isolation: Isolation) -> None:
+    """End the test where an isolation does not work; a machine that was only busy is asked again by the next one."""
+    if isolation in _working:
+        return
     box = Sandbox(SPACIOUS, network=isolation == "none", isolation=isolation)
     with ThreadPoolExecutor(1) as threads:  # with a loop of its own: the test has one that runs
         try:
             threads.submit(lambda: asyncio.run(box.open())).result()
         except ConfigError as error:
-            return error.message
-    return ""
+            missing(error.message)
+    _working.add(isolation)
 
 
 def sandbox(isolation: Isolation = "namespaces", *, network: bool = False, **limits: Any) -> Sandbox:
-    """A sandbox of this isolation; skips the test where the machine does not allow it."""
-    if reason := works(isolation):
-        pytest.skip(reason)
+    """A sandbox of this isolation; ends the test where the machine does not allow it."""
+    need(isolation)
     return Sandbox(
         Limits(**{"cpu": 20, "wall": 60} | limits), network=network or isolation == "none", isolation=isolation
     )
@@ -61,6 +63,18 @@ def running(mark: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def keepers() -> list[int]:
+    """Keepers of sandboxes that this process has started."""
+    return [pid for pid in running("from inside.keeper import main") if _parent(pid) == os.getpid()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has just ended: that of another test, perhaps
+        return 0
 
 
 async def eventually(condition: Any) -> None:

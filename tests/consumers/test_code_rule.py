@@ -8,7 +8,7 @@ from streamrl.consumers.rules.code import Code
 from streamrl.consumers.sandbox import SandboxError
 from streamrl.errors import ConfigError, DataError, PluginError
 from tests.consumers.samples import seen
-from tests.consumers.sandboxes import works
+from tests.consumers.sandboxes import need
 
 ADD = [{"input": f"{n} {n + 1}\n", "output": str(2 * n + 1)} for n in range(3)]
 CALL = [{"call": "add", "args": [n, 1], "output": n + 1} for n in range(3)]
@@ -16,8 +16,7 @@ CALL = [{"call": "add", "args": [n, 1], "output": n + 1} for n in range(3)]
 
 @pytest.fixture
 def code():
-    if reason := works("namespaces"):
-        pytest.skip(reason)
+    need("namespaces")
     return lambda **args: Code(isolation="namespaces", wall=60, seconds=20, **args)
 
 

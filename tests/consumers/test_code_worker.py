@@ -1,14 +1,12 @@
 """The rule `code` and functions of other systems through the reward worker."""
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from streamrl.config import RunConfig
 from streamrl.queues import open_ledgers
-from tests.consumers.sandboxes import running, works
+from tests.consumers.sandboxes import keepers, need
 from tests.consumers.test_group_worker import put_whole
 from tests.consumers.test_worker import eventually, put, scores, until_closed, worker
 from tests.queues.ledger_kit import faults
@@ -46,8 +44,7 @@ def make_config(redis_run, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_run, make_config):
-    if reason := works("namespaces"):
-        pytest.skip(reason)
+    need("namespaces")
     args = {"seconds": 1, "wall": 4, "total": 30, "isolation": "namespaces"}
     config = make_config({"use": "code", "args": args}, {"use": "length", "weight": 0, "args": {"most": 10}})
     texts = [f"```python\n{text}\n```" for text in PROGRAMS.values()]
@@ -60,7 +57,7 @@ async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_ru
         assert not causes
         assert [found[number].value for number in range(7)] == [1.0, 0.5, 0, 0, 0, 0, 0]
         assert (found[2].parts["code/time"], found[4].parts["code/output"], found[6].parts["code/no_code"]) == (2, 2, 1)
-        await eventually(lambda: not _keepers())
+        await eventually(lambda: not keepers())
         letters = [letter for letter in await ledgers.train.dead_letters() if letter.gid == 1]
         assert any("metadata tests of line 7 is missing" in letter.why for letter in letters)
         assert not await faults(ledgers.train)
@@ -85,14 +82,3 @@ async def test_functions_of_trl_and_verl_score_whole_groups(redis_run, make_conf
         assert found[1].parts["sometimes/skipped"] == 1.0
         assert found[2].parts["detailed/index"] == 3.0
         assert not await faults(ledgers.train)
-
-
-def _keepers():
-    return [pid for pid in running("from inside.keeper import main") if _parent(pid) == os.getpid()]
-
-
-def _parent(pid):
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0

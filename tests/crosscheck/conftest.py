@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.needs import missing
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,10 +20,7 @@ PYTHON = ROOT / ".crosscheck" / "bin" / "python"
 def trl_python() -> Path:
     """Interpreter of the environment that has trl. Where it is missing, tests fail in CI and are skipped elsewhere."""
     if not PYTHON.exists():
-        missing = f"no {PYTHON.relative_to(ROOT)}: `make crosscheck` makes it"
-        if os.environ.get("CI"):
-            pytest.fail(missing)
-        pytest.skip(missing)
+        missing(f"no {PYTHON.relative_to(ROOT)}: `make crosscheck` makes it")
     return PYTHON
 
 

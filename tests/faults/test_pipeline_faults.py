@@ -14,6 +14,7 @@ from streamrl.producers.feeder import train_fingerprint
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import connection, embedded, replies
 from tests.faults.pipeline import Pipeline, errors
+from tests.needs import need_programs
 from tests.producers.producer_kit import Hands, Run, payload, until
 from tests.redis_kit import RedisRun
 
@@ -97,12 +98,11 @@ async def test_bytes_of_others_wherever_bytes_can_be(run, caplog):
 @pytest.fixture
 def clock(tmp_path: Path):
     """A Redis whose wall clock can be shifted: yields (server, set the shift in seconds)."""
-    compiler, program = shutil.which("cc"), shutil.which("redis-server")
-    if compiler is None or program is None:
-        pytest.skip("needs a C compiler and a dynamically linked redis-server on PATH")
+    need_programs("cc", "redis-server")  # the server of the system is linked dynamically
+    program = shutil.which("redis-server")
     library = tmp_path / "clock.so"
     source = Path(__file__).parent / "clock.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     offset = tmp_path / "offset"
     offset.write_bytes(struct.pack("<q", 0))
     server = tmp_path / "redis-server"

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from streamrl.queues import Role, open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from tests.consumers.gateway.kit import Program
 from tests.consumers.samples import prompt, response
+from tests.needs import need_programs
 from tests.queues.ledger_kit import admit, faults, lease
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
@@ -266,8 +266,7 @@ def running(command, stderr):
     ("language", "command", "needs"), [("js", "node", ["node"]), ("bash", "bash", ["bash", "curl", "jq"])]
 )
 async def test_the_programs_of_the_page_score_a_run(redis_run, make_config, tmp_path, language, command, needs):
-    if missing := [tool for tool in needs if shutil.which(tool) is None]:
-        pytest.skip(f"no {missing[0]} on this machine")
+    need_programs(*needs)
     token = tmp_path / "token"
     token.write_text("a-long-random-word")
     config = make_config(gateway_token_file=str(token) if language == "js" else None)
