@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,16 +15,17 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.queues.probe import Probe
 from streamrl.runtime.roles import KINDS
+from tests.needs import need_programs
 from tests.redis_kit import ForeignRedis, tear_script
 
 ROOT = Path(__file__).parent.parent
 SERVICES = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+ROLES = {name: service for name, service in SERVICES.items() if "run" in service.get("command", [])}
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 
 def test_every_role_but_the_server_is_a_service_with_its_own_index():
-    started = [
-        (service["command"][1], service["command"][5:]) for service in SERVICES.values() if "run" in service["command"]
-    ]
+    started = [(service["command"][1], service["command"][5:]) for service in ROLES.values()]
     # A recorder and a player take the places of others in runs of another kind.
     assert {kind for kind, _ in started} == set(KINDS) - {"redis", "recorder", "player"}
     assert len({(kind, *rest) for kind, rest in started}) == len(started)
@@ -35,6 +37,36 @@ def test_the_run_is_prepared_with_keys_that_exist():
     for key in (word.partition("=")[0] for word in words if "=" in word):
         section, name = key.split(".")
         assert name in RunConfig.model_fields[section].annotation.model_fields
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_what_is_checked_before_the_start_is_seen_as_the_role_sees_it(name: str):
+    for key in ("image", "volumes", "environment", "secrets"):
+        assert ROLES[name][key] == SERVICES["prepare"][key]
+
+
+def test_a_network_that_is_shared_belongs_to_a_service_that_never_ends():
+    shared = {name: service["network_mode"] for name, service in SERVICES.items() if "network_mode" in service}
+    assert {name.partition("-")[0] for name in shared} == {"reward"}
+    assert {"reward-0", "reward-model-judge-0"} == set(shared)
+    [owner] = {mode.removeprefix("service:") for mode in shared.values()}
+    assert (SERVICES[owner]["restart"], SERVICES[owner]["entrypoint"]) == ("always", ["sleep", "infinity"])
+
+
+def test_volumes_are_mounted_where_the_user_of_the_image_may_write():
+    [(user, words)] = re.findall(r"install -d -o (\w+) -g \w+ (.*)", DOCKERFILE)
+    assert f"USER {user}\n" in DOCKERFILE
+    mounted = {tuple(volume.split(":")) for service in ROLES.values() for volume in service["volumes"]}
+    assert {target for source, target in mounted if not source.startswith(".")} == set(words.split())
+
+
+def test_the_image_has_what_rewards_and_reading_commands_can_need():
+    [extras] = re.findall(r"'\.\[([\w,-]+)\]'", DOCKERFILE)
+    [tested] = re.findall(r"'\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= set(known)
+    # Redis has a container of its own; pyarrow comes to the tests with `dev`.
+    assert set(tested.split(",")) - {"embedded", "serve", "dev"} | {"parquet"} == set(extras.split(","))
 
 
 class Container(ForeignRedis):
@@ -54,8 +86,7 @@ class Container(ForeignRedis):
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[Container]:
-    if shutil.which("redis-check-aof") is None:
-        pytest.skip("no Redis on PATH: apt-get install redis-server")
+    need_programs("redis-server", "redis-check-aof")
     redis = Container(tmp_path / "volume", Path("redis-server"))
     redis.start()
     yield redis
