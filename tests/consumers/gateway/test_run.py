@@ -22,6 +22,8 @@ from tests.consumers.samples import prompt, response
 from tests.needs import need_programs
 from tests.queues.ledger_kit import admit, faults, lease
 
+RENEWALS = 4
+"""A lease is renewed at every third of it: this is longer than one."""
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
 
@@ -158,9 +160,13 @@ async def test_the_ledger_lease_is_held_while_a_program_takes_its_time(redis_run
         await put(ledgers.train, 0, ["4"])
         async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
             (given,) = await program.lease(1, wait=30, seconds=600)
-            await asyncio.sleep(2.5)  # nearly three leases of the ledger
-            [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.rollouts, "g", "-", "+", 10)
-            assert row[3] == 1, "delivered once"
+            renewals, idle = 0, 0
+            async with asyncio.timeout(60):
+                while renewals < RENEWALS:
+                    [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.rollouts, "g", "-", "+", 10)
+                    assert row[3] == 1, "delivered once"
+                    renewals, idle = renewals + (row[2] < idle), row[2]
+                    await asyncio.sleep(0.02)
             answer = await program.post({"lease": given["lease"], "value": 1})
             assert answer["taken"] == [given["lease"]]
             await until_closed(ledgers.train, [0])

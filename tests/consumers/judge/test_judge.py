@@ -170,6 +170,7 @@ async def test_beside_a_server_that_works_one_that_fails_costs_nothing(fault):
     ):
         for _ in range(6):
             assert (await judge.score(seen())).value == 3.0
+        assert bad.bodies, "it was asked, and failed"
 
 
 async def test_the_template_has_what_is_known_of_a_sample():
