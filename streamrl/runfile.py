@@ -193,7 +193,11 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
         return str((folder / name).resolve()) if name is not None and (folder / name).exists() else name
 
     def served(reward: RewardModelConfig) -> RewardModelConfig:
-        return reward if reward.url else reward.model_copy(update={"model": model(reward.model)})
+        files = {"api_key_file": absolute(reward.api_key_file), "environment": absolute(reward.environment)}
+        return reward.model_copy(update=files if reward.url else files | {"model": model(reward.model)})
+
+    engine = config.engine
+    files = {"api_key_file": absolute(engine.api_key_file), "environment": absolute(engine.environment)}
 
     data = config.data.model_copy(
         update={"train": absolute(config.data.train), "held_out": absolute(config.data.held_out)}
@@ -205,6 +209,7 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
                 update={"path": model(config.model.path), "tokenizer": model(config.model.tokenizer)}
             ),
             "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
+            "engine": engine.model_copy(update=files),
             "recording": config.recording.model_copy(update={"path": absolute(config.recording.path)}),
             "reward_models": {name: served(reward) for name, reward in config.reward_models.items()},
             "reward_worker": config.reward_worker.model_copy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -122,6 +123,19 @@ def test_a_model_beside_the_run_file_is_found_from_everywhere(tmp_path):
     assert {name: model.model for name, model in models.items()} == {
         "a": str(tmp_path / "critic"), "b": "owner/name", "c": "critic"
     }  # fmt: skip
+
+
+def test_keys_and_environments_beside_the_run_file_are_found_from_everywhere(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "reward_models:\n  a: {model: m, environment: env}\n"
+        "  b: {url: ['http://b:1'], api_key_file: b.key}\n  c: {url: ['http://c:1']}\n"
+        "engine: {kind: vllm, environment: env, api_key_file: /keys/engine}\n"
+    )
+    config = load(tmp_path / "run.yaml", environ={}).config
+    models, engine = config.reward_models, config.engine
+    assert (models["a"].environment, models["b"].api_key_file) == (tmp_path / "env", tmp_path / "b.key")
+    assert (models["c"].environment, models["c"].api_key_file) == (None, None)
+    assert (engine.environment, engine.api_key_file) == (tmp_path / "env", Path("/keys/engine"))
 
 
 @pytest.mark.parametrize(
