@@ -29,6 +29,8 @@ _LINES: Final = """rewards:
   - use: {module}:{name}
     weight: 1.0
     args: {{{args}}}"""
+_TAKEN: Final = {"GroupReward", "Reward", "RewardSample", "Score", "Sequence"}
+"""Names that the templates import."""
 _ARGS: Final = {"sample": "ignore_case: true", "group": "spread: 1.0"}
 
 
@@ -44,8 +46,8 @@ def new(module: str, folder: Path, form: str) -> int:
         UsageError: the name cannot be imported, or would hide a module that is there.
         CannotCreate: one of the files is there already, or cannot be written.
     """
-    _check(module)
     name = "".join(part[:1].upper() + part[1:] for part in module.split("_"))
+    _check(module, name)
     templates = resources.files("streamrl.commands") / "templates"
     files = {
         folder / target.format(module=module): (templates / template)
@@ -78,9 +80,11 @@ def new(module: str, folder: Path, form: str) -> int:
     return 0
 
 
-def _check(module: str) -> None:
+def _check(module: str, name: str) -> None:
     if not (module.isidentifier() and module.isascii()) or keyword.iskeyword(module) or module.startswith("test_"):
         raise UsageError(f"{module!r} cannot be the name of a module of rewards", "letters, digits and _: my_reward")
+    if not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
+        raise UsageError(f"the class of {module} would be {name!r}, which it cannot", "another name, e.g. my_reward")
     here = {"", os.getcwd()}  # noqa: PTH109 (as sys.path has it)
     before = sys.path[:]
     sys.path[:] = [path for path in before if path not in here]

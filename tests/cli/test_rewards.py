@@ -104,6 +104,14 @@ def test_new_overwrites_nothing(tmp_path: Path):
         ("json", "there is a module json already"),
         ("sys", "there is a module sys already"),
         ("streamrl", "there is a module streamrl already"),
+        ("score", "would be 'Score'"),
+        ("group_reward", "would be 'GroupReward'"),
+        ("reward_sample", "would be 'RewardSample'"),
+        ("sequence", "would be 'Sequence'"),
+        ("none", "would be 'None'"),
+        ("true", "would be 'True'"),
+        ("__", "would be ''"),
+        ("_2nd", "would be '2nd'"),
     ],
 )
 def test_new_refuses_names_that_cannot_be_imported(tmp_path: Path, name: str, said: str):
