@@ -3,12 +3,16 @@
 At least three kill -9 of each role and of both learner ranks, one of them inside a step and one inside a checkpoint,
 two roll-backs of Redis, one kill of the supervisor, an old learner that wakes up next to its successor, and prompts
 that kill or break whoever touches them. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed.
+
+A shorter one with groups that are scored whole: what is different then is in the hands of feeder, replica, worker and
+Redis, so these are killed and cut back, and the learner once inside a step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,23 +47,45 @@ def write_run(folder: Path, cache: Path, reward: str) -> Path:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("reward", ["Poisoned", "PoisonedGroup"])
-def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path, reward: str):
-    """Scored sample by sample, and whole."""
-    fire = Fire(write_run(tmp_path, sort_cache, reward), tmp_path / "run", SEED)
+def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path):
+    fire = Fire(write_run(tmp_path, sort_cache, "Poisoned"), tmp_path / "run", SEED)
+    blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0") for _ in range(3)]
+    blows += [lambda: fire.kill("learner.0"), fire.kill_in_step, fire.kill_in_checkpoint]
+    blows += [lambda: fire.kill("learner.1") for _ in range(3)]
+    blows += [lambda: fire.kill("redis"), lambda: fire.roll_back_redis(1.5), lambda: fire.roll_back_redis(4.0)]
+    blows += [fire.replace_paused_learner]
+    audit = under(fire, blows, supervisor=True)
+    roles = ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
+    assert all(fire.kills[role] >= 3 for role in roles)
+    assert fire.kills["inside a step"]
+    assert fire.kills["inside a checkpoint"]
+    assert fire.kills["woken zombie"]
+    assert fire.kills["roll-back"] == 2
+    assert fire.kills["supervisor"] == 1
+    assert audit["trained"] >= 10 * 8
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_groups_that_are_scored_whole_are_neither_lost_nor_trained_twice(tmp_path: Path, sort_cache: Path):
+    fire = Fire(write_run(tmp_path, sort_cache, "PoisonedGroup"), tmp_path / "run", SEED)
+    blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0", "reward.0")]
+    blows += [fire.kill_in_step, lambda: fire.roll_back_redis(3.0)]
+    under(fire, blows, supervisor=False)
+    assert all(fire.kills[role] for role in ("feeder.0", "rollout.0", "inside a step", "roll-back"))
+    assert fire.kills["reward.0"] >= 2
+
+
+def under(fire: Fire, blows: list[Callable[[], None]], *, supervisor: bool) -> dict:
+    """Run under these blows in an order of the seed, and until all poisoned prompts have met their end; the audit."""
     try:
         fire.up()
         fire.moves_on(2)
-        blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0") for _ in range(3)]
-        blows += [lambda: fire.kill("learner.0"), fire.kill_in_step, fire.kill_in_checkpoint]
-        blows += [lambda: fire.kill("learner.1") for _ in range(3)]
-        blows += [lambda: fire.kill("redis"), lambda: fire.roll_back_redis(1.5), lambda: fire.roll_back_redis(4.0)]
-        blows += [fire.replace_paused_learner]
         fire.random.shuffle(blows)
         middle = len(blows) // 2
         for place, blow in enumerate(blows):
             blow()
-            if place == middle:
+            if supervisor and place == middle:
                 fire.kill_supervisor()
                 check(fire)
                 fire.up()
@@ -73,19 +99,11 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
         print(f"\nseed {SEED}, kills {dict(fire.kills)}, {fire.steps()} steps")
         print("\n".join(f"{seconds:8.1f}  {what}" for seconds, what in fire.log))
     print("audit", audit)
-    assert all(
-        fire.kills[role] >= 3 for role in ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
-    )
-    assert fire.kills["inside a step"]
-    assert fire.kills["inside a checkpoint"]
-    assert fire.kills["woken zombie"]
-    assert fire.kills["roll-back"] == 2
-    assert fire.kills["supervisor"] == 1
-    assert audit["trained"] >= 10 * 8
     _, letters = fire.streamrl("dead", "ls")
     guilty = {letter["group"] for letter in letters["letters"]}
     assert guilty <= set(POISONED), f"prompts died that were not poisoned: {guilty - set(POISONED)}"
     assert {60, 75, 90, 110, 130} <= guilty
+    return audit
 
 
 def cursor_past_poison(fire: Fire) -> None:
