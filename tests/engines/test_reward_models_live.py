@@ -97,13 +97,17 @@ async def test_two_servers_one_killed_in_mid_run_and_every_score_is_that_of_a_fo
 
             before = {server.name: server.url for server in await ledgers.reward_servers.present("critic")}
             assert sorted(before) == names
-            for gid in range(GROUPS):
+            for gid in range(GROUPS // 4):
                 await put(train, gid)
             await until_async(lambda: closed(GROUPS // 4), 120)
             role = run.pid(names[0])
             server = server_of(role)
+            os.kill(server.pid, signal.SIGSTOP)  # what it is asked from now on, it dies with
+            for gid in range(GROUPS // 4, GROUPS):
+                await put(train, gid)
+            await until_async(lambda: closed(GROUPS // 2), 120)
+            assert not await closed(GROUPS), "samples wait for the one that is to die"
             os.kill(server.pid, signal.SIGKILL)
-            assert not await closed(GROUPS), "it was killed too late to prove anything"
             await until_async(lambda: closed(GROUPS), 240)
             judge = Judge(tmp_path / "critic")
             found = {gid: await scores(train, gid) for gid in range(GROUPS)}
