@@ -25,7 +25,7 @@ def status(chosen: Path | None, *, json: bool, every: float | None) -> int:
     """Show all roles; with `every` again each so many seconds.
 
     Returns:
-        0 all roles are ready, 1 some are not, 69 the run is not up.
+        0 all roles are ready, 1 some are not, or nobody gives a reward, 69 the run is not up.
     """
     run = find_run(chosen)
 
@@ -55,7 +55,7 @@ def look(run: RunDirectory) -> dict[str, Any]:
     roles = [_role(name, supervised, board.get(name), reachable=reachable) for name in names]
     if not reachable and not supervised.alive:
         verdict = "down"
-    elif all(role["state"] == "ready" for role in roles):
+    elif all(role["state"] == "ready" for role in roles) and not any(reward.away for reward in rewards):
         verdict = "ready"
     else:
         verdict = "degraded"

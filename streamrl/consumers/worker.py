@@ -214,6 +214,7 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
     """The figures of one reward, with what is wrong with it now, in words."""
     line = calls.figures.line()
     trouble = []
+    line["away"] = int(calls.circuit.since is not None)
     if calls.circuit.since is not None:
         trouble.append(f"nobody scores: {calls.circuit.why}")
     if calls.figures.blocked:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from streamrl.monitor import plots
 from streamrl.monitor.board import Board, RoleState
-from streamrl.monitor.lines import clock, duration, number, percent
+from streamrl.monitor.lines import clock, duration, number, percent, printable
 from streamrl.monitor.progress import Side
 from streamrl.monitor.tables import stream_name
 
@@ -58,6 +58,9 @@ def _headline(board: Board) -> Text:
     line.append(f"   weights v{version}" if version >= 0 else "   no weights yet")
     if board.restarts:
         line.append(f"   restarts {board.restarts}", style="red")
+    for reward in board.snapshot.rewards if board.snapshot is not None else ():
+        if reward.away:
+            line.append(f"   nobody gives {printable(reward.name)}", style="bold red")
     return line
 
 

@@ -40,7 +40,7 @@ def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
         table.add_column(heading, justify="left" if heading == "REWARD" else "right", no_wrap=True)
     for reward in rewards:
         table.add_row(
-            reward.name,
+            Text(printable(reward.name)),
             str(reward.ok),
             number(reward.per_second),
             number(reward.mean),

@@ -29,6 +29,7 @@ class RewardView:
         p50: seconds below which half of the calls took, the mean over the workers.
         p95: the same for 95 %, of the slowest worker.
         trouble: what is wrong with it now, in words, from each worker that has some.
+        away: workers for which nobody scores now.
         per_second: values per second between two snapshots; None without a second one.
     """
 
@@ -44,6 +45,7 @@ class RewardView:
     p95: float | None
     trouble: tuple[str, ...]
     per_second: float | None = None
+    away: int = 0
 
 
 def reward_views(roles: Mapping[str, Mapping[str, str]]) -> tuple[RewardView, ...]:
@@ -73,7 +75,16 @@ def _lines(text: str) -> list[tuple[str, dict[str, Any]]]:
         return []
     if not isinstance(data, dict):
         return []
-    return [(name, line) for name, line in data.items() if isinstance(line, dict)]
+    return [(name, line) for name, line in data.items() if isinstance(line, dict) and _fits(line)]
+
+
+def _fits(line: dict[str, Any]) -> bool:
+    """Whether a line has numbers where `_view` adds numbers: one of another program must not take the screen along."""
+    failed = line.get("failed") or {}
+    if not isinstance(failed, dict):
+        return False
+    counts = [line.get(key) for key in ("ok", "retried", "dead", "tokens", "mean", "p50", "p95", "away")]
+    return all(count is None or type(count) in (int, float) for count in [*counts, *failed.values()])
 
 
 def _view(name: str, lines: list[tuple[str, dict[str, Any]]]) -> RewardView:
@@ -96,4 +107,5 @@ def _view(name: str, lines: list[tuple[str, dict[str, Any]]]) -> RewardView:
         p50=math.fsum(halves) / len(halves) if halves else None,
         p95=max(slowest, default=None),
         trouble=tuple(f"{role}: {line['trouble']}" for role, line in lines if line.get("trouble")),
+        away=total("away"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -17,6 +18,7 @@ from streamrl.monitor.board import Board, Goal, RoleState
 from streamrl.monitor.lines import duration, log_line, number, printable, size
 from streamrl.monitor.progress import Progress, Side
 from streamrl.monitor.tail import Tail
+from streamrl.queues.reward_figures import FIELD, reward_views
 from streamrl.queues.snapshot import LedgerView, ServerView, Snapshot, StreamView
 
 
@@ -177,6 +179,16 @@ def drawn(board: Board, width: int) -> str:
     text = io.StringIO()
     Console(file=text, width=width, force_terminal=True, color_system=None).print(screen.render(board, width))
     return text.getvalue()
+
+
+def test_the_screen_says_which_reward_nobody_gives(tmp_path: Path):
+    lines = {"judge[1]": {"ok": 1, "away": 1}, "rule": {"ok": 2, "away": 0}}
+    rewards = reward_views({"reward.0": {FIELD: orjson.dumps(lines).decode()}})
+    board = Board("demo", tmp_path, Goal(), lambda: replace(snapshot(), rewards=rewards))
+    board.refresh()
+    text = drawn(board, 120)
+    assert "nobody gives judge[1]" in text
+    assert "nobody gives rule" not in text
 
 
 @pytest.mark.parametrize("width", [80, 96, 120, 200])

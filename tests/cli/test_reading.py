@@ -17,6 +17,7 @@ from streamrl.learner.checkpoint import Meta
 from streamrl.monitor.serverlog import server_record
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.probe import Probe
+from streamrl.queues.reward_figures import FIELD
 from streamrl.queues.snapshot import take, with_rates
 from streamrl.runfile import read_saved
 from streamrl.wire import pack_frame
@@ -150,6 +151,21 @@ async def test_status_of_roles_that_somebody_else_started(live_run: Path):
         "reward.0": "ready",
         "feeder.0": "down",
     }
+
+
+async def test_a_reward_that_nobody_gives_is_trouble_of_the_run(live_run: Path):
+    config = read_saved(live_run / "run.json").config
+    codes = []
+    async with open_ledgers(config, live_run) as ledgers:
+        for name in ("learner.0", "feeder.0"):
+            await ledgers.roles.beat(name, {"state": "ready"}, 60)
+        for away in (0, 1):
+            line = {"ok": 3, "away": away, "trouble": "nobody scores: 502" if away else ""}
+            await ledgers.roles.beat("reward.0", {"state": "ready", FIELD: orjson.dumps({"judge": line}).decode()}, 60)
+            done = await run("status", "--run", str(live_run), "--json")
+            data = data_of(done.stdout, "streamrl.status/1")
+            codes.append((done.returncode, data["verdict"], data["rewards"][0]["away"]))
+    assert codes == [(0, "ready", 0), (1, "degraded", 1)]
 
 
 async def test_status_of_a_stopped_run_starts_nothing(stopped_run: Path):

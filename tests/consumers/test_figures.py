@@ -50,9 +50,10 @@ def test_the_workers_are_put_together():
             "rollout.0": {"state": "ready"},
             "reward.2": {"rewards": "{no json"},
             "reward.3": {"rewards": "[]"},
+            "reward.4": status(judge={"ok": "many"}, math={"failed": []}, other={"failed": {"error": "x"}, "ok": 1}),
         }
     )
-    judge, rule = views
+    judge, rule, *_ = views
     assert (judge.name, judge.workers, judge.ok, judge.failed, judge.retried, judge.tokens) == (
         "judge",
         2,
@@ -76,10 +77,21 @@ def test_rates_between_two_looks():
 
 
 def test_the_table_shows_what_is_wrong_and_steers_no_terminal():
-    views = reward_views({"reward.0": status(judge=line(40, 0.25, p50=0.0004, p95=1.5, trouble="\x1b[2Jgone"))})
+    named = {"judge[helpful]": line(1), "\x1b[2J[/b]": line(2)}
+    judge = line(40, 0.25, p50=0.0004, p95=1.5, trouble="\x1b[2Jgone")
+    views = reward_views({"reward.0": status(judge=judge, **named)})
     console = Console(file=io.StringIO(), width=150, force_terminal=False)
     console.print(rewards_table(views))
     shown = console.file.getvalue()
     assert "\x1b" not in shown
-    for text in ("judge", "40", "0.25", "400us", "1.5s", "judge  reward.0: \\x1b[2Jgone"):
+    for text in (
+        "judge",
+        "40",
+        "0.25",
+        "400us",
+        "1.5s",
+        "judge  reward.0: \\x1b[2Jgone",
+        "judge[helpful]",
+        "\\x1b[2J[/b]",
+    ):
         assert text in shown
