@@ -19,7 +19,7 @@ from streamrl.consumers.sandbox import Limits, Program, Sandbox, SandboxError
 from streamrl.errors import ConfigError
 from tests.consumers import hostile_programs as hostile
 from tests.consumers.hostile_programs import MIB
-from tests.consumers.sandboxes import eventually, keepers, python, run, running, sandbox
+from tests.consumers.sandboxes import eventually, keepers, python, run, running, sandbox, together
 
 # No distribution has nsjail: where somebody has built it, it is tested as the others are.
 WRAPPERS = ["bubblewrap", *(["nsjail"] if shutil.which("nsjail") else [])]
@@ -47,32 +47,34 @@ async def test_a_harmless_program_reads_prints_and_ends(isolation):
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("name", hostile.ENDED_BY_A_LIMIT)
-async def test_limits_end_a_program_and_the_outcome_says_which(isolation, name):
-    text, limits, outcome = hostile.ENDED_BY_A_LIMIT[name]
-    execution = await run(sandbox(isolation, **limits), dedent(text))
-    assert (execution.outcome, (execution.code or 0) > 0) == (outcome, False)
-    assert len(execution.stdout) + len(execution.stderr) < 3 * MIB
-    assert execution.wall < 60
+async def test_limits_end_a_program_and_the_outcome_says_which(isolation):
+    programs = hostile.ENDED_BY_A_LIMIT.items()
+    runs = {name: run(sandbox(isolation, **limits), dedent(text)) for name, (text, limits, _) in programs}
+    found = await together(runs)
+    assert {name: execution.outcome for name, execution in found.items()} == {
+        name: outcome for name, (_, _, outcome) in programs
+    }
+    for execution in found.values():
+        assert (execution.code or 0) <= 0
+        assert len(execution.stdout) + len(execution.stderr) < 3 * MIB
+        assert execution.wall < 60
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("name", hostile.REFUSED_BY_THE_KERNEL)
-async def test_what_the_kernel_refuses_makes_a_program_fail(isolation, name):
-    text, why = hostile.REFUSED_BY_THE_KERNEL[name]
-    failed_for(why, await run(sandbox(isolation, memory=256 * MIB, address_space=512 * MIB), dedent(text)))
+async def test_what_the_kernel_refuses_makes_a_program_fail(isolation):
+    await all_fail(sandbox(isolation, memory=256 * MIB, address_space=512 * MIB), hostile.REFUSED_BY_THE_KERNEL)
 
 
-@pytest.mark.parametrize("name", hostile.REFUSED_BY_NAMESPACES)
-async def test_what_namespaces_and_the_filter_refuse(name):
-    text, why = hostile.REFUSED_BY_NAMESPACES[name]
-    failed_for(why, await run(sandbox(), hostile.CALLING + dedent(text)))
+async def test_what_namespaces_and_the_filter_refuse():
+    await all_fail(sandbox(), hostile.REFUSED_BY_NAMESPACES)
 
 
-def failed_for(why, execution):
-    """It failed, and by what it was to fail by: not for a module that is missing, say."""
-    assert (execution.outcome, execution.code) != ("ended", 0)
-    assert re.search(why, f"{execution.outcome} {execution.stderr}", re.DOTALL)
+async def all_fail(box, programs):
+    """They fail, and by what they are to fail by: not for a module that is missing, say."""
+    runs = {name: run(box, hostile.CALLING + dedent(text)) for name, (text, _) in programs.items()}
+    for name, execution in (await together(runs)).items():
+        assert (execution.outcome, execution.code) != ("ended", 0), name
+        assert re.search(programs[name][1], f"{execution.outcome} {execution.stderr}", re.DOTALL), (name, execution)
 
 
 @pytest.mark.parametrize("isolation", STRONG)
@@ -103,10 +105,16 @@ async def test_no_network_not_even_loopback_unless_it_is_allowed(isolation):
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("text", hostile.LEAVES_PROCESSES.values(), ids=hostile.LEAVES_PROCESSES)
-async def test_children_end_with_their_program(isolation, text, mark):
-    await run(sandbox(isolation, wall=3), hostile.spawning(text, mark))
-    assert not running(mark)
+async def test_children_end_with_their_program(isolation, mark):
+    box = sandbox(isolation, wall=3)
+    runs = {name: left_by(box, text, f"{mark}-{name}") for name, text in hostile.LEAVES_PROCESSES.items()}
+    assert await together(runs) == {name: [] for name in runs}
+
+
+async def left_by(box, text, mark):
+    """Processes that a program has left behind."""
+    await run(box, hostile.spawning(text, mark))
+    return running(mark)
 
 
 async def test_killing_everything_kills_the_program_alone(mark):
