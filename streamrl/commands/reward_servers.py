@@ -28,14 +28,17 @@ def ls(
 @reward_servers_app.command("add")
 def add(
     model: ModelArgument,
-    url: Annotated[str, typer.Argument(metavar="URL", help="A server that runs already, e.g. http://10.0.0.7:8000.")],
+    server: Annotated[
+        str,
+        typer.Argument(metavar="URL|ROLE", help="One that runs already, http://10.0.0.7:8000; a role: ask it again."),
+    ],
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
     """Give a reward model one more server, or one that was removed. Workers ask it within two seconds."""
     from streamrl.commands.reward_servers_live import change as command
 
-    return command(run, model, url, present=True, json=json)
+    return command(run, model, server, present=True, json=json)
 
 
 @reward_servers_app.command("remove")

@@ -12,6 +12,7 @@ from streamrl.commands import output
 from streamrl.commands.attach import ledgers
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
+from streamrl.queues.reward_servers import RewardServer
 
 LIST_SCHEMA: Final = "streamrl.reward.servers/1"
 CHANGE_SCHEMA: Final = "streamrl.reward.servers.change/1"
@@ -46,20 +47,25 @@ def ls(chosen: Path | None, model: str | None, *, json: bool) -> int:
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep` or `down` (ours)."""
+    """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep`, `down` (ours), `removed`."""
     rows = []
     async with ledgers(run) as opened:
         for model, config in run.config["reward_models"].items():
             present = {server.name: server for server in await opened.reward_servers.present(model, config["url"])}
             removed = await opened.reward_servers.removed(model)
-            for name in dict.fromkeys([*_ours(model, config), *present]):
+            for name in dict.fromkeys([*_ours(model, config), *present, *sorted(removed)]):
                 server = present.get(name)
-                if server is None and name not in removed:
-                    rows.append({"model": model, "name": name, "state": _DOWN, "url": ""})
-                elif server is not None:
-                    state = "listed" if server.name == server.url else "ready" if server.awake else "asleep"
-                    rows.append({"model": model, "name": name, "state": state, "url": server.url})
+                url = server.url if server is not None else name if urlparse(name).scheme else ""
+                rows.append({"model": model, "name": name, "state": _state(server, name in removed), "url": url})
     return rows
+
+
+def _state(server: RewardServer | None, removed: bool) -> str:
+    if removed:
+        return "removed"
+    if server is None:
+        return _DOWN
+    return "listed" if server.name == server.url else "ready" if server.awake else "asleep"
 
 
 def change(chosen: Path | None, model: str, server: str, *, present: bool, json: bool) -> int:

@@ -57,7 +57,14 @@ async def test_ls_shows_who_answers_and_whether_all_of_ours_are_there(started: P
     of_one = (await call("ls", "judge", "--run", str(started))).stdout.splitlines()[1:]
     assert [line.split()[1] for line in of_one] == ["http://a:1", "http://b:1"]
     assert await change("remove", "critic", "reward_model.critic.1", started)
-    assert [name for _, name, _, _ in await rows(started, 0)] == ["reward_model.critic.0", "http://a:1", "http://b:1"]
+    assert [(name, state) for _, name, state, _ in await rows(started, 0)] == [
+        ("reward_model.critic.0", "asleep"),
+        ("reward_model.critic.1", "removed"),
+        ("http://a:1", "listed"),
+        ("http://b:1", "listed"),
+    ]
+    assert await change("add", "critic", "reward_model.critic.1", started)  # a role comes back by its name
+    assert ("critic", "reward_model.critic.1", "down", "") in await rows(started, 1)
 
 
 async def test_add_and_remove_are_said_once(started: Path):
@@ -67,7 +74,11 @@ async def test_add_and_remove_are_said_once(started: Path):
     assert await change("remove", "judge", "http://c:1", started)
     assert await change("remove", "judge", "http://a:1", started)
     assert not await change("remove", "judge", "http://a:1", started)
-    assert [name for model, name, _, _ in await rows(started, 1) if model == "judge"] == ["http://b:1"]
+    assert [row[1:] for row in await rows(started, 1) if row[0] == "judge"] == [
+        ("http://b:1", "listed", "http://b:1"),
+        ("http://a:1", "removed", "http://a:1"),
+        ("http://c:1", "removed", "http://c:1"),
+    ]
     assert await change("add", "judge", "http://a:1", started)
     done = await call("remove", "judge", "http://b:1", "--run", str(started))
     assert done.stdout == "http://b:1 removed\n"
