@@ -12,7 +12,7 @@ from typing import Any, Final
 from streamrl.commands import output
 from streamrl.commands.archive_rows import Format, export_rows
 from streamrl.commands.rundir import find_run
-from streamrl.errors import ConfigError, UsageError, WireError
+from streamrl.errors import ConfigError, ExitCode, UsageError, WireError
 from streamrl.monitor.lines import duration, size
 from streamrl.queues.archived import ArchivedGroup, ArchiveReading, archive_files, read_archive
 from streamrl.queues.recording import read_file
@@ -23,7 +23,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def ls(chosen: Path | None, source: Path | None, *, json: bool) -> int:
-    """List the files of an archive with what is in them."""
+    """List the files of an archive with what is in them; 1 when one is damaged."""
     path = source or find_run(chosen).path
     files = [
         _file(file, evaluation=evaluation)
@@ -32,15 +32,16 @@ def ls(chosen: Path | None, source: Path | None, *, json: bool) -> int:
     ]
     if not files:
         read_archive(path)  # says how one comes to be
+    code = int(ExitCode.FAILURE if any(found["problem"] for found in files) else ExitCode.OK)
     if json:
         output.write_json(LIST_SCHEMA, {"source": str(path), "files": files})
-        return 0
+        return code
     for found in files:
         kind = "held-out groups" if found["evaluation"] else "groups"
         when = f"{_day(found['from'])} to {_day(found['to'])}" if found["from"] else "time unknown"
         line = f"{found['file']}  {size(found['bytes'])}  {found['groups']} {kind}  {found['samples']} samples  {when}"
         output.write(line + (f"  DAMAGED: {found['problem']}" if found["problem"] else ""))
-    return 0
+    return code
 
 
 def _file(file: Path, *, evaluation: bool) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def export(
     force: bool,
     json: bool,
 ) -> int:
-    """Write archived groups as rows to a file, or as JSON lines to stdout when `out` is `-`."""
+    """Write archived groups as rows to a file, or as JSON lines to stdout when `out` is `-`; 1: damaged groups."""
     path = None if out == "-" else Path(out)
     kind = kind or ("parquet" if path is not None and path.suffix == ".parquet" else "jsonl")
     if path is None and (kind == "parquet" or json):
@@ -84,16 +85,18 @@ def export(
     started = time.monotonic()
     count = export_rows(later_than(reading, since_of(since)), path, kind, tokens=tokens, force=force)
     note_problems(reading)
+    code = int(ExitCode.FAILURE if reading.problems else ExitCode.OK)
     if path is None:
-        return 0
+        return code
     written = path.stat().st_size
     data = {"file": str(path.resolve()), "format": kind, "rows": count, "bytes": written}
+    data["problems"] = reading.problems
     if json:
         output.write_json(EXPORT_SCHEMA, data)
     else:
         took = duration(time.monotonic() - started)
         output.write(f"{count} responses are in {path} ({kind}, {size(written)}, {took})")
-    return 0
+    return code
 
 
 def later_than(groups: ArchiveReading, since: float) -> Iterator[ArchivedGroup]:
@@ -116,7 +119,7 @@ def since_of(text: str | None, now: float | None = None) -> float:
         return 0.0
     value = text.strip()
     try:
-        if value and value[-1] in _UNITS and math.isfinite(ago := float(value[:-1])):
+        if value and value[-1] in _UNITS and 0 <= (ago := float(value[:-1])) < math.inf:
             return (time.time() if now is None else now) - ago * _UNITS[value[-1]]
         return dt.datetime.fromisoformat(value).astimezone().timestamp()
     except (ValueError, OverflowError) as error:

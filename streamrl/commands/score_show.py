@@ -44,7 +44,7 @@ def find_group(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, An
         if attempts:
             newest = attempts[-1]
             found |= {"source": "archive", "earlier_attempts": len(attempts) - 1, **_archived_data(newest)}
-    found["rescored"] = _rescored(run.path, gid, evaluation=evaluation)
+    found["rescored"] = _rescored(run.path, gid, found["attempt"], evaluation=evaluation)
     return found
 
 
@@ -94,14 +94,16 @@ def _archived(run_dir: Path, gid: int, *, evaluation: bool) -> list[ArchivedGrou
     return found
 
 
-def _rescored(run_dir: Path, gid: int, *, evaluation: bool) -> dict[str, dict[str, Any]]:
-    """Scores of the group that were made again, by the name they were made under: sample to score and parts."""
+def _rescored(run_dir: Path, gid: int, attempt: int | None, *, evaluation: bool) -> dict[str, dict[str, Any]]:
+    """Scores that were made again of this attempt at the group, by the name of the set: sample to score and parts."""
     found: dict[str, dict[str, Any]] = {}
     folders = sorted((run_dir / RESCORED).iterdir()) if (run_dir / RESCORED).is_dir() else []
     for folder in folders:
         groups = ArchiveReading(archive_files(folder, evaluation=evaluation)).find(gid)
-        if groups:
-            scores = {sample.number: sample.score for sample in groups[-1].samples}
+        for group in groups:
+            if group.attempt != attempt:
+                continue  # other responses than those that are shown
+            scores = {sample.number: sample.score for sample in group.samples}
             found[folder.name] = {str(number): _score_data(score) for number, score in scores.items()}
     return found
 

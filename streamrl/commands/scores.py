@@ -54,7 +54,7 @@ def show(
 
 @archive_app.command("ls")
 def ls(run: RunOption = None, source: FromOption = None, json: JsonOption = False) -> int:
-    """List the files of an archive: size, groups, samples, times. It may be read while the run writes it."""
+    """List the files of an archive: size, groups, samples, times. It may be read while the run writes it. 1: damage."""
     from streamrl.commands.archive import ls as command
 
     return command(run, source, json=json)
@@ -77,7 +77,8 @@ def export(
 ) -> int:
     """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
 
-    A response that died has its cause and no score. Parquet needs `pip install 'streamrl[parquet]'`.
+    A response that died has its cause and no score. Parquet needs `pip install 'streamrl[parquet]'`. 1 when a damaged
+    file was not read to its end.
     """
     from streamrl.commands.archive import export as command
 
@@ -98,7 +99,9 @@ def rescore(
     *,
     reward: Annotated[
         str | None,
-        typer.Option("--reward", metavar="REWARD", help="Built-in name, module:Name, or a name in the run's rewards."),
+        typer.Option(
+            "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run; left out: all of it."
+        ),
     ] = None,
     into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new scores: RUN_DIR/rescored/NAME.")],
     run: RunOption = None,
@@ -120,7 +123,9 @@ def rescore(
         int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
     ] = 16,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many groups.")] = None,
-    threshold: Annotated[float, typer.Option("--threshold", help="A response with a score above it is right.")] = 0.5,
+    threshold: Annotated[
+        float, typer.Option("--threshold", help="Where `same side` draws the line: right is above.")
+    ] = 0.5,
     differ: Annotated[int, typer.Option("--differ", min=0, help="Responses to show that differ most.")] = 10,
     drop_failed: Annotated[
         bool, typer.Option("--drop-failed", help="Write groups that lost responses to failures too.")
