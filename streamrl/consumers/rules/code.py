@@ -14,7 +14,7 @@ from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.code_blocks import program_in
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, judge, read_tests
-from streamrl.consumers.sandbox import Isolation, Limits, Program, Sandbox
+from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
 from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.wrappers import interpreter
 from streamrl.errors import ConfigError, DataError
@@ -28,11 +28,30 @@ _SETUP_SECONDS: Final = 60.0
 class _Tally:
     """What came of the tests so far, and the seconds that are left for the others."""
 
-    left: float
+    total: float
+    spent: float = 0.0
+    cpu: float = 0.0
+    wall: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
 
+    def add(self, verdict: str, execution: Execution) -> None:
+        """Count a test.
+
+        Raises:
+            SandboxError: the tests take ten times their time for want of processors, and have not used it either.
+        """
+        self.counts[verdict] += 1
+        self.spent += execution.wall - execution.delay
+        self.cpu += execution.cpu
+        self.wall += execution.wall
+        if self.wall < SLOWEST * self.total or self.spent >= self.total:
+            return
+        if self.cpu < self.total:
+            raise SandboxError(f"the host is too busy: its tests took {self.wall:.0f} s for {self.spent:.0f} s of work")
+        self.spent = self.total
+
     def ends(self, *, at_failure: bool) -> bool:
-        return self.left <= 0 or (at_failure and self.counts.total() > self.counts["passed"])
+        return self.spent >= self.total or (at_failure and self.counts.total() > self.counts["passed"])
 
 
 class Code(Reward):
@@ -55,7 +74,9 @@ class Code(Reward):
         tolerance: largest relative difference of numbers, in results and in words of the output; 0: none.
         seconds: of processor time for each process of a test.
         wall: seconds for a test with its waiting; None: twice `seconds` and one.
-        total: seconds for all tests of one response; the rest count as not passed.
+        total: seconds for all tests of one response; the rest count as not passed. As with `wall`, time in which others
+            had the processor does not count, up to ten times as much by the clock; then it is over for a program that
+            has used as much processor time, and the attempt fails for another one.
         memory_mib: MiB of all processes of a test together.
         address_space_mib: MiB of each process; None: no limit (Java, Node and Go reserve much more than they use).
         disk_mib: MiB of all files of a test.
@@ -164,8 +185,7 @@ class Code(Reward):
         async with self._sandbox.start(self._program(text, tests[0])) as session:
             for test in tests:
                 execution = await session.run(test.stdin)
-                tally.counts[judge(test, execution, self._tolerance)] += 1
-                tally.left -= execution.wall - execution.delay
+                tally.add(judge(test, execution, self._tolerance), execution)
                 if tally.ends(at_failure=self._all):
                     return
 

@@ -82,7 +82,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
         result: what it wrote to its descriptor 3.
         cpu: seconds of processor time, of all processes that were waited for.
         wall: seconds with the set-up of the sandbox.
-        delay: seconds of these in which it waited for a processor that others had, as far as the kernel tells.
+        delay: seconds of these in which it waited for a processor that others had, as far as the kernel tells; waiting
+            for its own threads and processes is none.
     """
 
     outcome: Literal["ended", "signal", "time", "memory", "output"]

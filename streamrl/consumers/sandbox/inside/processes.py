@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PAUSE = 0.002
+_TICKS = os.sysconf("SC_CLK_TCK")
 _COUNTED = ("RssAnon:", "RssShmem:")
 
 
@@ -35,18 +36,35 @@ def memory(pids: list[int]) -> int:
 
 
 def processor_time(pids: list[int]) -> tuple[float, float]:
-    """Return the seconds that processes have run, and the longest that a thread of theirs waited for a processor.
+    """Return the seconds that processes have run, and the longest that a thread waited for a processor others had.
 
-    Both are 0 where the kernel does not keep these figures.
+    Those that they have waited for count as run. Both are 0 where the kernel does not keep these figures.
     """
-    run, delay = 0.0, 0.0
+    run = 0.0
+    threads: list[tuple[float, float]] = []
     for pid in pids:
+        ran_alive = ran_in_all = 0.0
         with suppress(OSError, ValueError):
             for task in Path(f"/proc/{pid}/task").iterdir():
-                ran, waited = (task / "schedstat").read_text().split()[:2]
-                run += int(ran) / 1e9
-                delay = max(delay, int(waited) / 1e9)
-    return run, delay
+                ran, waited = (int(word) / 1e9 for word in (task / "schedstat").read_text().split()[:2])
+                threads.append((ran, waited))
+                ran_alive += ran
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ran_in_all = sum(map(int, words[11:15])) / _TICKS  # own and children's, as user and in the kernel
+        run += max(ran_alive, ran_in_all)
+    return run, kept_waiting(threads, run)
+
+
+def kept_waiting(threads: list[tuple[float, float]], run: float) -> float:
+    """Return the longest that a thread waited for a processor that strangers had.
+
+    While the program's other threads ran, it may have been they who kept this one waiting: that is its own fault.
+
+    Args:
+        threads: seconds that each has run, and has waited for a processor.
+        run: seconds that all of the program has run, what has ended included.
+    """
+    return max((waited - max(run - ran, 0.0) for ran, waited in threads if waited > run - ran), default=0.0)
 
 
 def starved() -> int:

@@ -57,6 +57,9 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "personality": (135, 92),
+    "setpriority": (141, 140),  # who lets everybody go first waits for ever on a busy host, and is never too slow
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
 }
 _SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: a network namespace holds these; vsock, for one, passes it by
