@@ -142,6 +142,8 @@ async def test_a_mistake_changes_nothing_and_is_explained(tmp_path):
             ({"lease": lease, "value": 1, "part": {}}, "unknown field `part`"),
             ({"lease": lease, "value": 1, "parts": {"a": None}}, "$.scores[1].parts"),
             ({"lease": lease, "value": 1, "tokens": -1}, "$.scores[1].tokens"),
+            ({"lease": lease, "value": 1, "tokens": 1.5}, "$.scores[1].tokens"),
+            ({"lease": lease, "value": 1, "parts": {f"p{n}": 0 for n in range(65)}}, "$.scores[1].parts"),
             ({"lease": lease, "error": ""}, "$.scores[1].error"),
             ({"value": 1}, "missing required field `lease`"),
         ]:
@@ -157,6 +159,7 @@ async def test_a_mistake_changes_nothing_and_is_explained(tmp_path):
             (b"[]", 422),
             (b"null", 422),
             (b"", 422),
+            (b'{"scores": [%s]}' % b",".join([b'{"lease":"a"}'] * 257), 422),
             (b'{"leases": "%s"}' % (b"x" * 5000), 413),
         ]:
             await program.error(status, "POST", "/v1/scores", data=raw)
@@ -188,6 +191,30 @@ async def test_other_routes_and_methods_are_errors_in_json_too(tmp_path):
         assert (await program.error(405, "GET", "/v1/lease"))["code"] == "method_not_allowed"
         status, _ = await program.send("POST", "/v1/lease", data=b'{"wait": 0}')
         assert status == 200, "an empty content type will do"
+
+
+async def test_requests_that_find_no_place_to_wait_are_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.gateway.server.MAX_POLLS", 1)
+    async with opened(tmp_path) as (reward, program):
+        asked = [asyncio.create_task(program.send("POST", "/v1/lease", {"wait": 60})) for _ in range(2)]
+        done, pending = await asyncio.wait(asked, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        status, found = done.pop().result()
+        assert (status, found["error"]["code"]) == (503, "busy")
+        async with scoring(reward, "one"):
+            status, found = await asyncio.wait_for(pending.pop(), 30)
+            assert (status, len(found["samples"])) == (200, 1)
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.gateway.server._READ_SECONDS", 0.05)
+    async with opened(tmp_path) as (_, program):
+        address = program.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(address[0], int(address[1]))
+        writer.write(f"POST /v1/lease HTTP/1.1\r\nHost: {':'.join(address)}\r\nContent-Length: 9\r\n\r\n{{".encode())
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b'"slow"' in await asyncio.wait_for(reader.readuntil(b"}"), 30)
+        writer.close()
 
 
 async def test_with_a_token_nobody_gets_anything_without_it(tmp_path):

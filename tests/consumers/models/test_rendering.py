@@ -202,6 +202,15 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path):
         Renderer.load(str(tmp_path), template=tmp_path / "missing.jinja")
 
 
+@pytest.mark.parametrize("package", ["jinja2", "tokenizers"])
+def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch, package):
+    make_tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"needs the package {package}") as caught:
+        Renderer.load(str(tmp_path))
+    assert "pip install 'streamrl[reward-models]'" in caught.value.hint
+
+
 def test_a_reward_worker_gets_no_torch_by_it(tmp_path):
     make_tokenizer(tmp_path)
     code = (
