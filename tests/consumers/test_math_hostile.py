@@ -69,7 +69,10 @@ async def watch(rule: MathAnswer, peaks: dict[int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_hostile_responses_are_wrong_and_nothing_else_happens():
-    """No input gets anything but 0, takes more than its half second and its memory, or spoils the next one."""
+    """No input gets more than 0 or spoils the next one, no process has more than its memory, and all ends are counted.
+
+    How much processor time a call can take at most is seen in `test_processes.py`.
+    """
     assert len(HOSTILE) > 30
     peaks: dict[int, int] = {}
     async with opened(MathAnswer(seconds=0.5, memory_mib=MEMORY >> 20, processes=2)) as rule, asyncio.timeout(350):

@@ -19,7 +19,7 @@ from streamrl.runfile import LoadedConfig, save
 from tests.archive_kit import archived, closed
 from tests.redis_kit import RedisRun
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @contextlib.contextmanager
@@ -65,10 +65,9 @@ KILLS = {
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
 }
-QUICK = ("not archived, checkpoint begun", "after retire")
 
 
-@pytest.mark.parametrize("point", [*QUICK, *(pytest.param(p, marks=pytest.mark.slow) for p in KILLS if p not in QUICK)])
+@pytest.mark.parametrize("point", KILLS)
 async def test_a_killed_learner_archives_all_it_retires(redis_run, model, zygote, point):
     with archiving(redis_run, model, zygote) as run:
         async with run.play():
@@ -82,7 +81,7 @@ async def test_a_killed_learner_archives_all_it_retires(redis_run, model, zygote
         assert run.steps()[-1]["archive_lost"] == 0
 
 
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["before", "after"])
 async def test_dropped_groups_are_archived_before_they_go(redis_run, model, zygote, when):
     with archiving(redis_run, model, zygote, advantage={"zero_variance": "drop"}, checkpoint_every=1000) as run:
         async with run.play():
