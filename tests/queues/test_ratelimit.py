@@ -136,15 +136,28 @@ def test_what_is_refused_is_not_in_the_line():
 
 
 @unhurried
+@given(st.lists(costs, min_size=2, max_size=20), st.integers(0, 19))
+def test_what_comes_back_comes_back_once(requests, given_back):
+    """Some have had their turn, some wait: who gives back twice brings the next no further than who does it once."""
+    waits = []
+    for times in (1, 2):
+        buckets = Buckets()
+        for number, cost in enumerate(requests):
+            buckets.take(str(number), cost, EVER, 0)
+        for _ in range(times):
+            buckets.settle(str(given_back), requests[min(given_back, len(requests) - 1)])
+        waits.append(buckets.take("next", (3 * CAPACITY_MS, 3 * CAPACITY_MS), EVER, 0))
+    assert waits[0] == waits[1]
+
+
+@unhurried
 @given(st.lists(costs, min_size=1, max_size=20))
-def test_what_comes_back_comes_back_once(requests):
-    """Some have had their turn, some wait; when all are given back, twice, it is as if nobody had asked."""
+def test_when_all_comes_back_it_is_as_if_nobody_had_asked(requests):
     buckets = Buckets()
     for number, cost in enumerate(requests):
         buckets.take(str(number), cost, EVER, 0)
-    for _ in range(2):
-        for number, cost in enumerate(requests):
-            buckets.settle(str(number), cost)
+    for number, cost in enumerate(requests):
+        buckets.settle(str(number), cost)
     full = (CAPACITY_MS - 0.001, CAPACITY_MS - 0.001)  # adding and taking away rounds
     assert buckets.take("next", full, 0, 0) == 0
     assert buckets.take("another", (1, 1), EVER, 0) >= 1
