@@ -102,8 +102,13 @@ class RewardUnavailable(Unreachable):
     """Nobody can give a score now, whatever the sample: all servers are away, or the circuit of the reward is open.
 
     It says nothing of the sample. The worker opens the circuit of the reward at once, so that samples wait instead of
-    failing one after the other, and with `on_failure: retry` it goes on trying for `reward_worker.retry_for`.
+    failing one after the other. It spends none of their attempts: they wait for as long as they may be held, and then
+    go back into the queue.
     """
+
+
+class RewardBusy(RewardUnavailable):
+    """Those who can give a score are there, and had no place for this sample in time: the circuit stays closed."""
 
 
 class DeadlineExceeded(StreamrlError, TimeoutError):

@@ -36,7 +36,7 @@ from streamrl.queues.keys import GROUP, WHOLE
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import Lease
 
-__all__ = ["Lease", "Leases"]
+__all__ = ["Lease", "Leases", "NotNow"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,10 @@ _NEVER_IDLE: Final = 1 << 40
 
 _Place: TypeAlias = tuple[str, str]
 """Stream and entry."""
+
+
+class NotNow(Exception):
+    """Raised by a handler for work that cannot be done for the moment: it goes back, and that is no death of it."""
 
 
 @dataclass(eq=False)
@@ -81,7 +85,8 @@ class Leases:
         handle: does the work of one lease and settles it in the ledger (emit, score, fail). It is cancelled when the
             lease is lost, was held for too long, or the drain is over. An exception other than a cancellation is
             logged and ends `run`: a handler turns failures of the work into dead letters itself. Work that it leaves
-            unsettled counts as one more delivery.
+            unsettled counts as one more delivery; work that it ends with `NotNow` does not, and the next that has
+            room takes it.
         drain: seconds that work in flight gets after `stop`.
     """
 
@@ -213,12 +218,25 @@ class Leases:
             await self._handle(held.lease)
         except asyncio.CancelledError:
             raise  # whoever cancelled decides what becomes of the lease
+        except NotNow as why:
+            await self._give_back(held, str(why))
+            return
         except Exception:
             held.guilty = True
             extra = {"gid": held.lease.gid, "sample": held.lease.sample, "deliveries": held.lease.deliveries}
             logger.exception("handler failed", extra=extra)
             raise
         self._handled[0].add(held.place)
+        self._let_go(held)
+
+    async def _give_back(self, held: _Held, why: str) -> None:
+        stream, entry = held.place
+        before = max(0, held.lease.deliveries - 1)
+        try:
+            await self._connection.call("release", [stream], [self.consumer, KEEPER, self._idle_ms, entry, before])
+        except ReplyError as error:
+            await self._remake(error)
+        logger.info("given back", extra={"gid": held.lease.gid, "sample": held.lease.sample, "why": why})
         self._let_go(held)
 
     def _let_go(self, held: _Held) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
-from streamrl.queues.leases import KEEPER
+from streamrl.queues.leases import KEEPER, NotNow
 from tests.queues.lease_kit import (
     PATIENT,
     QUICK,
@@ -100,6 +100,25 @@ async def test_a_clean_hand_back_is_no_death(ledgers: Ledgers):
     async with working(ledgers, generating(done), PATIENT):  # no wait of a lease for what was handed back
         await until(lambda: len(done) == 2)
     assert [found.deliveries for found in done] == [1, 1]
+
+
+async def test_work_that_cannot_be_done_now_goes_back_without_a_death(ledgers: Ledgers):
+    """However often: it is no fault of the work."""
+    await admit(ledgers.train, 0, samples=1)
+    seen: list[int] = []
+    done: list[Lease] = []
+
+    async def handle(found: Lease) -> None:
+        seen.append(found.deliveries)
+        if len(seen) <= 2 * QUICK.max_deliveries:
+            raise NotNow("nobody is there")
+        await generating(done)(found)
+
+    async with working(ledgers, handle):
+        await until(lambda: done)
+    assert set(seen) == {1}
+    assert not await ledgers.train.dead_letters()
+    assert await faults(ledgers.train) == []
 
 
 async def test_the_drain_lets_work_end(ledgers: Ledgers):
