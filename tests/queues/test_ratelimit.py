@@ -7,6 +7,7 @@ clock replaced; the buckets and the script are compared on any order of calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import subprocess
@@ -325,7 +326,12 @@ async def test_many_processes_together_never_exceed_the_quota(run: RedisRun, led
     url = str(run.config.url)
     command = [sys.executable, str(TAKER), url, "shared", str(quota), str(each)]
     processes = [await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE) for _ in range(4)]
-    said = await asyncio.gather(*(process.communicate() for process in processes))
+    try:
+        said = await asyncio.gather(*(process.communicate() for process in processes))
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
     assert [process.returncode for process in processes] == [0] * 4
     went = dict(row.split("|") for out, _ in said for row in out.decode().splitlines())
     rows = await ledgers.connection.read("ZRANGE", "{sr:test}:limit:shared:granted", 0, -1, "WITHSCORES")

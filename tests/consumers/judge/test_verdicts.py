@@ -145,13 +145,36 @@ def test_several_votes_make_one_number():
         combined([1, 6], "majority")
 
 
+PIECES = [
+    "Score:",
+    " ",
+    "7",
+    "-3",
+    "99",
+    "1e999",
+    "[[",
+    "A",
+    "D",
+    "]]",
+    "Yes",
+    "not sure",
+    "\n",
+    '{"verdict":',
+    '{"score":',
+    "}",
+    "}",
+]
+ALLOWED = [(OWN, lambda value: BOUNDS[0] <= value <= BOUNDS[1]), (JSON, lambda value: -1 <= value <= 1)]
+ALLOWED += [(args, list(args["choices"].values()).__contains__) for args in (WORD, LINE)]
+
+
 @settings(deadline=None)
-@given(st.text())
-def test_any_text_gives_a_number_in_bounds_or_none(text):
-    for args in (OWN, WORD, LINE, JSON):
+@given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=12).map("".join)))
+def test_any_text_gives_a_number_that_its_parser_allows_or_none(text):
+    for args, allowed in ALLOWED:
         parser = Parser(**args)
         try:
             value = parser.read(Vote(text))
         except Unreadable:
             continue
-        assert -1 <= value <= 10
+        assert allowed(value)
