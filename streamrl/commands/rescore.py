@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
+import math
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -18,7 +18,6 @@ import msgspec
 from streamrl import wire
 from streamrl.commands import output
 from streamrl.commands.archive import later_than, note_problems, since_of
-from streamrl.commands.attach import ledgers
 from streamrl.commands.rescore_report import check_drawing, draw, report
 from streamrl.commands.reward_choice import choose, opened
 from streamrl.commands.rundir import RunDirectory, find_run
@@ -75,7 +74,7 @@ class Options:
 
 
 def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
-    """Score groups again and compare; 1 when a response could not be scored.
+    """Score groups again and compare; 1 when a response could not be scored, or groups could not be read.
 
     Raises:
         UsageError: a wrong option.
@@ -84,8 +83,10 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
     """
     if not _NAME.fullmatch(options.into):
         raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
+    if not math.isfinite(options.threshold):
+        raise UsageError(f"--threshold {options.threshold} is no score", "a number, e.g. 0.5")
     if options.picture is not None:
-        check_drawing()
+        check_drawing(options.picture)
     run = find_run(chosen)
     config = options.config(run)
     reading = read_archive(options.source or run.path, evaluation=options.evaluation)
@@ -94,6 +95,7 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
             outcome, folder = asyncio.run(_score(run, config, reading, options, counting.show))
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
+    problems = list(reading.problems)
     note_problems(reading)
     groups = [key[:2] for key in outcome.keys]
     comparison = compare(outcome.old, outcome.new, groups, options.threshold) if groups else None
@@ -105,14 +107,15 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
         **_counts(outcome),
         "comparison": None if comparison is None else dataclasses.asdict(comparison),
         "differ": _different(reading, outcome, options.differ),
+        "problems": problems,
     }
-    if options.picture is not None and comparison is not None:
-        draw(options.picture, options.into, comparison, outcome.old, outcome.new)
     if json:
         output.write_json(SCHEMA, data)
     else:
         output.write("\n".join(report(data, comparison, options.threshold)))
-    return int(ExitCode.FAILURE if outcome.failures else ExitCode.OK)
+    if options.picture is not None and comparison is not None:
+        draw(options.picture, options.into, comparison, outcome.old, outcome.new)
+    return int(ExitCode.FAILURE if outcome.failures or problems else ExitCode.OK)
 
 
 async def _score(
@@ -125,9 +128,9 @@ async def _score(
     """Open the rewards, then the folder of the new scores; returns what came of it, and the folder."""
     groups = itertools.islice(later_than(reading, since_of(options.since)), options.limit)
     about = _about(config, options.source or run.path)
-    async with _opened(run, config) as scorer:
+    async with opened(config, run.path, run) as scorer:
         if options.force:
-            RescoredSet.remove(run.path, options.into)
+            RescoredSet.remove(run.path, options.into, evaluation=options.evaluation)
         new = RescoredSet(run.path, options.into, about, evaluation=options.evaluation)
         try:
             outcome = await rescore_groups(
@@ -141,14 +144,6 @@ async def _score(
         finally:
             new.close()
     return outcome, new.files
-
-
-@contextlib.asynccontextmanager
-async def _opened(run: RunDirectory, config: RunConfig) -> AsyncIterator[Scorer]:
-    """The rewards with their models; servers that the run has started or was given are asked too."""
-    async with contextlib.AsyncExitStack() as stack:
-        found = await stack.enter_async_context(ledgers(run)) if config.reward_models else None
-        yield await stack.enter_async_context(opened(config, run.path, found))
 
 
 def scoring_of(scorer: Scorer, concurrency: int) -> ScoreGroup:
@@ -174,11 +169,12 @@ def scoring_of(scorer: Scorer, concurrency: int) -> ScoreGroup:
 
 
 def _about(config: RunConfig, source: Path) -> dict[str, Any]:
-    """What the scores of a name are made with."""
+    """What the scores of a name are made with; without the variables of servers, which may be secrets."""
+    models = config.reward_models.items()
     return {
         "rewards": [spec.model_dump(mode="json") for spec in config.rewards],
         "scoring": config.scoring.model_dump(mode="json"),
-        "reward_models": {name: model.model_dump(mode="json") for name, model in config.reward_models.items()},
+        "reward_models": {name: model.model_dump(mode="json", exclude={"variables"}) for name, model in models},
         "source": str(source.resolve()),
     }
 

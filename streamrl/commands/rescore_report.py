@@ -100,12 +100,15 @@ def _failures(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def check_drawing() -> None:
+def check_drawing(path: Path) -> None:
     """See that a picture can be drawn.
 
     Raises:
         ConfigError: matplotlib is missing.
+        CannotCreate: there is no directory for it.
     """
+    if not path.absolute().parent.is_dir():
+        raise CannotCreate(f"{path}: there is no directory {path.parent}", "make it first")
     if not find_spec("matplotlib"):
         raise ConfigError("a picture needs matplotlib", "pip install 'streamrl[train]', or leave --picture out")
 

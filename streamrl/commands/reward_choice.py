@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import yaml
 
+from streamrl.commands.attach import ledgers
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
+from streamrl.consumers.built_in import BUILT_IN
 from streamrl.errors import UsageError
 
 if TYPE_CHECKING:
+    from streamrl.commands.rundir import RunDirectory
     from streamrl.consumers.scoring import Scorer
     from streamrl.queues import Ledgers
 
 Adapter = Literal["verl", "trl"]
+_ASKING: Final = frozenset({"reward_model", "judge"})
+"""Rewards that come along and ask a model."""
 
 
 def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adapter: str | None) -> RunConfig:
@@ -29,7 +34,8 @@ def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adap
         adapter: of a function of another system.
 
     Returns:
-        With one reward its value is the score: no weight, no gate, nothing of `scoring`.
+        With one reward its value is the score: no weight, no gate, nothing of `scoring`. Of the models only those that
+        the rewards ask; all of them where that is a reward of somebody else.
 
     Raises:
         UsageError: an argument without `=`, an unknown adapter, or arguments for no reward.
@@ -37,7 +43,7 @@ def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adap
     if reward is None:
         if arguments or adapter:
             raise UsageError("--arg and --adapter are of one reward, and none is named", "name it")
-        return config
+        return _with_models_asked(config)
     if adapter is not None and adapter not in get_args(Adapter):
         raise UsageError(f"--adapter {adapter} is unknown", f"one of {', '.join(get_args(Adapter))}")
     named = [spec for spec in config.rewards if reward in {spec.name, spec.use}]
@@ -45,7 +51,23 @@ def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adap
     changes: dict[str, Any] = {"args": {**spec.args, **_parsed(arguments)}, "weight": 1.0, "gate": None}
     if adapter is not None:
         changes["adapter"] = cast("Adapter", adapter)
-    return config.model_copy(update={"rewards": (spec.model_copy(update=changes),), "scoring": ScoringConfig()})
+    alone = {"rewards": (spec.model_copy(update=changes),), "scoring": ScoringConfig()}
+    return _with_models_asked(config.model_copy(update=alone))
+
+
+def _with_models_asked(config: RunConfig) -> RunConfig:
+    if not all_built_in(config):
+        return config
+    named = {str(spec.args.get("model")) for spec in config.rewards if spec.use in _ASKING}
+    if not named <= config.reward_models.keys():
+        return config  # the reward says so, and which models there are
+    asked = {name: model for name, model in config.reward_models.items() if name in named}
+    return config.model_copy(update={"reward_models": asked})
+
+
+def all_built_in(config: RunConfig) -> bool:
+    """Whether all its rewards came along, so that it is known which models they ask."""
+    return all(spec.use in BUILT_IN for spec in config.rewards)
 
 
 def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
@@ -62,21 +84,30 @@ def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(config: RunConfig, run_dir: Path, ledgers: Ledgers | None = None) -> AsyncIterator[Scorer]:
+async def opened(config: RunConfig, run_dir: Path, run: RunDirectory | None = None) -> AsyncIterator[Scorer]:
     """Open the rewards of a configuration with their models for the length of the block; no run has to be there.
 
     Args:
         config: from `choose`.
         run_dir: where rewards may write; it need not exist.
-        ledgers: of a run, for the servers of its models that were started or added there.
+        run: whose Redis knows the servers of models that have no `url`; it is asked for them alone.
 
     Raises:
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
+        Unreachable: the Redis of the run does not answer, and it is asked.
     """
     from streamrl.consumers.reward import RewardContext
     from streamrl.consumers.scoring import models_of, open_scorer
 
-    async with models_of(config, ledgers) as models:
+    async with contextlib.AsyncExitStack() as stack:
+        found: Ledgers | None = None
+        if run is not None and started_models(config):
+            found = await stack.enter_async_context(ledgers(run))
+        models = await stack.enter_async_context(models_of(config, found))
         context = RewardContext(config=config, run_dir=run_dir, models=models)
-        async with open_scorer(config, context) as scorer:
-            yield scorer
+        yield await stack.enter_async_context(open_scorer(config, context))
+
+
+def started_models(config: RunConfig) -> list[str]:
+    """Models whose servers a run starts, so that only its Redis knows where they are."""
+    return [name for name, model in config.reward_models.items() if not model.url]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from streamrl.commands import output
-from streamrl.commands.reward_choice import choose, opened
+from streamrl.commands.reward_choice import all_built_in, choose, opened, started_models
+from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
-from streamrl.errors import ConfigError, ExitCode
+from streamrl.errors import ExitCode, UsageError, unwrap
 from streamrl.monitor.lines import printable, shortened
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def trial(
     file: Path,
     *,
     run_file: Path | None,
+    run_dir: Path | None,
     overrides: Sequence[str],
     arguments: Sequence[str],
     adapter: str | None,
@@ -53,7 +55,8 @@ def trial(
     Args:
         reward: as of `choose`.
         file: with samples.
-        run_file: with rewards, models and limits; None: the defaults.
+        run_file: with rewards, models and limits; None: those of the run, or the defaults.
+        run_dir: of a run that has started the servers of reward models; None: there is none.
         overrides: of the run file.
         arguments: of the reward.
         adapter: of a function of another system.
@@ -61,35 +64,54 @@ def trial(
         json: one envelope instead of a table.
 
     Returns:
-        0 all samples have a score, 1 one of them has none.
+        0 all samples have a score, 1 one of them has none, or some could not be read.
 
     Raises:
         ConfigError: samples, run file or reward are wrong.
-        UsageError: the options do not fit together.
+        UsageError: the options do not fit together, or a model has servers that only a run knows, and none is named.
+        Unreachable: the Redis of the run does not answer, and is asked for the servers of a model.
     """
     from streamrl.consumers.samples import read_samples
 
-    config = _configured(reward, run_file, overrides, arguments, adapter)
-    samples = list(itertools.islice(read_samples(file), limit))
-    trials = asyncio.run(_try(config, samples))
+    run = find_run(run_dir) if run_dir is not None else None
+    config = _configured(reward, run_file, run, overrides, arguments=arguments, adapter=adapter)
+    problems: list[str] = []
+    samples = list(itertools.islice(read_samples(file, problems), limit))
+    for problem in problems:
+        output.note(f"warning: {problem}")
+    try:
+        trials = asyncio.run(_try(config, samples, run))
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
     failed = sum(not _has_score(each) for each in trials)
     names = [spec.name or spec.use for spec in config.rewards]
     if json:
         output.write_json(SCHEMA, {"rewards": names, "samples": [_data(each) for each in trials], **_summary(trials)})
     else:
         _print(trials, _summary(trials), names)
-    return int(ExitCode.FAILURE if failed else ExitCode.OK)
+    return int(ExitCode.FAILURE if failed or problems else ExitCode.OK)
 
 
 def _configured(
-    reward: str | None, run_file: Path | None, overrides: Sequence[str], arguments: Sequence[str], adapter: str | None
+    reward: str | None,
+    run_file: Path | None,
+    run: RunDirectory | None,
+    overrides: Sequence[str],
+    *,
+    arguments: Sequence[str],
+    adapter: str | None,
 ) -> RunConfig:
     """What the samples are scored with: each is tried once, so that an error is seen as it is."""
-    from streamrl.runfile import load
+    from streamrl.runfile import load, read_saved
 
-    if reward is None and run_file is None:
-        raise ConfigError("no reward to test", "name one, or a run file with --file")
-    config = choose(load(run_file, overrides).config, reward, arguments, adapter)
+    if reward is None and run_file is None and run is None:
+        raise UsageError("no reward to test", "name one, a run file with --file, or a run with --run")
+    if run is not None and run_file is None and overrides:
+        raise UsageError("--set changes a run file", "name it with --file")
+    whole = load(run_file, overrides) if run is None or run_file is not None else read_saved(run.path / "run.json")
+    config = choose(whole.config, reward, arguments, adapter)
+    if run is None:
+        _expect_servers(config)
     once = {"attempts": 1, "on_failure": "drop_sample"}
     worker: dict[str, Any] = {**once}
     if any(spec.use == "gateway" for spec in config.rewards) and config.reward_worker.gateway_port is None:
@@ -102,12 +124,28 @@ def _configured(
     )
 
 
-async def _try(config: RunConfig, samples: Sequence[RewardSample]) -> list[Trial]:
+def _expect_servers(config: RunConfig) -> None:
+    """See that the models have servers where there is no run that could have started some.
+
+    Raises:
+        UsageError: a model that is asked has none.
+    """
+    lacking = started_models(config)
+    if not lacking:
+        return
+    message = f"reward_models.{lacking[0]} has no url, and its servers are those of a run"
+    hint = "name the run with --run DIR, or give the model a url"
+    if all_built_in(config):
+        raise UsageError(message, hint)
+    output.note(f"warning: {message}: {hint}")  # nobody knows whether the reward asks it
+
+
+async def _try(config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None) -> list[Trial]:
     """Score all samples; in their order, those of a group together where a reward compares."""
     from streamrl.consumers.gateway.reward import GatewayReward
 
     with tempfile.TemporaryDirectory(prefix="streamrl-reward-") as folder:
-        async with opened(config, Path(folder)) as scorer:
+        async with opened(config, Path(folder), run) as scorer:
             for calls in scorer.calls:
                 if isinstance(calls.reward.life, GatewayReward):
                     output.note(

@@ -46,7 +46,9 @@ def new(
 def trial(
     reward: Annotated[
         str | None,
-        typer.Argument(metavar="[REWARD]", help="Built-in name, module:Name, or a name in --file; else all of --file."),
+        typer.Argument(
+            metavar="[REWARD]", help="Built-in name, module:Name, or one of --file; left out: all of --file."
+        ),
     ] = None,
     *,
     sample: Annotated[
@@ -54,6 +56,10 @@ def trial(
     ],
     file: Annotated[
         Path | None, typer.Option("--file", metavar="RUN.yaml", help="Run file: its rewards, models and plugin_paths.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="A run: servers that it started; without --file its rewards too."),
     ] = None,
     overrides: SetOption = None,
     arguments: Annotated[
@@ -77,6 +83,7 @@ def trial(
         reward,
         sample,
         run_file=file,
+        run_dir=run,
         overrides=overrides or [],
         arguments=arguments or [],
         adapter=adapter,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from streamrl.errors import CannotCreate, ConfigError, StreamrlError
 from streamrl.queues.archive import EVALUATION
 from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 from streamrl.queues.durable import write_durably
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, greatest_epoch
+from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, greatest_epoch, recording_files
 
 ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.Score | StreamrlError]]]
 """Scores the samples of one group: for each a score, or why there is none."""
@@ -85,7 +84,7 @@ class Outcome:
 
 
 class RescoredSet:
-    """The recording with the new scores: `RUN_DIR/rescored/NAME`.
+    """The recording with the new scores: `RUN_DIR/rescored/NAME`, that of held-out groups in `evaluation` there.
 
     Args:
         run_dir: of the run.
@@ -107,24 +106,26 @@ class RescoredSet:
         self.kept = self._read(evaluation=evaluation)
 
     @staticmethod
-    def remove(run_dir: Path, name: str) -> None:
-        """Throw away the scores of a name. A repeat does nothing; other folders than these are not touched."""
-        folder = run_dir / RESCORED / name
+    def remove(run_dir: Path, name: str, *, evaluation: bool) -> None:
+        """Throw away the scores of a name, of one side. A repeat does nothing; what is no such file is not touched."""
+        folder = run_dir / RESCORED / name / (EVALUATION if evaluation else "")
         if (folder / _ABOUT).exists():
-            shutil.rmtree(folder)
+            for file in recording_files(folder):
+                file.unlink()
+            (folder / _ABOUT).unlink()
 
     def _claim(self, about: dict[str, Any]) -> None:
-        file, data = self.folder / _ABOUT, orjson.dumps(about, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+        file, data = self.files / _ABOUT, orjson.dumps(about, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
         try:
             there = file.read_bytes() if file.exists() else None
             if there is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.files.mkdir(parents=True, exist_ok=True)
                 write_durably(file, data)
         except OSError as error:
             raise CannotCreate(f"{file}: {error.strerror or error}", "check space and permissions") from error
         if there is not None and there != data:
             raise ConfigError(
-                f"{self.folder} holds scores of other rewards or of another source ({_ABOUT} there names them)",
+                f"{self.files} holds scores of other rewards or of another source ({_ABOUT} there names them)",
                 "choose another --into, or replace them with --force",
             )
 

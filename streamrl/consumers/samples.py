@@ -82,12 +82,16 @@ def make_sample(
     return RewardSample(text=response, prompt=seen, tokens=ids, finish=finish, gid=group, index=index)
 
 
-def read_samples(path: Path) -> Iterator[RewardSample]:
+def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[RewardSample]:
     """The samples of a file of JSON or JSON lines, of a recording, or of the archive or the directory of a run.
 
     JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
     `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata, as in a data set. Left out, `line`
     is the number of the sample in the file, from 0.
+
+    Args:
+        path: of the file or directory.
+        problems: gets what of a recording is damaged, and the rest is read; None: that is a DataError.
 
     Raises:
         DataError: the file cannot be read, is empty, or a line is no sample; the message names the line.
@@ -98,7 +102,7 @@ def read_samples(path: Path) -> Iterator[RewardSample]:
 
         if not archive_files(path):
             raise ConfigError(f"{path} has no recorded groups", "name a file with JSON lines, or a run with an archive")
-        yield from _recorded(path)
+        yield from _recorded(path, problems)
         return
     found = False
     for number, (where, record) in enumerate(_records(path)):
@@ -108,14 +112,16 @@ def read_samples(path: Path) -> Iterator[RewardSample]:
         raise DataError(f"{path} is empty", f"each line is one sample: {_EXAMPLE}")
 
 
-def _recorded(path: Path) -> Iterator[RewardSample]:
+def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
     from streamrl.queues.archived import read_archive
 
     reading = read_archive(path)
     for group in reading:
         for sample in group.samples:
             yield RewardSample.of(group.prompt, sample.response, group.gid, sample.number)
-    if reading.problems:
+    if problems is not None:
+        problems += reading.problems
+    elif reading.problems:
         raise DataError(f"{path}: {reading.problems[0]}", "what came before it was read")
 
 

@@ -122,19 +122,23 @@ async def test_what_was_written_before_a_cancellation_is_kept(run_dir):
 
 async def test_never_more_at_a_time_than_asked(run_dir):
     going = most = 0
+    three = asyncio.Event()
 
     async def score(samples):
         nonlocal going, most
         going += 1
         most = max(most, going)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        if going == 3:
+            three.set()
+        async with asyncio.timeout(60):
+            await three.wait()
+        await asyncio.sleep(0)  # whoever may come too comes now
         going -= 1
         return await longer(samples)
 
     seen = []
     await again(run_dir, score, concurrency=3, on_progress=lambda outcome: seen.append(outcome.scored))
-    assert 1 < most <= 3
+    assert most == 3
     assert seen == sorted(seen)
     assert seen[-1] == 39
 
@@ -144,13 +148,26 @@ async def test_a_name_belongs_to_one_choice_of_rewards(run_dir):
     with pytest.raises(ConfigError, match="other rewards") as caught:
         await again(run_dir, about={"rewards": [{"use": "other"}]})
     assert "--force" in caught.value.hint
-    RescoredSet.remove(run_dir, "new")
+    RescoredSet.remove(run_dir, "new", evaluation=False)
     outcome = await again(run_dir, about={"rewards": [{"use": "other"}]})
     assert (outcome.scored, outcome.kept) == (39, 0)
-    RescoredSet.remove(run_dir, "never")
+    RescoredSet.remove(run_dir, "never", evaluation=False)
     (run_dir / "rescored" / "mine").mkdir()
-    RescoredSet.remove(run_dir, "mine")  # no scores of ours are in there
+    RescoredSet.remove(run_dir, "mine", evaluation=False)  # no scores of ours are in there
     assert (run_dir / "rescored" / "mine").exists()
+
+
+def test_training_and_held_out_scores_of_a_name_go_apart(tmp_path):
+    other = {"rewards": [{"use": "other"}]}
+    for evaluation, about in ((False, ABOUT), (True, other)):
+        RescoredSet(tmp_path, "new", about, evaluation=evaluation).close()
+    RescoredSet.remove(tmp_path, "new", evaluation=True)
+    with pytest.raises(ConfigError, match="other rewards"):
+        RescoredSet(tmp_path, "new", other, evaluation=False)
+    RescoredSet(tmp_path, "new", ABOUT, evaluation=True).close()
+    RescoredSet.remove(tmp_path, "new", evaluation=False)
+    with pytest.raises(ConfigError, match="other rewards"):
+        RescoredSet(tmp_path, "new", other, evaluation=True)
 
 
 async def test_an_error_of_the_rewards_as_a_whole_ends_it(run_dir):

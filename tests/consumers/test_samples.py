@@ -108,3 +108,20 @@ def test_a_recording_is_read_like_samples(tmp_path):
         found = list(read_samples(path))
         assert [(each.gid, each.index, each.text) for each in found] == [(5, 0, "4"), (5, 1, "5")]
         assert found[0].prompt.answer == "4"
+
+
+def test_a_damaged_file_of_a_recording_is_named_and_the_others_are_read(tmp_path):
+    for epoch, gid in ((1, 5), (2, 6)):
+        writer = RecordingWriter(tmp_path, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
+        messages = (wire.encode(response("4")), wire.encode(wire.Score(value=1.0)))
+        writer.add(RecordedGroup(gid=gid, prompt=wire.encode(prompt()), samples=[messages]))
+        writer.sync()
+        writer.close()
+    first = tmp_path / "groups-1-0.msgpack.zst"
+    first.write_bytes(b"what is this")
+    problems = []
+    assert [each.gid for each in read_samples(tmp_path, problems)] == [6]
+    assert len(problems) == 1
+    assert str(first) in problems[0]
+    with pytest.raises(DataError, match="groups-1-0"):
+        list(read_samples(tmp_path))
