@@ -287,6 +287,14 @@ class RunConfig(Section):
         return {name: model.servers for name, model in self.reward_models.items() if not model.url}
 
     @property
+    def turn_deadline(self) -> float:
+        """Seconds that the learner waits for devices it shares: a server on them may be loading its model."""
+        loads = [model.start_deadline for model in self.reward_models.values() if model.sleep and not model.url]
+        if self.engine.managed:
+            loads.append(self.engine.start_deadline)
+        return self.weights.deadline + max(loads, default=0.0)
+
+    @property
     def slots(self) -> int:
         """Responses that all engines of the run decode at the same time, at most."""
         engine = self.engine
@@ -334,6 +342,12 @@ class RunConfig(Section):
         check_gateway(self.rewards, self.reward_worker)
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
+        started = [name for name, model in self.reward_models.items() if not model.url]
+        if started and self.evaluation.final_prompts:
+            raise ValueError(
+                f"evaluation.final_prompts measures after the servers of reward_models.{started[0]} have ended: set it"
+                " to 0 (evaluation.every measures while they run), or start the server yourself and set its url"
+            )
         return self
 
     @model_validator(mode="after")

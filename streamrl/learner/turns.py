@@ -22,7 +22,7 @@ async def on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | Non
     if role.config.rollout.placement != "colocated" or rank:
         yield None
         return
-    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.weights.deadline)
+    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.turn_deadline)
     async with asyncio.TaskGroup() as tasks:
         renewing = tasks.create_task(switch.run(), name="turn on the devices")
         await switch.take()

@@ -132,7 +132,8 @@ class LearnerSwitch:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     f"engines did not give the devices back within {self._deadline:g} s",
-                    "the log of the rollout replicas says why; weights.deadline is how long the learner waits",
+                    "the logs of replicas and reward models say why; it waits for weights.deadline and the longest"
+                    " start_deadline of a server on its devices",
                 ) from error
             raise
         self._held = True  # also when the load is cancelled: what was begun in a thread goes on there

@@ -36,7 +36,8 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     """Sample the first `evaluation.final_prompts` held-out prompts at the run's temperature and score them.
 
     With transformers in this process, whatever engine the run had: its servers have ended or belong to others, and
-    what is measured is the model as it was saved. Rewards that ask models need servers that run (`url`).
+    what is measured is the model as it was saved. Rewards that ask models need servers that run (`url`), and rewards
+    that compare responses measure nothing; runs with other ones are refused before they start.
 
     Args:
         config: of the run; `config.model.path` are the weights to measure.

@@ -123,7 +123,9 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:
-    """A replica is ready when its first server is, and when that has the weights."""
+    """A replica is ready when its first server is, and when that has the weights; a learner when it has its devices."""
+    if kind == "learner" and config.rollout.placement == "colocated":
+        return config.supervisor.start_deadline + config.turn_deadline
     if kind.startswith(f"{REWARD_MODEL}."):
         return config.reward_models[kind.partition(".")[2]].start_deadline + config.supervisor.term_grace
     serverless = kind != "rollout" or (config.engine.kind == "hf" and not config.engine.url)

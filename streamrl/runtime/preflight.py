@@ -143,7 +143,15 @@ def _first_prompt(path: Path) -> None:
 
 
 def _rewards(config: RunConfig) -> str:
-    return ", ".join(reward.name for reward in load_rewards(config))
+    rewards = load_rewards(config)
+    comparing = [reward.name for reward in rewards if reward.group]
+    if comparing and config.evaluation.final_prompts:
+        raise ConfigError(
+            f"reward {comparing[0]} compares the responses to one prompt with each other, so that its scores say"
+            " nothing of one version: evaluation.final_prompts cannot measure with it",
+            "set evaluation.final_prompts to 0",
+        )
+    return ", ".join(reward.name for reward in rewards)
 
 
 def _disk(config: RunConfig, run_dir: Path) -> str:

@@ -107,6 +107,13 @@ def test_a_mistake_is_found_before_anything_starts(home, overrides, error, messa
     assert not (home / "runs").exists()
 
 
+def test_rewards_that_compare_are_no_measure_of_a_version(home):
+    compare = ["rewards=[{use: 'tests.consumers.group_rewards_for_tests:Rank'}]", "evaluation.final_prompts=8"]
+    with pytest.raises(ConfigError, match=r"Rank compares .* cannot measure"):
+        prepare_run(loaded(home, *compare))
+    assert prepare_run(loaded(home, *compare[:1])).checks
+
+
 def test_a_directory_that_is_no_model_and_data_that_is_none(home):
     (home / "model" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no weights"):

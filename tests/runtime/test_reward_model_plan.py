@@ -75,6 +75,18 @@ async def test_a_replica_starts_beside_a_server_and_a_worker_after_it(tmp_path):
         await run.until(lambda: run.now("reward.0") is State.READY)
 
 
+def test_a_learner_waits_for_a_server_that_loads_on_its_devices(tmp_path):
+    """Who loads a model gives the devices back only afterwards; a learner that gave up before would do so for ever."""
+    models = {"critic": {"model": "c", "sleep": True, "start_deadline": 777.0}, "other": {"model": "o"}}
+    sections = {"reward_models": models, "weights": {"deadline": 100.0}, "supervisor": {"start_deadline": 50.0}}
+    shared = RunConfig.model_validate({**sections, "rollout": {"placement": "colocated"}})
+    alone = RunConfig.model_validate({**sections, "reward_models": {"other": {"model": "o"}}})
+    assert (shared.turn_deadline, alone.turn_deadline) == (877.0, 100.0)
+    seconds = {unit.kind: unit.start_seconds for unit in plan(shared, tmp_path)}
+    assert seconds["learner"] == 927.0
+    assert {unit.kind: unit.start_seconds for unit in plan(alone, tmp_path)}["learner"] == 0
+
+
 def test_status_expects_them(tmp_path):
     run = RunDirectory(tmp_path, config().model_dump(mode="json"))
     named = [name for name in _planned(run) if name.startswith("reward_model.")]
