@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import random
 import time
 import traceback
@@ -18,11 +19,12 @@ import orjson
 from streamrl.config import RewardWorkerConfig
 from streamrl.consumers.circuit import Circuit
 from streamrl.consumers.figures import Outcome, RewardFigures
+from streamrl.consumers.places import Places
 from streamrl.consumers.plugins import LoadedReward
-from streamrl.consumers.reward import RewardLife, RewardSample, Score, finite
+from streamrl.consumers.reward import RewardSample, Score, finite
 from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
-from streamrl.errors import ConfigError, DeadlineExceeded, RewardUnavailable, StreamrlError
+from streamrl.errors import ConfigError, DeadlineExceeded, RewardBusy, RewardUnavailable, StreamrlError
 from streamrl.wire import utf8
 
 logger = logging.getLogger(__name__)
@@ -56,20 +58,35 @@ class ScoringFailed(StreamrlError):
         self.doom = doom
 
 
+class NoTime(RewardUnavailable):
+    """Another attempt might last for longer than its sample may be held."""
+
+
 @dataclass(slots=True)
 class Together:
     """What the calls for one sample, or for one group, know of each other.
 
-    `failure`: the end that one of them came to; the others need not be tried again.
+    Attributes:
+        until: when the lease of the sample ends, by `time.monotonic`: no attempt may last longer. Until then it waits
+            for somebody who can score, which is no attempt. Infinite: no lease, and then such a wait is an attempt.
+        failure: the end that one of them came to; the others need not be tried again.
+        fault: what an attempt failed with, of any reward, since somebody could score; None: its lease may end.
     """
 
+    until: float = math.inf
     failure: ScoringFailed | None = None
+    fault: Exception | None = None
+
+    @property
+    def leased(self) -> bool:
+        """Whether there is a queue that the sample can go back to."""
+        return self.until < math.inf
 
 
 class RewardCalls:
     """Calls one reward and keeps its limits.
 
-    `places` are the calls that may run at the same time (None: any number), `in_flight` those that do.
+    `in_flight` are the calls that run now.
 
     Args:
         reward: loaded, and open.
@@ -84,16 +101,28 @@ class RewardCalls:
         self.circuit = Circuit()
         self.in_flight = 0
         self._threads = threads
-        life = reward.life if isinstance(reward.life, RewardLife) else RewardLife()
-        self._deadline = spec.deadline or life.deadline or worker.deadline
+        life = reward.limits
+        self._deadline = reward.deadline(worker)
         self._attempts = 1 if reward.instant else spec.attempts or worker.attempts
         self._backoff = worker.backoff
         self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
         self._retry_for = worker.retry_for
         self._counts = life.counts
-        self.places = spec.concurrency or life.concurrency
-        self._places = asyncio.Semaphore(self.places) if self.places else contextlib.nullcontext()
+        self._concurrency = spec.concurrency or life.concurrency
+        self._room = life.room
+        self._places = Places(lambda: self.places)
         self._circuit_moved = asyncio.Event()
+
+    @property
+    def places(self) -> int | None:
+        """Calls that may run at the same time now; None: any number."""
+        limits = [limit for limit in (self._concurrency, self._room()) if limit is not None]
+        return max(1, min(limits)) if limits else None
+
+    @property
+    def deadline(self) -> float:
+        """Seconds of one attempt."""
+        return self._deadline
 
     def own_counts(self) -> dict[str, Any]:
         """What the reward counts itself; when that fails, or is nothing that JSON knows, it is noted and said once."""
@@ -129,24 +158,38 @@ class RewardCalls:
     async def score(self, subject: Subject, others: Together) -> list[Score]:
         """Call the reward until it gives a result; one score for each sample.
 
-        Safe to cancel. A result that is no number counts as a failed attempt.
+        Safe to cancel. A result that is no number counts as a failed attempt; that nobody can score now is none.
 
         Raises:
             ScoringFailed: `on_failure` ends it; or this attempt failed, and another reward has failed for good.
+            RewardUnavailable: there was nobody who could score for as long as the sample may be held.
         """
-        attempt, began = 0, time.monotonic()
+        faults, rounds, began = 0, 0, time.monotonic()
         while True:
-            attempt += 1
             try:
-                return await self._attempt(subject)
+                return await self._attempt(subject, others.until)
+            except NoTime as error:
+                if others.failure is not None:
+                    raise others.failure from error
+                if others.fault is None:
+                    raise
+                cause = others.fault if faults else error
+                others.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
+                raise others.failure from error
             except Exception as error:
                 if others.failure is not None:
                     raise others.failure from error
-                if self._is_last(error, attempt, time.monotonic() - began):
-                    others.failure = self.failed(error, attempt)
-                    raise others.failure from error
+                if isinstance(error, RewardUnavailable) and others.leased:
+                    began, others.fault = time.monotonic(), None  # what went before says nothing of what comes
+                else:
+                    faults, others.fault = faults + 1, error
+                    if self._is_last(error, faults, time.monotonic() - began):
+                        others.failure = self.failed(error, faults)
+                        raise others.failure from error
             self.figures.retried += 1
-            pause = min(self._backoff * 2 ** min(attempt - 1, 16), _LONGEST_PAUSE)
+            rounds += 1
+            left = max(0.0, others.until - self._deadline - time.monotonic())
+            pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
 
     def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
@@ -156,10 +199,11 @@ class RewardCalls:
             return seconds >= self._retry_for
         return attempt >= self._attempts
 
-    def failed(self, error: BaseException, attempts: int) -> ScoringFailed:
-        """The end of a sample, with the cause in words and where it was raised."""
+    def failed(self, error: BaseException, attempts: int, why: str = "") -> ScoringFailed:
+        """The end of a sample, with the cause in words and where it was raised; `why`: it is the end."""
         self.figures.dead += 1
-        tries = f" ({attempts} attempts)" if attempts > 1 else ""
+        notes = [*([f"{attempts} attempts"] if attempts > 1 else []), *([why] if why else [])]
+        tries = f" ({'; '.join(notes)})" if notes else ""
         kind = "deadline" if isinstance(error, TimeoutError) else type(error).__name__
         said = error.message if isinstance(error, StreamrlError) else str(error)
         message = f"{kind}: {said}"[:WHY_CHARACTERS] + tries
@@ -167,46 +211,69 @@ class RewardCalls:
             message += f" [{self.reward.name[:40]}]"
         return ScoringFailed(message[:250], detail_of(error), self._on_failure == "dead")
 
-    async def _attempt(self, subject: Subject) -> list[Score]:
-        async with self._places:
-            tries = await self._enter()
-            began = time.perf_counter()
-            self.in_flight += 1
-            try:
-                async with asyncio.timeout(self._deadline) as limit:
-                    result = await self._call(subject)
-                scores = _scores(result, subject) if self.reward.group else [_score(result)]
-            except Exception as error:
-                failure = error
-                if isinstance(error, TimeoutError) and limit.expired():
-                    failure = TimeoutError(f"{self.reward.name}: no score within {self._deadline:g} s")
-                self._note(failure, subject, tries=tries)
-                if failure is error:
-                    raise
-                raise failure from error
-            except BaseException:
-                self.circuit.neither(tries=tries)
-                self._circuit_moved.set()
-                raise
-            finally:
-                self.in_flight -= 1
-            self._succeeded(scores, time.perf_counter() - began)
-            return scores
+    async def _attempt(self, subject: Subject, until: float) -> list[Score]:
+        """Wait for a place and call the reward once.
 
-    async def _enter(self) -> bool:
-        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it."""
-        if self.circuit.since is None:
-            return False
-        end = time.monotonic() + self._deadline
-        while (wait := self.circuit.wait(now := time.monotonic())) > 0:
-            if now >= end:
-                away = now - (self.circuit.since or now)
-                self.figures.failures["unavailable"] += 1
-                raise RewardUnavailable(f"nobody scores since {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
+        Raises:
+            NoTime: the call might last for longer than `until`.
+            Exception: what it failed with.
+        """
+        latest = until - self._deadline
+        try:
+            await self._places.take(None if latest == math.inf else latest - time.monotonic())
+        except TimeoutError as error:
+            raise NoTime(f"no place for a call of {self.reward.name} in time") from error
+        try:
+            return await self._with_place(subject, latest)
+        finally:
+            self._places.give()
+
+    async def _with_place(self, subject: Subject, latest: float) -> list[Score]:
+        tries = await self._enter(latest)
+        began = time.perf_counter()
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(self._deadline) as limit:
+                result = await self._call(subject)
+            scores = _scores(result, subject) if self.reward.group else [_score(result)]
+        except Exception as error:
+            failure = error
+            if isinstance(error, TimeoutError) and limit.expired():
+                failure = TimeoutError(f"{self.reward.name}: no score within {self._deadline:g} s")
+            self._note(failure, subject, tries=tries)
+            if failure is error:
+                raise
+            raise failure from error
+        except BaseException:
+            self.circuit.neither(tries=tries)
+            self._circuit_moved.set()
+            raise
+        finally:
+            self.in_flight -= 1
+        self._succeeded(scores, time.perf_counter() - began)
+        return scores
+
+    async def _enter(self, latest: float) -> bool:
+        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it.
+
+        Raises:
+            RewardUnavailable: it does not.
+            NoTime: it is past `latest`, by `time.monotonic`.
+        """
+        now = time.monotonic()
+        if now >= latest:
+            raise NoTime(f"no time is left for a call of {self.reward.name}")
+        end = min(now + self._deadline, latest)
+        while (wait := self.circuit.wait(now)) > 0 and now < end:
             self._circuit_moved.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait, end - now)):
                     await self._circuit_moved.wait()
+            now = time.monotonic()
+        if wait > 0:
+            away = now - (self.circuit.since or now)
+            self.figures.failures["unavailable"] += 1
+            raise RewardUnavailable(f"nobody scores since {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
         return self.circuit.enter()
 
     def _succeeded(self, scores: Sequence[Score], seconds: float) -> None:
@@ -225,7 +292,7 @@ class RewardCalls:
         elif isinstance(error, TimeoutError | DeadlineExceeded):
             outcome = "deadline"
         self.figures.failures[outcome] += 1
-        if isinstance(error, _OF_THE_SAMPLE):
+        if isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
             self.circuit.neither(tries=tries)
         else:
             was_open = self.circuit.since is not None

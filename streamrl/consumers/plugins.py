@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from streamrl.config import RewardSpec, RunConfig
+from streamrl.config import RewardSpec, RewardWorkerConfig, RunConfig
 from streamrl.consumers.adapters import Adapted, adapt
 from streamrl.consumers.built_in import BUILT_IN
 from streamrl.consumers.reward import Reward, RewardLife
-from streamrl.errors import PluginError, StreamrlError
+from streamrl.errors import ConfigError, PluginError, StreamrlError
 
 GROUP: Final = "streamrl.rewards"
+HOLD_SHARE: Final = 0.95
+"""Part of `lease.max_hold` in which a worker is done with what it holds, or gives it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class LoadedReward:
         instant: a rule that needs neither a thread nor a deadline.
         group: it compares the samples of a group.
         spec: what the run file says of it.
-        life: what is opened and closed; None: a function, or a class without `open` and `close`.
+        life: what is opened and closed, of any class that has both; None: a function, or a class without them.
     """
 
     name: str
@@ -52,6 +55,15 @@ class LoadedReward:
     spec: RewardSpec = field(default_factory=lambda: RewardSpec(use="exact_match"))
     life: RewardLife | None = None
 
+    @property
+    def limits(self) -> RewardLife:
+        """What the reward says of its own deadline and places: nothing, when it is no `Reward` or `GroupReward`."""
+        return self.life if isinstance(self.life, RewardLife) else RewardLife()
+
+    def deadline(self, worker: RewardWorkerConfig) -> float:
+        """Seconds of one attempt: those of the run file, else its own, else those of `reward_worker`."""
+        return self.spec.deadline or self.limits.deadline or worker.deadline
+
 
 def load_rewards(config: RunConfig) -> list[LoadedReward]:
     """Load and check all rewards of a run, in the order of the run file.
@@ -60,13 +72,39 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
 
     Raises:
         PluginError: a reward cannot be found, imported or built, or does not take one sample.
+        ConfigError: one attempt of each, one gate after the other, takes longer than a sample may be held.
     """
     paths = [*config.plugin_paths, Path.cwd()]
     for path in map(str, paths):
         if path not in sys.path:
             sys.path.append(path)
     importlib.invalidate_caches()
-    return [_load(spec, config, paths) for spec in config.rewards]
+    rewards = [_load(spec, config, paths) for spec in config.rewards]
+    _check_deadlines(rewards, config)
+    return rewards
+
+
+def stages(rewards: Iterable[LoadedReward]) -> list[list[LoadedReward]]:
+    """The rewards up to each gate, which are called at the same time; those of a stage come after the one before it."""
+    found: list[list[LoadedReward]] = [[]]
+    for reward in rewards:
+        found[-1].append(reward)
+        if reward.spec.gate is not None:
+            found.append([])
+    return found
+
+
+def _check_deadlines(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
+    longest = 0.0
+    for stage in stages(rewards):
+        longest += max((one.deadline(config.reward_worker) for one in stage if not one.instant), default=0.0)
+    held = HOLD_SHARE * config.lease.max_hold
+    if longest > held:
+        raise ConfigError(
+            f"one attempt of each reward, one gate after the other, may take {longest:g} s, and a sample is held for"
+            f" {held:g} s ({HOLD_SHARE:.0%} of lease.max_hold)",
+            f"lower their `deadline`, or set lease.max_hold to {math.ceil(longest / HOLD_SHARE)}s or more",
+        )
 
 
 def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedReward:

@@ -150,6 +150,10 @@ class AskedModel(Protocol):
     def config(self) -> RewardModelConfig:
         """Its keys."""
 
+    @property
+    def room(self) -> int:
+        """Requests that its servers take from this process at the same time, as they are now; at least 1."""
+
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Mapping[str, Any]:
         """Post `body` as JSON to `path` of a server that can take it, and return its answer.
 
@@ -162,7 +166,7 @@ class AskedModel(Protocol):
             tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
-            RewardUnavailable: no server can be asked now. A reward lets it pass.
+            RewardUnavailable: no server can be asked now, or (`RewardBusy`) all are busy. A reward lets it pass.
             Unreachable: no answer within `deadline`, or answers that are errors of the servers.
             DataError: the request itself is refused; asking again does not help.
             WireError: an answer that cannot be read.
@@ -233,6 +237,13 @@ class RewardLife:
 
     async def close(self) -> None:
         """Let go of what `open` got: called once when the worker ends, also after an error of `open`."""
+
+    def room(self) -> int | None:
+        """Calls that those it asks can take at the same time now; None: any number. Asked before each call.
+
+        Never more than `concurrency`, whatever this says. It must be cheap and not fail.
+        """
+        return None
 
     def counts(self) -> Mapping[str, int]:
         """Counts of its own since the process began, by name; they are shown with the metrics of the reward."""

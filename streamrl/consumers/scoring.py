@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from streamrl import wire
 from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
 from streamrl.consumers.calls import DETAIL_BYTES, RewardCalls, ScoringFailed, Together, detail_of
 from streamrl.consumers.composition import Composition
-from streamrl.consumers.plugins import LoadedReward, load_rewards
+from streamrl.consumers.plugins import LoadedReward, load_rewards, stages
 from streamrl.consumers.reward import AskedModel, RewardContext, RewardSample, Score
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError
@@ -52,62 +53,69 @@ class Scorer:
         self.whole = any(reward.group for reward in rewards)
         self._composition = Composition(rewards, scoring or ScoringConfig(), longest)
         self._dooms = worker.on_failure == "dead"
-        self._stages: list[list[RewardCalls]] = [[]]
-        for calls in self.calls:
-            self._stages[-1].append(calls)
-            if calls.reward.spec.gate is not None:
-                self._stages.append([])
+        found = iter(self.calls)
+        self._stages = [[next(found) for _ in stage] for stage in stages(rewards)]
 
     @property
     def retried(self) -> int:
         """Attempts that were followed by another one, of all rewards."""
         return sum(calls.figures.retried for calls in self.calls)
 
-    async def score(self, sample: RewardSample) -> wire.Score:
+    async def score(self, sample: RewardSample, until: float = math.inf) -> wire.Score:
         """Return the score of one sample with every part; `docs/rewards.md` says how it is made.
 
         The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
         reward that compares gets a group of one.
 
+        Args:
+            sample: to score.
+            until: when its lease ends, by `time.monotonic`; until then it waits for rewards that nobody can give now.
+
         Raises:
             ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
+            RewardUnavailable: nobody could give one of them until `until`: the sample goes back to its queue.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
         self._check_threads()
         scores: dict[str, Score] = {}
+        together = Together(until)
         for stage in self._stages:
-            await self._through(stage, sample, scores)
+            await self._through(stage, sample, scores, together)
             if stage and not self._passes(stage[-1], scores):
                 break
         return self._composed(scores, sample)
 
-    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.Score | ScoringFailed]:
+    async def score_group(
+        self, samples: Sequence[RewardSample], until: float = math.inf
+    ) -> list[wire.Score | ScoringFailed]:
         """Score the samples of one group together: for each its score, or why it has none.
 
         Rewards of single samples are called for each; one that compares gets those that no gate has held back and no
-        reward has failed. When it fails, all of them have no score.
+        reward before that gate has failed. When it fails, all of them have no score.
 
         Raises:
-            DeadlineExceeded: as of `score`.
+            RewardUnavailable, DeadlineExceeded: as of `score`; then none of them has a score.
         """
         self._check_threads()
         scores: list[dict[str, Score]] = [{} for _ in samples]
-        failures: dict[int, ScoringFailed] = {}
+        together = [Together(until) for _ in samples]
         going = list(range(len(samples)))
         for stage in self._stages:
-            await self._group_through(stage, samples, going, scores, failures)
-            going = [index for index in going if index not in failures]
+            await self._group_through(stage, samples, going, scores, together)
+            going = [index for index in going if together[index].failure is None]
             if stage:
                 going = [index for index in going if self._passes(stage[-1], scores[index])]
         results: list[wire.Score | ScoringFailed] = []
         for index, sample in enumerate(samples):
             try:
-                results.append(failures.get(index) or self._composed(scores[index], sample))
+                results.append(together[index].failure or self._composed(scores[index], sample))
             except ScoringFailed as error:
                 results.append(error)
         return results
 
-    async def _through(self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
+    async def _through(
+        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], together: Together
+    ) -> None:
         """Call the rewards of a stage for one sample."""
         slow = []
         for calls in stage:
@@ -117,7 +125,6 @@ class Scorer:
                 slow.append(calls)
         if not slow:
             return
-        together = Together()
         results = await _all_of([calls.score([sample] if calls.reward.group else sample, together) for calls in slow])
         if together.failure is not None:
             raise together.failure
@@ -130,22 +137,23 @@ class Scorer:
         samples: Sequence[RewardSample],
         going: Sequence[int],
         scores: list[dict[str, Score]],
-        failures: dict[int, ScoringFailed],
+        together: Sequence[Together],
     ) -> None:
         """Call the rewards of a stage for those samples of a group that go on."""
 
         async def alone(index: int) -> None:
             singles = [calls for calls in stage if not calls.reward.group]
             try:
-                await self._through(singles, samples[index], scores[index])
+                await self._through(singles, samples[index], scores[index], together[index])
             except ScoringFailed as error:
-                failures[index] = error
+                together[index].failure = error
 
         async def compared(calls: RewardCalls) -> None:
             try:
-                found = await calls.score([samples[index] for index in going], Together())
+                found = await calls.score([samples[index] for index in going], Together(together[0].until))
             except ScoringFailed as error:
-                failures.update(dict.fromkeys(going, error))
+                for index in going:
+                    together[index].failure = error
                 return
             for index, score in zip(going, found, strict=True):
                 scores[index][calls.reward.name] = score
@@ -231,7 +239,7 @@ async def _open(reward: LoadedReward, context: RewardContext) -> None:
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline
-    deadline = reward.spec.deadline or reward.life.deadline or context.config.reward_worker.deadline
+    deadline = reward.deadline(context.config.reward_worker)
     try:
         async with asyncio.timeout(seconds) as limit:
             await reward.life.open(dataclasses.replace(context, deadline=deadline))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -14,11 +15,12 @@ from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.consumers.calls import RewardCalls
 from streamrl.consumers.memory import MemoryWatch
+from streamrl.consumers.plugins import HOLD_SHARE
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
 from streamrl.consumers.watch import LoopWatch
-from streamrl.errors import WireError
-from streamrl.queues.leases import Lease, Leases
+from streamrl.errors import RewardUnavailable, WireError
+from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledger import ScoreOutcome
 from streamrl.queues.records import Cause, LeasedGroup
 from streamrl.queues.reward_figures import FIELD
@@ -30,7 +32,8 @@ _RECORD_SECONDS: Final = 1.0
 _DRAIN_SHARE: Final = 0.15
 """Part of the run's drain in which a worker finishes what is in hand; what is left is handed back."""
 _WAITING: Final = 4
-"""Samples held for each place of the reward with the fewest: more would only wait here, and not for other workers."""
+"""Samples held for each place of the reward with the fewest, as far as their turn comes while they may be held: more
+would only wait here, and not for other workers."""
 _UNSETTLED: Final = frozenset({ScoreOutcome.LOST, ScoreOutcome.GONE})
 
 
@@ -58,7 +61,7 @@ async def run_reward_worker(role: Role) -> None:
                 "rollouts",
                 role.name,
                 config.lease,
-                width_of(scorer, config),
+                partial(width_of, scorer, config),
                 worker.handle,
                 drain=_DRAIN_SHARE * config.supervisor.drain_deadline,
             )
@@ -75,14 +78,13 @@ async def run_reward_worker(role: Role) -> None:
 
 
 def width_of(scorer: Scorer, config: RunConfig) -> int:
-    """Samples, or whole groups, that a worker holds: what the reward with the fewest places can keep busy."""
+    """Samples, or whole groups, that a worker holds: what the reward with the fewest places can keep busy now."""
     size = config.sampling.responses if scorer.whole else 1
     limits = [config.reward_worker.concurrency / size]
-    limits += [
-        _WAITING * calls.places / (1 if calls.reward.group else size)
-        for calls in scorer.calls
-        if calls.places is not None
-    ]
+    for calls in scorer.calls:
+        if (places := calls.places) is not None:
+            turns = max(1, min(_WAITING, int(HOLD_SHARE * config.lease.max_hold / calls.deadline)))
+            limits.append(turns * places / (1 if calls.reward.group else size))
     return max(1, int(min(limits)))
 
 
@@ -102,15 +104,23 @@ class RewardWorker:
         self._lines: dict[str, dict[str, Any]] = {}
 
     async def handle(self, lease: Lease) -> None:
-        """Score what is leased. Safe to repeat and to cancel: the lease then goes to another worker."""
-        if lease.whole:
-            await self._handle_group(lease)
-        elif self._scorer.whole:
-            await lease.ledger.gather(lease)  # admitted before a reward of the run compared
-        else:
-            await self._handle_sample(lease)
+        """Score what is leased. Safe to repeat and to cancel: the lease then goes to another worker.
 
-    async def _handle_sample(self, lease: Lease) -> None:
+        Raises:
+            NotNow: a reward could not be had for nearly as long as a lease may be held.
+        """
+        until = time.monotonic() + HOLD_SHARE * self._role.config.lease.max_hold
+        try:
+            if lease.whole:
+                await self._handle_group(lease, until)
+            elif self._scorer.whole:
+                await lease.ledger.gather(lease)  # admitted before a reward of the run compared
+            else:
+                await self._handle_sample(lease, until)
+        except RewardUnavailable as error:
+            raise NotNow(error.message) from error
+
+    async def _handle_sample(self, lease: Lease, until: float) -> None:
         leased = await lease.ledger.leased_sample(lease)
         if leased is None:
             return
@@ -118,7 +128,7 @@ class RewardWorker:
         try:
             prompt = wire.decode(leased.prompt, wire.Prompt)
             sample = wire.decode(leased.payload, wire.Sample)
-            score = await self._scorer.score(RewardSample.of(prompt, sample, lease.gid, leased.sample))
+            score = await self._scorer.score(RewardSample.of(prompt, sample, lease.gid, leased.sample), until)
             data = _encoded(score, started)
         except WireError as error:
             await self._bury(lease, f"wire: {error}")
@@ -128,7 +138,7 @@ class RewardWorker:
             if await lease.ledger.score(lease, data) not in _UNSETTLED:
                 self._count(score.value)
 
-    async def _handle_group(self, lease: Lease) -> None:
+    async def _handle_group(self, lease: Lease, until: float) -> None:
         leased = await lease.ledger.leased_group(lease)
         if leased is None:
             return
@@ -141,7 +151,7 @@ class RewardWorker:
         if len(samples) < leased.least:  # dead whatever its scores are: no reward needs to look at it
             causes = dict.fromkeys(samples, Cause(f"{len(samples)} of {leased.size} samples left to compare")) | causes
             samples = {}
-        results = await self._scorer.score_group(list(samples.values())) if samples else []
+        results = await self._scorer.score_group(list(samples.values()), until) if samples else []
         scores: dict[int, wire.Score] = {}
         doom = ""
         for index, result in zip(samples, results, strict=True):

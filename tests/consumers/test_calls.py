@@ -72,7 +72,7 @@ async def test_retry_ends_with_its_time_and_then_only_the_sample_dies(monkeypatc
 async def test_unavailable_is_never_a_number(on_failure):
     reward, _ = failing(RewardUnavailable("all servers are away"))
     calls = calls_of(loaded(reward, on_failure=on_failure, deadline=0.01), attempts=2, retry_for=0.05)
-    with pytest.raises(ScoringFailed, match="all servers are away"):
+    with pytest.raises(ScoringFailed, match="all servers are away"):  # without a lease there is nowhere to go back to
         await outcome(calls)
     assert calls.figures.failures["unavailable"] >= 1
     assert calls.figures.ok == 0
