@@ -3,7 +3,7 @@
 The response was sampled with another tokenizer, so its text is encoded anew. Files are read with the `tokenizers`
 package alone: a reward worker has no torch. The ids are those of transformers' `apply_chat_template`, with one
 difference: a special token that is spelled out in a message is text and not that token, so that a response cannot end
-its own turn and praise itself in the next.
+its own turn and praise itself in the next. Without a template the prompt keeps its tokens, and the response has none.
 """
 
 from __future__ import annotations
@@ -121,8 +121,15 @@ class Renderer:
                 f"line {sample.prompt.line} of the data set has messages, and {self._name} has no chat template",
                 "args.text: plain gives it what the policy read; args.chat_template names a file with a template",
             )
-        encoded: list[int] = self._backend.encode(sample.prompt.text + sample.text).ids
-        return encoded
+        prompt, response = _clean(sample.prompt.text), _clean(sample.text)
+
+        def mark(found: re.Match[str]) -> str:
+            return f"{_OPEN}{found[0]}{_CLOSE}" if found.end() > len(prompt) else found[0]
+
+        encodings = self._pieces(self._control.sub(mark, prompt + response))
+        whole = encodings[0] if len(encodings) == 1 else encodings[0].merge(encodings, growing_offsets=True)
+        ids: list[int] = self._backend.post_process(whole, None, True).ids
+        return ids
 
     def _rendered(self, template: jinja2.Template, messages: Sequence[Mapping[str, Any]]) -> str:
         import jinja2
@@ -135,13 +142,16 @@ class Renderer:
             raise DataError(f"the chat template of {self._name} refuses the messages: {error}") from error
 
     def _encoded(self, text: str) -> list[int]:
-        pieces = _MARKS.split(text)
-        ids: list[int] = self._backend.encode(pieces[0], add_special_tokens=False).ids
-        for number, piece in enumerate(pieces[1:], start=1):
-            if piece:
+        return [token for encoding in self._pieces(text) for token in encoding.ids]
+
+    def _pieces(self, text: str) -> list[tokenizers.Encoding]:
+        """Encodings of a text in parts; what is marked is text, whatever it spells."""
+        encodings = []
+        for number, piece in enumerate(_MARKS.split(text)):
+            if piece or not number:
                 backend = self._as_text() if number % 2 else self._backend
-                ids += backend.encode(piece, add_special_tokens=False).ids
-        return ids
+                encodings.append(backend.encode(piece, add_special_tokens=False))
+        return encodings
 
     def _as_text(self) -> tokenizers.Tokenizer:
         """The tokenizer that knows no special tokens; few runs ever need it."""
@@ -154,13 +164,16 @@ class Renderer:
     def _marked(self, value: Any) -> Any:
         """A message whose special tokens are marked wherever a person or a policy wrote them; None is left out."""
         if isinstance(value, str):
-            clean = value.replace(_OPEN, "").replace(_CLOSE, "")
-            return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", clean)
+            return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", _clean(value))
         if isinstance(value, Mapping):
             return {key: self._marked(inner) for key, inner in value.items() if inner is not None}
         if isinstance(value, list | tuple):
             return [self._marked(inner) for inner in value]
         return value
+
+
+def _clean(text: str) -> str:
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 def _compiled(template: str, name: str) -> jinja2.Template:
