@@ -9,18 +9,17 @@ refuses (400) every server would refuse: that ends the request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from streamrl.config import RewardModelConfig
 from streamrl.consumers.models.router import Flight, Outcome, Router, Standing, State
-from streamrl.errors import RewardUnavailable, StreamrlError, Unreachable, WireError
+from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
-from streamrl.queues.ratelimit import RateLimit
+from streamrl.queues.ratelimit import RateLimit, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,8 @@ HEALTH_SECONDS: Final = 5.0
 """Longest time of a health check."""
 _FAIR_SHARE: Final = 0.5
 """Part of the time of a request that a server has to have had before it is its fault that there was no answer."""
+_NEWS: Final = 0.1
+"""Weight of the last answer in the time that answers usually take."""
 _FIRST_PAUSE: Final = 0.1
 _NOT_NOW: Final = frozenset({429, 503})
 _NO_ROUTE: Final = frozenset({404, 405})
@@ -53,6 +54,7 @@ class _Request:
         last: what the last of them failed with.
         answered: some server tried, and failed it all the same.
         rounds: times that all servers were away.
+        turn: of the rate limit, that it has and has not used.
     """
 
     call: Call
@@ -63,6 +65,7 @@ class _Request:
     last: StreamrlError | None = None
     answered: bool = False
     rounds: int = 0
+    turn: Turn | None = None
 
     def failed_at(self, url: str, outcome: Outcome, error: StreamrlError) -> None:
         """Remember a failure; a server that is busy has not failed."""
@@ -70,13 +73,6 @@ class _Request:
             self.failed.add(url)
             self.last = error
             self.answered = self.answered or not _is_away(error)
-
-
-@dataclass(slots=True)
-class _Spent:
-    """Tokens that a request has cost: its estimate, until more is known."""
-
-    tokens: int
 
 
 class ModelClient:
@@ -101,6 +97,12 @@ class ModelClient:
         self._line: dict[asyncio.Future[None], None] = {}
         self._choosy: dict[asyncio.Future[None], None] = {}
         self._health = _health_call(config.kind)
+        self._usual = 0.0
+
+    @property
+    def room(self) -> int:
+        """Requests that its servers take from this process at the same time, as they are now; at least 1."""
+        return self._router.room
 
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Answer:
         """Post `body` to a server and return its answer, a JSON object. See `ask`."""
@@ -127,18 +129,22 @@ class ModelClient:
             tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
-            RewardUnavailable: nobody can be asked: no server works or has room, or the rate limit is used up.
+            RewardUnavailable: nobody can be asked: no server works.
+            RewardBusy: servers work and had no room in time, or the rate limit has let nothing out.
             Unreachable: every server that could be asked has failed; what the last of them failed with.
             WireError: likewise; the last answer makes no sense.
             BadRequest: the server refuses the request itself: asking again does not help.
         """
         loop = asyncio.get_running_loop()
         request = _Request(Call("POST", path, body, pooled=True), deadline, loop.time() + deadline, tokens)
-        while True:
-            flight = await self._place(request)
-            answer = await self._fly(request, flight, read)
-            if answer is not None:
-                return answer[0]
+        try:
+            while True:
+                flight = await self._place(request)
+                answer = await self._fly(request, flight, read)
+                if answer is not None:
+                    return answer[0]
+        finally:
+            await self._settle(request, 0)
 
     def standings(self) -> list[Standing]:
         """How each server is."""
@@ -186,7 +192,7 @@ class ModelClient:
         """Wait for a server with room, and take the place.
 
         Raises:
-            StreamrlError: there is none: what the request failed with, else `RewardUnavailable`.
+            StreamrlError: there is none: what the request failed with, else `RewardBusy` or `RewardUnavailable`.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -195,6 +201,8 @@ class ModelClient:
                 self._wake_one()
                 if request.last is not None and request.answered:
                     raise request.last
+                if self._router.busy(request.failed):
+                    raise self._busy(request) from request.last
                 raise self._unavailable() from request.last
             url = self._router.pick(now, request.failed)
             if url is not None:
@@ -258,17 +266,25 @@ class ModelClient:
 
         Raises:
             BadRequest: it refuses the request.
-            Lost: there was little time left, and now there is none.
-            RewardUnavailable: the rate limit lets nothing out in time.
+            Lost: it had less time than answers usually take.
+            RewardBusy: most of the time was over before it had the request, or the rate limit lets nothing out.
         """
         loop = asyncio.get_running_loop()
         outcome, why, rest = Outcome.CANCELLED, "", None
         try:
-            found = (read(await self._answer(request, flight)),)
+            answer = await self._answer(request, flight)
+            if answer is None:
+                return None
+            found = (read(answer),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             outcome, why = _outcome(error), error.message
-            if isinstance(error, Lost) and error.late and loop.time() - flight.began < _FAIR_SHARE * request.seconds:
-                outcome = Outcome.CANCELLED  # most of the time went by before the server had the request
+            if isinstance(error, Lost) and error.late:
+                had = loop.time() - flight.began
+                if had < _FAIR_SHARE * request.seconds:
+                    outcome = Outcome.CANCELLED
+                    raise self._busy(request) from error
+                if had < self._usual:
+                    outcome = Outcome.CANCELLED
             rest = error.rest if isinstance(error, BadAnswer) else None
             if outcome in {Outcome.OK, Outcome.CANCELLED}:
                 raise
@@ -276,39 +292,58 @@ class ModelClient:
             return None
         else:
             outcome = Outcome.OK
+            seconds = loop.time() - flight.began
+            self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
             return found
         finally:
             self._changed(flight.url, self._router.ended(flight, outcome, loop.time(), why, rest), why)
             self._wake_one()
 
-    async def _answer(self, request: _Request, flight: Flight) -> Answer:
-        """The answer of one server, within the rate limit. Errors as of `HttpClient.call`."""
+    async def _answer(self, request: _Request, flight: Flight) -> Answer | None:
+        """The answer of one server, within the rate limit; None: the server went away while the request waited for it.
+
+        Errors as of `HttpClient.call`, and `RewardBusy`.
+        """
         loop = asyncio.get_running_loop()
-        async with self._limited(request) as spent:
-            flight.began = loop.time()
-            try:
-                answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
-            except BadAnswer as error:
-                if error.status in _NOT_NOW:
-                    spent.tokens = 0
-                raise
+        await self._take_turn(request)
+        if not self._router.takes(flight, loop.time()):
+            return None
+        flight.began = loop.time()
+        used = request.tokens
+        try:
+            answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
             if not isinstance(answer, dict):
                 raise WireError(f"{flight.url}{request.call.path} answered no JSON object: {str(answer)[:100]!r}")
-            spent.tokens = used_tokens(answer, request.tokens)
-            return answer
-
-    @contextlib.asynccontextmanager
-    async def _limited(self, request: _Request) -> AsyncIterator[_Spent]:
-        """Room in the rate limit for one request that goes out; what the block says it spent is settled at its end."""
-        spent = _Spent(request.tokens)
-        if self._limit is None:
-            yield spent
-            return
-        room = await self._limit.take(request.tokens, max(0.0, request.end - asyncio.get_running_loop().time()))
-        try:
-            yield spent
+            used = used_tokens(answer, request.tokens)
+        except BadAnswer as error:
+            used = 0 if error.status in _NOT_NOW else used
+            raise
+        except Lost as error:
+            used = used if error.sent else 0
+            raise
         finally:
-            await self._limit.settle(room, spent.tokens)
+            await self._settle(request, used)
+        return answer
+
+    async def _take_turn(self, request: _Request) -> None:
+        """Wait for room in the rate limit, for one request that goes out.
+
+        Raises:
+            RewardBusy: there is none in time.
+        """
+        if self._limit is None or request.turn is not None:
+            return
+        left = max(0.0, request.end - asyncio.get_running_loop().time())
+        try:
+            request.turn = await self._limit.take(request.tokens, left)
+        except RewardUnavailable as error:
+            raise RewardBusy(error.message, error.hint) from error
+
+    async def _settle(self, request: _Request, tokens: int) -> None:
+        """Say what a request has cost that had its turn. Without one it does nothing."""
+        turn, request.turn = request.turn, None
+        if turn is not None and self._limit is not None:
+            await self._limit.settle(turn, tokens)
 
     async def _check(self, url: str) -> None:
         """Check the health of one server; a check that fails is no error of ours."""
@@ -340,6 +375,12 @@ class ModelClient:
                 max_body=self.config.max_answer,
             )
         return self._sessions[url]
+
+    def _busy(self, request: _Request) -> RewardBusy:
+        return RewardBusy(
+            f"the servers of reward model {self.name} had no place for a request in most of {request.seconds:.1f} s",
+            f"more servers, a higher reward_models.{self.name}.concurrency if they can take it, or a longer deadline",
+        )
 
     def _unavailable(self) -> RewardUnavailable:
         rows = self.standings()

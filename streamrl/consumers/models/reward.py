@@ -110,6 +110,10 @@ class RewardModel(Reward):
             self._renderer = await asyncio.to_thread(Renderer.load, name, mode=self._text, template=file)
         await self._probe()
 
+    def room(self) -> int | None:
+        """Requests that the servers take now."""
+        return None if self._model is None else self._model.room
+
     async def score(self, sample: RewardSample) -> Score:
         """Ask a server for the score of one response.
 

@@ -136,9 +136,9 @@ class Router:
         return frozenset(self._servers)
 
     @property
-    def in_flight(self) -> int:
-        """Requests at all servers."""
-        return sum(server.in_flight for server in self._servers.values())
+    def room(self) -> int:
+        """Requests that all servers take at the same time as they are now; where none works, those of one."""
+        return max(self._limit, sum(self._places(server) for server in self._others()))
 
     def standings(self) -> list[Standing]:
         """How each server is, in the order in which they were added."""
@@ -204,6 +204,14 @@ class Router:
     def waits(self, now: float, exclude: Collection[str] = ()) -> bool:
         """Whether waiting helps: a server outside of `exclude` works, and has no room or rests for the moment."""
         return any(True for _ in self._others(exclude)) and self.pick(now, exclude) is None
+
+    def busy(self, exclude: Collection[str] = ()) -> bool:
+        """Whether a server outside of `exclude` serves and never says "not now": what gets no place has to wait."""
+        return any(server.state is State.SERVING and not server.busy for server in self._others(exclude))
+
+    def takes(self, flight: Flight, now: float) -> bool:
+        """Whether the server of a flight would still be picked, but for its places: it may have died meanwhile."""
+        return flight.server in self._others() and now >= flight.server.until
 
     def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
         """When the first server outside of `exclude` ends its rest; None when none rests."""
@@ -288,13 +296,16 @@ class Router:
                 server.state = State.TRIAL
         return None if server.state is before else server.state
 
-    def _others(self, exclude: Collection[str]) -> Iterable[_Server]:
+    def _others(self, exclude: Collection[str] = ()) -> Iterable[_Server]:
         for server in self._servers.values():
             if server.state in {State.SERVING, State.TRIAL} and not server.leaving and server.url not in exclude:
                 yield server
 
     def _has_room(self, server: _Server) -> bool:
-        return server.in_flight < (1 if server.state is State.TRIAL else self._limit)
+        return server.in_flight < self._places(server)
+
+    def _places(self, server: _Server) -> int:
+        return 1 if server.state is State.TRIAL else self._limit
 
     def _answered(self, server: _Server, flight: Flight, now: float) -> None:
         server.answered += 1

@@ -15,7 +15,7 @@ from streamrl.consumers.models import ModelClient
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models.dialects import DIALECTS, read_score
 from streamrl.consumers.models.router import State
-from streamrl.errors import RewardUnavailable, WireError
+from streamrl.errors import RewardBusy, RewardUnavailable, WireError
 from streamrl.http import BadAnswer, BadRequest, Lost
 from tests.consumers.models.faulty_server import ODD, FaultyServer, score_of, servers, serving
 
@@ -180,10 +180,98 @@ async def test_a_server_that_hangs_is_left_after_the_deadline_and_the_next_attem
 async def test_a_server_that_got_a_request_when_its_time_was_almost_over_is_not_to_blame(monkeypatch):
     monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)  # as if the request had waited for a place for longer than it flew
     async with servers(["hangs"]) as (one,), client_of(one.url) as client:
-        with pytest.raises(Lost):
+        with pytest.raises(RewardBusy):
             await ask(client, deadline=0.5)
         assert row(client, one).failed == 0
         assert row(client, one).in_flight == 0
+
+
+async def test_a_server_that_had_less_time_than_its_answers_take_is_not_to_blame():
+    """As the second try of a judge: it gets what the first one left."""
+    async with servers(["well", "hangs"]) as (one,), client_of(one.url) as client:
+        await ask(client)
+        assert client._usual > 0
+        client._usual = 20.0
+        for _ in range(3):
+            with pytest.raises(Lost):
+                await ask(client, deadline=0.01)
+        assert (row(client, one).failed, row(client, one).state) == (0, State.SERVING)
+
+
+@pytest.mark.parametrize("deadline", [1.0, 0.0])
+async def test_no_place_at_a_server_that_works_is_busy_and_not_away(deadline):
+    async with servers(["held"]) as (one,), client_of(one.url, concurrency=1) as client:
+        first = asyncio.create_task(ask(client))
+        await one.has(1)
+        with pytest.raises(RewardBusy, match="no place"):
+            await ask(client, deadline=deadline)
+        one.let_go.set()
+        assert await first == score_of(IDS)
+
+
+async def test_room_follows_the_servers():
+    async with servers(["well"], ["well"]) as (one, two), client_of(one.url, two.url, concurrency=3) as client:
+        assert client.room == 6
+        await client.follow([one.url])
+        assert client.room == 3
+        await client.follow([])
+        assert client.room == 3
+
+
+class Turns:
+    """A rate limit that lets requests out when a test says so."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.asked = 0
+        self.settled: list[int] = []
+
+    async def take(self, tokens: int, deadline: float) -> int:
+        self.asked += 1
+        await self.open.wait()
+        return self.asked
+
+    async def settle(self, turn: int, tokens: int) -> None:
+        self.settled.append(tokens)
+
+
+async def test_a_server_that_was_removed_while_a_request_waited_for_its_turn_gets_nothing():
+    turns = Turns()
+    async with servers(["well"], ["well"]) as (old, new), client_of(old.url, limit=turns) as client:
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: turns.asked)
+        await client.follow([new.url])
+        await client.check()
+        turns.open.set()
+        assert await asking == score_of(IDS)
+        assert (old.asked, turns.asked, len(turns.settled)) == ([], 1, 1), "one turn, which another server got"
+
+
+async def test_tokens_that_never_went_out_are_not_paid():
+    turns = Turns()
+    turns.open.set()
+    async with servers(["well"]) as (one,), client_of(one.url, limit=turns) as client:
+        url = one.url
+        await client.check()
+    async with client_of(limit=turns) as client:
+        client._router.follow([url])
+        client._router.checked(url, 0.0, healthy=True)
+        with pytest.raises(RewardUnavailable):
+            await client.call("/classify", {}, deadline=1.0, tokens=17)
+        assert turns.settled
+        assert set(turns.settled) == {0}
+
+
+async def test_a_turn_that_nobody_used_is_given_back():
+    turns = Turns()
+    async with servers(["well"]) as (old,), client_of(old.url, limit=turns) as client:
+        asking = asyncio.create_task(client.call("/classify", {}, deadline=2.0, tokens=17))
+        await until(lambda: turns.asked)
+        await client.follow([])
+        turns.open.set()
+        with pytest.raises(RewardUnavailable):
+            await asking
+        assert (old.asked, turns.settled) == ([], [0])
 
 
 async def test_a_busy_server_is_asked_again_after_its_rest():
@@ -196,8 +284,9 @@ async def test_a_busy_server_is_asked_again_after_its_rest():
 
 async def test_servers_that_stay_busy_are_no_failure_of_the_sample():
     async with servers(["busy"], ["503"]) as (one, two), client_of(one.url, two.url) as client:
-        with pytest.raises(RewardUnavailable, match="answered 429"):
+        with pytest.raises(RewardUnavailable, match="answered 429") as caught:
             await ask(client, deadline=1.0)
+        assert not isinstance(caught.value, RewardBusy)
 
 
 async def test_an_ejected_server_comes_back_through_one_request():
@@ -296,7 +385,7 @@ async def test_a_used_up_rate_limit_ends_the_request_and_nothing_goes_out():
             raise RewardUnavailable("no tokens in this minute")
 
     async with servers(["well"]) as (one,), client_of(one.url, limit=Empty()) as client:
-        with pytest.raises(RewardUnavailable, match="no tokens"):
+        with pytest.raises(RewardBusy, match="no tokens"):
             await ask(client)
         assert one.asked == []
 
