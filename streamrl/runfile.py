@@ -13,7 +13,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import yaml
@@ -196,6 +196,15 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
         files = {"api_key_file": absolute(reward.api_key_file), "environment": absolute(reward.environment)}
         return reward.model_copy(update=files if reward.url else files | {"model": model(reward.model)})
 
+    def asked(reward: RewardSpec) -> RewardSpec:
+        args = {**reward.args}
+        for name in _FILES_OF_REWARDS.get(reward.use, ()):
+            if isinstance(args.get(name), str):
+                args[name] = str((folder / args[name]).resolve())
+        if reward.use == "reward_model" and isinstance(args.get("tokenizer"), str):
+            args["tokenizer"] = model(args["tokenizer"])
+        return reward.model_copy(update={"args": args})
+
     engine = config.engine
     files = {"api_key_file": absolute(engine.api_key_file), "environment": absolute(engine.environment)}
 
@@ -211,6 +220,7 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
             "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
             "engine": engine.model_copy(update=files),
             "recording": config.recording.model_copy(update={"path": absolute(config.recording.path)}),
+            "rewards": tuple(map(asked, config.rewards)),
             "reward_models": {name: served(reward) for name, reward in config.reward_models.items()},
             "reward_worker": config.reward_worker.model_copy(
                 update={"gateway_token_file": absolute(config.reward_worker.gateway_token_file)}
@@ -220,4 +230,6 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
+_FILES_OF_REWARDS: Final = {"json_schema": ("file",), "reward_model": ("chat_template",)}
+"""Arguments of rewards that are paths, by `use`."""
 _SECTIONS = frozenset(RunConfig.model_fields)

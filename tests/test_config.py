@@ -144,6 +144,20 @@ def test_paths_are_relative_to_the_file_and_hub_names_stay(tmp_path: Path):
     assert config.model.tokenizer == "org/name"
 
 
+def test_files_in_the_args_of_rewards_are_relative_to_the_run_file_too(tmp_path: Path):
+    (tmp_path / "critic").mkdir()
+    path = write(
+        tmp_path,
+        "rewards: [{use: json_schema, args: {file: a.json}}, {use: code, args: {file: main.py}},"
+        " {use: reward_model, args: {model: m, chat_template: b.jinja, tokenizer: critic}}]\n"
+        "reward_models: {m: {url: ['http://a:1']}}\n",
+    )
+    schema, code, model = (reward.args for reward in load(path, environ={}).config.rewards)
+    assert schema == {"file": str(tmp_path / "a.json")}
+    assert code == {"file": "main.py"}
+    assert model == {"model": "m", "chat_template": str(tmp_path / "b.jinja"), "tokenizer": str(tmp_path / "critic")}
+
+
 def test_saved_configuration_reads_back_the_same(tmp_path: Path):
     loaded = load(None, ["learner.lr=1e-5"], {})
     save(loaded, tmp_path / "run.json")
