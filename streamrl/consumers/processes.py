@@ -10,7 +10,7 @@ own, started with a clean environment and without anything of streamrl or torch,
 | more memory than `Limits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
 | no answer within `Limits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
 | the process is killed by others, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
-| the caller is cancelled | its `CancelledError`; the process is killed | `lost` |
+| the caller is cancelled | its `CancelledError`; the process is killed | `lost`, unless it was not ready yet |
 | the function raises | `CallFailed`; the process goes on | |
 
 CPU time, unlike a deadline, does not depend on what else the host does, and the memory that earlier calls have left in
@@ -217,7 +217,7 @@ class ProcessPool:
         try:
             path = [entry for entry in sys.path if Path(entry).is_absolute()]
             process = await _Process.start(self._name, {**self._order, "path": path}, self._limits)
-        except BaseException:
+        except StreamrlError:
             self._died()
             raise
         self._deaths.ready(time.monotonic())

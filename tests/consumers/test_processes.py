@@ -268,6 +268,26 @@ async def test_deaths_are_bounded(script):
     await pool.close()
 
 
+async def test_a_start_that_is_cancelled_is_no_death(pool, monkeypatch):
+    """Cancelled calls must not close the pool for those that come after them."""
+    pool._deaths = Deaths(RestartPolicy(max_restarts=0, window=60, backoff=0, max_backoff=0))
+    begun = asyncio.Event()
+    start = asyncio.create_subprocess_exec
+
+    async def told(*argv, **options):
+        process = await start(*argv, **options)
+        begun.set()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", told)
+    call = asyncio.create_task(pool.call(["echo", 1]))
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await pool.call(["echo", 1]) == 1
+
+
 async def test_what_cannot_start_is_said_at_once(script, tmp_path):
     broken = ProcessPool("test", script, "broken", 1, Limits(cpu=5, wall=600, memory=MEMORY))
     with pytest.raises(ConfigError, match="cannot be prepared: RuntimeError: broken on purpose"):
