@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ Verdict = Literal["passed", "wrong", "crashed", "time", "memory", "output", "unr
 VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong", "crashed", "time", "memory", "output", "unrun")
 _FORMS: Final = "{input, output}, {call, args, kwargs, output}, {code}, or a text of code"
 _SMALLEST: Final = 1e-12
+_NUMBER: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+"""What programs print; Python reads `1_000` and digits of other scripts as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ def same_value(found: Any, wanted: Any, tolerance: float) -> bool:
 def _same_word(found: str, wanted: str, tolerance: float) -> bool:
     if found == wanted:
         return True
+    if not _NUMBER.fullmatch(found) or not _NUMBER.fullmatch(wanted):
+        return False
     for kind in (int, float):
         try:
             one, other = kind(found), kind(wanted)
