@@ -1,7 +1,7 @@
 """Namespaces, a root directory and limits for one program: what it can reach when it runs.
 
-`isolate` is called in a process of its own, which it turns into the first process of new namespaces; `confine` in the
-process that becomes the program, right before its exec.
+`build_root` is called in the first process of new namespaces, `confine` in the process that becomes the program, right
+before its exec.
 """
 
 from __future__ import annotations
