@@ -10,6 +10,7 @@ StreamrlError            70  a bug of ours unless a subclass says otherwise
 ├── CannotCreate         73  a file or directory cannot be made (full disk, no permission, already there)
 ├── Unreachable          69  a service (Redis, a learner, an engine) does not answer
 │   └── RewardUnavailable 69 nobody can score now (all servers away, circuit open): never a score
+│       └── RewardBusy   69 those who can have no place now: no reason to open the circuit
 ├── DeadlineExceeded     75  something took longer than its deadline; trying again may help
 ├── WireError            70  bytes that are no message of ours (the message goes to the dead letters)
 ├── WeightsError         70  a version of the weights that must not be applied
