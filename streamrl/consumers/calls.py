@@ -21,6 +21,7 @@ from streamrl.consumers.circuit import Circuit
 from streamrl.consumers.figures import Outcome, RewardFigures
 from streamrl.consumers.places import Places
 from streamrl.consumers.plugins import LoadedReward
+from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score, finite
 from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
@@ -36,7 +37,7 @@ HELD_SECONDS: Final = 1.0
 _LONGEST_PAUSE: Final = 30.0
 _OF_THE_SAMPLE: Final = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
-    ValueError,
+    *(ValueError, CallFailed),
 )
 """Python's own errors for wrong values: they say nothing of a service. Whatever else is raised may be its absence."""
 

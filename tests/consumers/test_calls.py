@@ -7,6 +7,7 @@ import pytest
 from streamrl.consumers import RewardSample, Score
 from streamrl.consumers import calls as module
 from streamrl.consumers.calls import ScoringFailed, Together
+from streamrl.consumers.processes import CallFailed
 from streamrl.errors import DataError, RewardUnavailable
 from tests.consumers.calls_kit import calls_of, loaded
 from tests.consumers.samples import prompt, response, seen
@@ -147,8 +148,9 @@ async def test_a_cancelled_try_leaves_the_circuit_to_the_next(monkeypatch):
     assert calls.in_flight == 0
 
 
-async def test_errors_of_samples_do_not_open_the_circuit():
-    reward, _ = failing(KeyError("ground_truth"))
+@pytest.mark.parametrize("error", [KeyError("ground_truth"), CallFailed("jsonschema: ValueError: no")])
+async def test_errors_of_samples_do_not_open_the_circuit(error):
+    reward, _ = failing(error)
     calls = calls_of(loaded(reward, attempts=1))
     for index in range(50):
         with pytest.raises(ScoringFailed):
