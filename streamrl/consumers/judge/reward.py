@@ -151,6 +151,12 @@ class Judge(Reward):
         """Requests that were answered, votes in them, those that could not be read, tokens of all; also of failures."""
         return self._counts
 
+    def room(self) -> int | None:
+        """Samples for whose requests the servers have places now."""
+        if self._model is None:
+            return None
+        return max(1, self._model.room // (self._votes if self._separate else 1))
+
     async def score(self, sample: RewardSample) -> Score:
         """Ask for the votes on one response, and make one number of them.
 
@@ -166,13 +172,15 @@ class Judge(Reward):
         end = loop.time() + self._limit
         ballot = Ballot()
         for _ in range(self._tries):
+            began = loop.time()
             try:
                 await self._ask(messages, self._votes - len(ballot.values), end - loop.time(), ballot)
             except StreamrlError:
                 if len(ballot.values) < self._quorum:
                     raise
-            if len(ballot.values) >= self._votes:
-                break
+            took = loop.time() - began
+            if len(ballot.values) >= self._votes or end - began < 2 * took:
+                break  # what is left is less than this try took: another one would only be late
         return self._score(ballot)
 
     def _score(self, ballot: Ballot) -> Score:
