@@ -13,12 +13,13 @@ import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import aiohttp
 import orjson
 
-from streamrl.errors import DataError, Unreachable, WireError
+from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
@@ -309,6 +310,24 @@ def may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
     if isinstance(error, BadAnswer):
         return error.status in _NOT_CARRIED_OUT
     return isinstance(error, Lost) and tries < _ATTEMPTS and (call.repeatable or not error.sent)
+
+
+def read_key(name: str, path: Path | None) -> str | None:
+    """The key in a file, None without a file.
+
+    Args:
+        name: of the configuration's key that names the file, for the error.
+        path: of the file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
 
 
 def explanation(body: bytes) -> str:
