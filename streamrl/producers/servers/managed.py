@@ -17,7 +17,7 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import HttpClient
+from streamrl.http import HttpClient, read_key
 from streamrl.producers.servers import keeper
 from streamrl.producers.servers.dialect import Dialect, Launch
 from streamrl.producers.servers.ports import free_port, listens
@@ -137,13 +137,14 @@ class ManagedServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._begun_at = self.log.stat().st_size if self.log.exists() else 0
         self._rotated_before = self._rotated()
+        key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
         supervisor = self._config.supervisor
         order = {
             "argv": list(launch.argv),
             "log": str(self.log),
             "log_bytes": supervisor.log_bytes,
             "grace": supervisor.term_grace,
-            "secrets": await asyncio.to_thread(_secrets, self._config.engine.api_key_file),
+            "secrets": [key] if key else [],
         }
         process = subprocess.Popen(  # noqa: ASYNC220, S603 - asyncio's own kills the keeper when a loop is closed
             [sys.executable, "-I", "-S", keeper.__file__],
@@ -281,14 +282,6 @@ class ManagedServer:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(begin if begin <= size else 0, size - _TAIL_BYTES))
             return file.read()
-
-
-def _secrets(path: Path | None) -> list[str]:
-    try:
-        key = path.read_text().strip() if path is not None else ""
-    except OSError as error:
-        raise ConfigError(f"engine.api_key_file {path} cannot be read: {error.strerror}") from error
-    return [key] if key else []
 
 
 def _signal_name(number: int) -> str:
