@@ -101,13 +101,24 @@ def run_config(kind: str, model: Path, width: int, tokens: int, context: int, ur
 
 @contextlib.asynccontextmanager
 async def server(config: RunConfig, folder: Path) -> AsyncIterator[ManagedServer]:
-    """A server as streamrl starts it."""
+    """A server as streamrl starts it, on the first half of the cores; who drives it gets the others.
+
+    A model on a GPU does not wait for the processor that its client uses. On shared cores it would, and the ratio would
+    say how two processes fight for them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
     started = ManagedServer(make_dialect(config), ServerSettings.of_engine(config), folder, "server", seed=1)
     try:
-        await started.start()
+        os.sched_setaffinity(0, cores[:half] or cores)
+        try:
+            await started.start()
+        finally:
+            os.sched_setaffinity(0, cores[half:])
         yield started
     finally:
         await started.stop()
+        os.sched_setaffinity(0, cores)
 
 
 async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str, Any]:

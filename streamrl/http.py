@@ -327,6 +327,24 @@ def may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
     return isinstance(error, Lost) and tries < _ATTEMPTS and (call.repeatable or not error.sent)
 
 
+def read_key(name: str, path: Path | None) -> str | None:
+    """The key in a file, without the white space around it; None without a file.
+
+    Args:
+        name: of the configuration's key that names the file, for the error.
+        path: of the file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
+
+
 def explanation(body: bytes) -> str:
     """What an error answer says, in one short line."""
     try:
@@ -337,24 +355,6 @@ def explanation(body: bytes) -> str:
         if isinstance(said, dict) and key in said:
             said = said[key]
     return " ".join(str(said).split())[:300] or "nothing"
-
-
-def read_key(path: Path | None, option: str) -> str | None:
-    """The key of a server from its file, without the white space around it; None without a file.
-
-    Args:
-        path: of the file.
-        option: key of the configuration that names it, for messages.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
 
 
 def _rest(said: str | None) -> float | None:

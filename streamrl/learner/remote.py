@@ -8,14 +8,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
-from streamrl.http import BadRequest, HttpClient
+from streamrl.http import BadRequest, HttpClient, read_key
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import MODELS, About, read_about, read_scores, scoring
@@ -122,7 +121,7 @@ class Remote:
             raise kind("another rank got no reference log-probabilities", "its log says why")
 
     async def _within(self, work: Callable[[Clients], Awaitable[None]]) -> None:
-        key = await asyncio.to_thread(_read_key, self._key_file)
+        key = await asyncio.to_thread(read_key, "learner.reference.api_key_file", self._key_file)
         hint, option = "start the server, or name another at learner.reference.url", "learner.reference.api_key_file"
         clients = {server.url: HttpClient(server.url, key, hint, key_option=option) for server in self._servers}
         try:
@@ -226,12 +225,3 @@ class Remote:
         if not server.rank[0]:
             logger.warning("reference server failed", extra={"url": server.url, "error": error.message})
         server.failed_at, server.failure = time.monotonic(), error.message
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"learner.reference.api_key_file {path} cannot be read: {error.strerror}") from error

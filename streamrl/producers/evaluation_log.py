@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from streamrl.queues.durable import write_durably
+
 logger = logging.getLogger(__name__)
 LOG_NAME: Final = "evaluation.jsonl"
 ROUND_NAME: Final = "evaluation-round.json"
@@ -113,13 +115,8 @@ class EvaluationLog:
 
     def write_round(self, current: Round) -> bool:
         """Remember the round that begins, before its first prompt is admitted; False when it cannot be written."""
-        draft = self._round_path.with_suffix(".draft")
         try:
-            with draft.open("wb") as file:
-                file.write(msgspec.json.encode(current))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.rename(self._round_path)
+            write_durably(self._round_path, msgspec.json.encode(current))
         except OSError as error:
             _complain(self._round_path, error)
             return False

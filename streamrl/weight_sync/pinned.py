@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from streamrl.errors import CannotCreate, WeightsError
+from streamrl.queues.durable import fsync_directory
 from streamrl.weight_sync import safetensors_file
 from streamrl.weight_sync.catalog import PINNED, read_manifest
 from streamrl.weight_sync.checksums import short_hash
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
 from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, Shard, encode, folder_name
-from streamrl.weight_sync.publisher import fsync_folder
 from streamrl.weight_sync.safetensors_file import map_shard, raw
 
 _DRAFT: Final = ".draft-"
@@ -58,9 +58,9 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
             file.write(encode(manifest))
             file.flush()
             os.fsync(file.fileno())
-        fsync_folder(draft)
+        fsync_directory(draft)
         draft.rename(target)
-        fsync_folder(target.parent)
+        fsync_directory(target.parent)
     except FileNotFoundError as error:
         raise WeightsError(
             f"version {pair[1]} went away while it was copied: {error.filename}", "newer ones came; pin one of those"

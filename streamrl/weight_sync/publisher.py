@@ -22,6 +22,7 @@ from typing import Literal
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
+from streamrl.queues.durable import fsync_directory
 from streamrl.weight_sync.buckets import Named
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
@@ -271,10 +272,10 @@ class Publisher:
                 file.flush()
                 os.fsync(file.fileno())
         if self._transport.durable:
-            fsync_folder(draft)
+            fsync_directory(draft)
         draft.rename(target)
         if self._transport.durable:
-            fsync_folder(self.root)
+            fsync_directory(self.root)
 
     def _cannot(self, draft: Path, error: OSError) -> CannotCreate:
         hint = self._transport.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
@@ -320,15 +321,6 @@ class Publisher:
             return
         except OSError as error:
             logger.warning("old weights stay", extra={"folder": str(self.root / name), "error": str(error)})
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _look(folder: Path, pair: Pair) -> _Kept:

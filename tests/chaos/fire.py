@@ -21,8 +21,8 @@ DEADLINE = 150.0
 """Longest wait for a condition; a run that makes no progress for so long has failed."""
 
 HARD_CAP = 2 * 8 + 2 * 2 * 8
-"""(max_staleness + 1) x groups_per_step + 2 x checkpoint.every x groups_per_step of the chaos run: one checkpoint is
-written in the background while groups for the next one are trained."""
+"""(max_staleness + 1) x groups_per_step + 2 x checkpoint.every x groups_per_step of the chaos run: a checkpoint is
+written in the background while groups of the next are trained."""
 
 
 def until(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> object:

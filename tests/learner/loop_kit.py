@@ -113,7 +113,9 @@ class Run:
 
     def steps(self, name: str = "learner.0") -> list[dict]:
         path = self.run_dir / "metrics" / f"{name}.jsonl"
-        return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        # The learner may be in the middle of its last line.
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        return [orjson.loads(line) for line in whole.splitlines()]
 
     def finished(self) -> dict:
         return orjson.loads((self.run_dir / "finished.json").read_bytes())

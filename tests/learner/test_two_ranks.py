@@ -1,21 +1,18 @@
 """Two real processes under FSDP against one: the same weights, half of every parameter each, and no silent hang."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import orjson
 import pytest
 import rank_process
 import torch
 from safetensors.torch import load_file
 from tiny_policy import run_config, without_key_biases
 from transformers import AutoModelForCausalLM
+from world_kit import one_and_two, start
 
 from streamrl.errors import ConfigError
-from streamrl.learner.ranks import RENDEZVOUS, Ranks, choose_device
+from streamrl.learner.ranks import Ranks, choose_device
 from streamrl.weight_sync.catalog import read_manifest
 from streamrl.weight_sync.mapping import map_version
 
@@ -32,27 +29,14 @@ except Exception as error:
 """
 
 
-def start(arguments, **variables):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model_of, one_rank):
     """The results of one rank (in this process), of two ranks, and of a rank that waits for one that never comes."""
-    model = model_of("Qwen2")
-    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    rendezvous = {"WORLD_SIZE": "2", RENDEZVOUS: f"file://{two / 'rendezvous'}"}
-    processes = [start([SCRIPT, model, two], RANK=str(rank), **rendezvous) for rank in (0, 1)]
-    processes.append(start(["-c", LONELY, f"file://{two / 'lonely'}"]))
-    rank_process.play(model, one, one_rank)
-    outputs = [process.communicate(timeout=110)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    found = [
-        orjson.loads((folder / f"found-{rank}.json").read_bytes()) for folder, rank in ((one, 0), (two, 0), (two, 1))
-    ]
-    return SimpleNamespace(folders={"one": one, "two": two}, one=found[0], two=found[1:], lonely=outputs[2])
+    lonely = start(["-c", LONELY, f"file://{tmp_path_factory.mktemp('lonely') / 'rendezvous'}"])
+    found = one_and_two(rank_process, model_of("Qwen2"), one_rank, tmp_path_factory, 110)
+    output = lonely.communicate(timeout=110)[0]
+    assert lonely.returncode == 0, output
+    return SimpleNamespace(**vars(found), lonely=output)
 
 
 def assert_same(ours, theirs):

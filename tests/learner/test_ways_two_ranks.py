@@ -1,35 +1,18 @@
 """Both ways through a step on two real processes under FSDP against one: the same weights and figures."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
-import orjson
 import pytest
 import torch
 import way_process
 from safetensors.torch import load_file
-from test_two_ranks import start
 from tiny_policy import without_key_biases
-
-from streamrl.learner.ranks import RENDEZVOUS
+from world_kit import one_and_two
 
 pytestmark = pytest.mark.timeout(400)
-SCRIPT = Path(__file__).parent / "way_process.py"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model_of, one_rank):
-    model = model_of("Qwen2")
-    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    rendezvous = {"WORLD_SIZE": "2", RENDEZVOUS: f"file://{two / 'rendezvous'}"}
-    processes = [start([SCRIPT, model, two], RANK=str(rank), **rendezvous) for rank in (0, 1)]
-    way_process.play(model, one, one_rank)
-    outputs = [process.communicate(timeout=360)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    found = [
-        orjson.loads((folder / f"found-{rank}.json").read_bytes()) for folder, rank in ((one, 0), (two, 0), (two, 1))
-    ]
-    return SimpleNamespace(folders={"one": one, "two": two}, one=found[0], two=found[1:])
+    return one_and_two(way_process, model_of("Qwen2"), one_rank, tmp_path_factory, 360)
 
 
 @pytest.mark.parametrize("name", way_process.RECIPES)

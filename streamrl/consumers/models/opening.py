@@ -34,7 +34,7 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
     """
     clients = {}
     for name, model in config.reward_models.items():
-        key = await asyncio.to_thread(read_key, model.api_key_file, f"reward_models.{name}.api_key_file")
+        key = await asyncio.to_thread(read_key, f"reward_models.{name}.api_key_file", model.api_key_file)
         clients[name] = ModelClient(name, model, api_key=key, limit=_limit(name, model, ledgers))
     try:
         async with asyncio.TaskGroup() as tasks:

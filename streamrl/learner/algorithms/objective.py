@@ -100,17 +100,6 @@ def reaches_zero_advantage(terms: Terms) -> bool:
     """
     if terms.kl.where == "loss" or terms.entropy:
         return True
-    logprobs = torch.tensor([-0.5, -1.0, -3.0], requires_grad=True)
-    other = torch.tensor([-1.0, -0.7, -2.0])
-    tokens = Tokens(
-        logprobs=logprobs,
-        old=other,
-        proximal=other,
-        behaviour=other,
-        advantages=torch.zeros(3),
-        sequence=torch.tensor([0, 0, 1]),
-        counts=torch.tensor([2, 1]),
-        ages=torch.ones(3, dtype=torch.int64),
-    )
-    (gradient,) = torch.autograd.grad(terms.loss(tokens).per_token.sum(), logprobs)
+    tokens = Tokens.trial(0.0, 0.0, 0.0)
+    (gradient,) = torch.autograd.grad(terms.loss(tokens).per_token.sum(), tokens.logprobs)
     return bool(gradient.any())

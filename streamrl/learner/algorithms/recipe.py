@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import torch
-
 from streamrl.config import RunConfig
 from streamrl.config.learner import KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
@@ -203,24 +201,13 @@ def _try_out(name: str, loss: Callable[..., LossResult]) -> None:
     Raises:
         ConfigError: it fails, or does not return one number per token.
     """
-    logprobs = torch.tensor([-0.5, -1.0, -3.0], requires_grad=True)
-    other = torch.tensor([-1.0, -0.7, -2.0])
-    tokens = Tokens(
-        logprobs=logprobs,
-        old=other,
-        proximal=other,
-        behaviour=other,
-        advantages=torch.tensor([1.0, 1.0, -1.0]),
-        sequence=torch.tensor([0, 0, 1]),
-        counts=torch.tensor([2, 1]),
-        ages=torch.ones(3, dtype=torch.int64),
-    )
+    tokens = Tokens.trial(1.0, 1.0, -1.0)
     try:
         result = loss(tokens)
         shapes = [result.per_token.shape, result.clipped.shape]
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"learner.loss.use {name} fails: {error}", "check learner.loss.args") from error
-    if shapes != [logprobs.shape] * 2 or not result.per_token.requires_grad:
+    if shapes != [tokens.logprobs.shape] * 2 or not result.per_token.requires_grad:
         raise ConfigError(
             f"learner.loss.use {name} does not return one number per token with a gradient",
             "return LossResult(per_token, clipped), both of shape (n,)",

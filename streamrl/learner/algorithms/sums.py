@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 
@@ -17,7 +18,33 @@ _RESPONSE_BOUND = 300.0
 
 
 @dataclass(kw_only=True, slots=True)
-class TokenSums:
+class Sums:
+    """Numbers summed over tokens, which travel as a tensor and add up over micro-batches and ranks.
+
+    Attributes:
+        tokens: number of tokens, the first of all.
+    """
+
+    tokens: float = 0.0
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the fields, in their order in a tensor."""
+        return tuple(item.name for item in fields(cls))
+
+    @classmethod
+    def from_tensor(cls, sums: torch.Tensor) -> Self:
+        """Read the sums out of a tensor of shape (number of fields,), in the order of the fields."""
+        return cls(**dict(zip(cls.names(), sums.tolist(), strict=True)))
+
+    def mean(self, name: str) -> float:
+        """Mean of a field per token; 0 without tokens."""
+        value: float = getattr(self, name)
+        return value / self.tokens if self.tokens else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenSums(Sums):
     """Sums over trained tokens, from which all statistics of a loss follow.
 
     w is the importance weight before any bound: the policy at the start of the step (with base bypass: the present
@@ -44,7 +71,6 @@ class TokenSums:
         masked_0: of those, the tokens that a gate dropped; likewise.
     """
 
-    tokens: float = 0.0
     responses: float = 0.0
     loss: float = 0.0
     weight: float = 0.0
@@ -73,11 +99,6 @@ class TokenSums:
     masked_8_15: float = 0.0
     masked_16: float = 0.0
 
-    @classmethod
-    def from_tensor(cls, sums: torch.Tensor) -> TokenSums:
-        """Read the sums out of a tensor of shape (number of fields,), in the order of the fields."""
-        return cls(**dict(zip(TOKEN_SUMS, sums.tolist(), strict=True)))
-
     def __add__(self, other: TokenSums) -> TokenSums:
         """Sums over both."""
         return TokenSums(**{name: getattr(self, name) + getattr(other, name) for name in TOKEN_SUMS})
@@ -102,13 +123,8 @@ class TokenSums:
             if count
         }
 
-    def mean(self, name: str) -> float:
-        """Mean of a field per trained token; 0 without tokens."""
-        value: float = getattr(self, name)
-        return value / self.tokens if self.tokens else 0.0
 
-
-TOKEN_SUMS = tuple(item.name for item in fields(TokenSums))
+TOKEN_SUMS = TokenSums.names()
 
 
 def _ess(count: float, total: float, squares: float) -> float:

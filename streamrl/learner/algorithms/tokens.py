@@ -41,6 +41,25 @@ class Tokens:
     reference: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
 
+    @classmethod
+    def trial(cls, *advantages: float) -> Tokens:
+        """Three tokens of two responses, off-policy and a step old, to try out a function when the run starts.
+
+        Args:
+            advantages: of the three tokens.
+        """
+        other = torch.tensor([-1.0, -0.7, -2.0])
+        return cls(
+            logprobs=torch.tensor([-0.5, -1.0, -3.0], requires_grad=True),
+            old=other,
+            proximal=other,
+            behaviour=other,
+            advantages=torch.tensor(advantages),
+            sequence=torch.tensor([0, 0, 1]),
+            counts=torch.tensor([2, 1]),
+            ages=torch.ones(3, dtype=torch.int64),
+        )
+
     def sum_per_response(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a value over the tokens of each response, shape (s,); differentiable."""
         zeros = torch.zeros(self.counts.shape[0], dtype=values.dtype, device=values.device)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 
+from streamrl.learner.algorithms.sums import Sums
+
 
 @dataclass(kw_only=True, slots=True)
-class ValueSums:
+class ValueSums(Sums):
     """Sums over tokens, from which all statistics of a critic follow; they add across micro-batches and ranks.
 
     Attributes:
@@ -22,7 +24,6 @@ class ValueSums:
         error_squared: sum of its squares.
     """
 
-    tokens: float = 0.0
     loss: float = 0.0
     clipped: float = 0.0
     values: float = 0.0
@@ -30,16 +31,6 @@ class ValueSums:
     returns_squared: float = 0.0
     error: float = 0.0
     error_squared: float = 0.0
-
-    @classmethod
-    def from_tensor(cls, sums: torch.Tensor) -> ValueSums:
-        """Read the sums out of a tensor of shape (number of fields,), in the order of the fields."""
-        return cls(**dict(zip(VALUE_SUMS, sums.tolist(), strict=True)))
-
-    def mean(self, name: str) -> float:
-        """Mean of a field per token; 0 without tokens."""
-        value: float = getattr(self, name)
-        return value / self.tokens if self.tokens else 0.0
 
     @property
     def explained_variance(self) -> float:
@@ -52,7 +43,7 @@ class ValueSums:
         return 1 - left / spread if spread > 1e-12 * max(1.0, self.mean("returns_squared")) else 0.0
 
 
-VALUE_SUMS = tuple(item.name for item in fields(ValueSums))
+VALUE_SUMS = ValueSums.names()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

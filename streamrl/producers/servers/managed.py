@@ -19,7 +19,7 @@ import orjson
 
 from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import Call, HttpClient
+from streamrl.http import Call, HttpClient, read_key
 from streamrl.producers.servers import keeper
 from streamrl.producers.servers.dialect import Launch
 from streamrl.producers.servers.ports import free_port, listens
@@ -112,6 +112,7 @@ class ManagedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._attending: asyncio.Task[None] | None = None
         self._begun_at = 0
+        self._rotated_before: tuple[int, int] | None = None
         self.name = name
         self.url = ""
         self.log = run_dir / "logs" / f"{name}.log"
@@ -183,13 +184,16 @@ class ManagedServer:
     async def _spawn(self, launch: Launch) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._begun_at = self.log.stat().st_size if self.log.exists() else 0
+        self._rotated_before = self._rotated()
+        key_option = f"{self._settings.section}.api_key_file"
+        key = await asyncio.to_thread(read_key, key_option, self._settings.api_key_file)
         supervisor = self._settings.supervisor
         order = {
             "argv": list(launch.argv),
             "log": str(self.log),
             "log_bytes": supervisor.log_bytes,
             "grace": supervisor.term_grace,
-            "secrets": await asyncio.to_thread(_secrets, self._settings),
+            "secrets": [key] if key else [],
         }
         process = subprocess.Popen(  # noqa: ASYNC220, S603 - asyncio's own kills the keeper when a loop is closed
             [sys.executable, "-I", "-S", keeper.__file__],
@@ -299,25 +303,35 @@ class ManagedServer:
         return last.partition("error: ")[2]
 
     def _tail(self) -> str:
-        """The last lines of this life's log."""
+        """The last lines of this life's log, which may lie in two files when it was rotated."""
         try:
-            with self.log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                begin = self._begun_at if self._begun_at <= size else 0
-                file.seek(max(begin, size - _TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
+            if self._rotated() == self._rotated_before:
+                written = self._end_of(self.log, self._begun_at)
+            else:
+                written = self._end_of(self._old_log, self._begun_at) + self._end_of(self.log, 0)
         except OSError:
             return ""
+        lines = written.decode(errors="replace").splitlines()
         return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
 
+    @property
+    def _old_log(self) -> Path:
+        return self.log.with_name(self.log.name + ".1")
 
-def _secrets(settings: ServerSettings) -> list[str]:
-    path = settings.api_key_file
-    try:
-        key = path.read_text().strip() if path is not None else ""
-    except OSError as error:
-        raise ConfigError(f"{settings.section}.api_key_file {path} cannot be read: {error.strerror}") from error
-    return [key] if key else []
+    def _rotated(self) -> tuple[int, int] | None:
+        """Changes whenever the log is rotated."""
+        try:
+            found = self._old_log.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+    @staticmethod
+    def _end_of(path: Path, begin: int) -> bytes:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin if begin <= size else 0, size - _TAIL_BYTES))
+            return file.read()
 
 
 def _signal_name(number: int) -> str:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
-from streamrl.http import BadAnswer, HttpClient, Lost
+from streamrl.errors import DataError, StreamrlError, Unreachable, WireError
+from streamrl.http import BadAnswer, HttpClient, Lost, read_key
 from streamrl.producers.engines.contract import (
     Completion,
     EngineLoad,
@@ -109,7 +109,7 @@ class ServerEngine:
         """
         self._loop = asyncio.get_running_loop()
         try:
-            key = await asyncio.to_thread(_read_key, self._config.engine.api_key_file)
+            key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
             url = self._url or await self._of_server().start()
             hint = "see its log" if self._server else "is it running, and is engine.url right?"
             client = self._client = HttpClient(url, key, hint)
@@ -451,12 +451,3 @@ async def _read_out(messages: Any) -> None:
 def _aborted(flight: Flight) -> bool:
     outcome = flight.outcome
     return not outcome.cancelled() and outcome.exception() is None and outcome.result().finish == "abort"
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"engine.api_key_file {path} cannot be read: {error.strerror}") from error

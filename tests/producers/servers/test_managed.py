@@ -302,6 +302,20 @@ async def test_a_log_is_rotated_and_never_blocks_the_server(tmp_path):
         assert all(line.startswith("line ") and line.endswith("x" * 50) for line in lines)
 
 
+async def test_the_last_words_are_told_when_the_log_was_rotated_after_them(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "import sys; sys.stderr.write('no room here\\n')"]
+    run = settings()
+    run = run.model_copy(update={"supervisor": run.supervisor.model_copy(update={"log_bytes": 1})})
+    async with managed_toy(tmp_path, dialect, run) as server:
+        server.log.parent.mkdir()
+        server.log.write_text("words of an earlier life\n")
+        with pytest.raises(Unreachable, match="no room here") as caught:
+            await server.start()
+        assert "earlier" not in str(caught.value)
+        assert not server.log.read_text()
+
+
 async def test_shared_memory_of_a_killed_server_does_not_stay(tmp_path):
     dialect = make_dialect()
     code = f"""
