@@ -6,14 +6,18 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
+from streamrl.consumers.isolated import patterns
 from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
 from streamrl.consumers.models.client import used_tokens
 from streamrl.consumers.models.opening import places
-from streamrl.consumers.models.reward import PROBE, refuse_for_ever
+from streamrl.consumers.models.reward import PROBE, FirstAnswer
 from streamrl.consumers.models.template import Body, as_text
+from streamrl.consumers.processes import Limits, ProcessDied, ProcessPool
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score
+from streamrl.consumers.rules.processed import usual_processes
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
 logger = logging.getLogger(__name__)
@@ -37,8 +41,9 @@ could not be better):
 
 Score: NUMBER"""
 """What a judge is asked where the run file says nothing."""
-REGEX: Final = r"(?im)^[ \t*_#]*score[ \t*_]*:[ \t*_]*([0-9]+(?:\.[0-9]+)?)[ \t*_]*(?:/[ \t]*10)?[ \t*_.]*$"
-"""How the answer to `PROMPT` is read."""
+REGEX: Final = r"(?im)^[ \t*_#]*score[ \t*_]*:[ \t*_]*([0-9]+(?:\.[0-9]+)?)[ \t*_]*(?:/[ \t]*10[ \t*_.]*|\.[ \t*_.]*)?$"
+"""How the answer to `PROMPT` is read, in the event loop: no character fits into two repetitions of it that follow each
+other, so that it takes time in proportion to the text."""
 BOUNDS: Final = (0, 10)
 _SHARE: Final = 0.95
 """Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
@@ -47,6 +52,8 @@ _CHARACTERS_PER_TOKEN: Final = 3
 _SEVERAL: Final = 0.7
 """Temperature of several votes where the run file says nothing."""
 _MOST_VOTES: Final = 64
+_PATTERN: Final = Limits(cpu=1.0, wall=40.0, memory=256 << 20)
+"""What a pattern of the run file may take for one vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,9 @@ class _Reply:
 
 class Judge(Reward):
     """Asks a chat model for a verdict on a response. The score is the number that the votes make together.
+
+    A `regex` of the run file is matched in processes that are killed when it takes more than a second of CPU time for
+    one vote, as those of the rule `regex`: such a vote is unreadable.
 
     Args:
         model: its name in `reward_models`.
@@ -107,12 +117,14 @@ class Judge(Reward):
         path: str = "/v1/chat/completions",
         extra: Mapping[str, Any] | None = None,
     ) -> None:
+        own = regex
         if prompt is None:
             given = {"regex": regex, "json_path": json_path, "choices": choices, "bounds": bounds}
             if odd := next((name for name, value in given.items() if value is not None), None):
                 raise PluginError(f"{odd} is for a prompt of your own", "the one that comes along has its own parser")
             prompt, regex, bounds = PROMPT, REGEX, BOUNDS
         self._parser = Parser(regex=regex, json_path=json_path, choices=choices, bounds=bounds, cut_off=cut_off)
+        self._patterns = None if own is None else _patterns(model, self._parser)
         self._content = Body({"system": system, "user": prompt})
         if not {"response", "messages"} & self._content.places:
             raise PluginError("the judge does not see the response", "put {response} or {messages} into args.prompt")
@@ -125,7 +137,8 @@ class Judge(Reward):
         default = _SEVERAL if votes > 1 else 0.0
         self._keys = {"max_tokens": max_tokens, "temperature": default if temperature is None else temperature}
         self._extra = dict(extra or {})
-        self._least = len(prompt) // _CHARACTERS_PER_TOKEN + votes * max_tokens
+        self._requests = votes if separate else 1
+        self._least = len(prompt) // _CHARACTERS_PER_TOKEN + votes // self._requests * max_tokens
         self._model: AskedModel | None = None
         self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
@@ -137,15 +150,23 @@ class Judge(Reward):
             ConfigError: no such model, one that does not chat, or servers that refuse what they are asked.
         """
         self._model = context.model(self._name)
+        self._first = FirstAnswer(self._name, context.scored)
         config = self._model.config
         if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
             raise ConfigError(
                 f"reward_models.{self._name} is of kind {config.kind} and task {config.task}, which does not chat",
                 "a judge needs `kind: openai`, or kind vllm or sglang with `task: chat`",
             )
+        if self._patterns is not None:
+            await self._patterns.open()
         self._limit = _SHARE * context.deadline
-        self.concurrency = places(context, config, self._least)
+        self.concurrency = places(context, config, self._least, self._requests)
         await self._probe()
+
+    async def close(self) -> None:
+        """End the processes of the pattern, if there are any."""
+        if self._patterns is not None:
+            await self._patterns.close()
 
     def counts(self) -> Mapping[str, int]:
         """Requests that were answered, votes in them, those that could not be read, tokens of all; also of failures."""
@@ -155,7 +176,7 @@ class Judge(Reward):
         """Samples for whose requests the servers have places now."""
         if self._model is None:
             return None
-        return max(1, self._model.room // (self._votes if self._separate else 1))
+        return max(1, self._model.room // self._requests)
 
     async def score(self, sample: RewardSample) -> Score:
         """Ask for the votes on one response, and make one number of them.
@@ -166,6 +187,7 @@ class Judge(Reward):
             WireError: they answered without votes.
             DataError: the sample cannot be asked for (the server refuses it, or something is missing in its prompt),
                 or too few of its votes can be read (`Unreadable`).
+            RewardImpossible: the first answers say that there will never be a vote.
         """
         messages = self._messages(sample)
         loop = asyncio.get_running_loop()
@@ -175,8 +197,9 @@ class Judge(Reward):
             began = loop.time()
             try:
                 await self._ask(messages, self._votes - len(ballot.values), end - loop.time(), ballot)
-            except StreamrlError:
+            except StreamrlError as error:
                 if len(ballot.values) < self._quorum:
+                    await self._first.refuse(error)
                     raise
             took = loop.time() - began
             if len(ballot.values) >= self._votes or end - began < 2 * took:
@@ -201,17 +224,13 @@ class Judge(Reward):
             StreamrlError: what a request failed with; the votes of others are noted.
         """
         sizes = [1] * missing if self._separate else [missing]
-        asking = (self._request(messages, size, seconds) for size in sizes)
-        replies = await asyncio.gather(*asking, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, _Reply):
-                self._note(reply, ballot)
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
+        asking = (self._request(messages, size, seconds, ballot) for size in sizes)
+        for failure in await asyncio.gather(*asking, return_exceptions=True):
+            if failure is not None:
+                raise failure
 
-    async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float) -> _Reply:
-        """One request for some votes."""
+    async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
+        """One request for some votes, which are noted."""
         assert self._model is not None, "scores come after open"
         body: dict[str, Any] = {"model": self._model.config.model, "messages": messages, **self._keys}
         if votes > 1:
@@ -220,26 +239,46 @@ class Judge(Reward):
         body = {key: value for key, value in body.items() if value is not None and value != ""}
         characters = sum(len(message["content"]) for message in messages)
         tokens = characters // _CHARACTERS_PER_TOKEN + 1 + votes * self._max_tokens
-        return await self._model.ask(
+        reply = await self._model.ask(
             self._path,
             body,
             lambda answer: _Reply(votes_of(answer, votes), used_tokens(answer)),
             deadline=max(0.0, seconds),
             tokens=tokens,
         )
+        await self._note(reply, ballot)
 
-    def _note(self, reply: _Reply, ballot: Ballot) -> None:
+    async def _note(self, reply: _Reply, ballot: Ballot) -> None:
+        self._first.came = True
         self._counts["requests"] += 1
         self._counts["votes"] += len(reply.votes)
         self._counts["tokens"] += reply.tokens
         ballot.tokens += reply.tokens
         for vote in reply.votes:
             try:
-                ballot.values.append(self._parser.read(vote))
+                ballot.values.append(await self._read(vote))
             except Unreadable as error:
                 ballot.unreadable += 1
                 ballot.last = error.message
                 self._counts["unreadable"] += 1
+
+    async def _read(self, vote: Vote) -> float:
+        """The number in a vote; a pattern of the run file is matched in a process that can be killed.
+
+        Raises:
+            Unreadable: there is none, or the pattern takes too long to find it.
+            StreamrlError: as of `ProcessPool.call`; nothing is said of the vote.
+        """
+        if self._patterns is None:
+            return self._parser.read(vote)
+        text = self._parser.text_of(vote)
+        try:
+            found = await self._patterns.call(text)
+        except ProcessDied as died:
+            if not died.too_expensive:
+                raise
+            raise Unreadable(f"the regex takes too much: {died.message}") from died
+        return self._parser.verdict(found["group"], text)
 
     def _messages(self, sample: RewardSample) -> list[dict[str, str]]:
         filled = self._content.filled(sample)
@@ -249,7 +288,7 @@ class Judge(Reward):
         """Ask for a verdict on a short text. Only what no server will ever do ends the run.
 
         Raises:
-            ConfigError: the servers refuse such a request.
+            RewardImpossible: the servers refuse such a request.
         """
         try:
             messages = self._messages(PROBE)
@@ -259,12 +298,20 @@ class Judge(Reward):
         try:
             await self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot)
         except StreamrlError as error:
-            refuse_for_ever(self._name, error)
+            await self._first.refuse(error, probe=True)
             away = {"model": self._name, "why": error.message}
             logger.warning("judge does not answer yet; samples will wait for it", extra=away)
         if ballot.unreadable:
             extra = {"model": self._name, "unreadable": ballot.unreadable, "votes": self._votes, "why": ballot.last}
             logger.warning("the judge's first votes cannot be read", extra=extra)
+
+
+def _patterns(model: str, parser: Parser) -> ProcessPool:
+    """Processes that find the last match of a pattern of the run file."""
+    assert parser.regex is not None
+    settings = {"pattern": parser.regex.pattern, "whole": False, "group": parser.group}
+    name = f"regex of the judge {model}"
+    return ProcessPool(name, Path(patterns.__file__), settings, usual_processes(), _PATTERN)
 
 
 def _check_votes(votes: int, quorum: int, combine: str, temperature: float | None) -> None:

@@ -83,6 +83,10 @@ def _vote(choice: Any) -> Vote:
 class Parser:
     """Reads the verdict in a vote. One of `regex`, `json_path` and `choices`, or `regex` and `choices` together.
 
+    Attributes:
+        regex: compiled; None: the verdict is found without a pattern.
+        group: of its match that is the verdict.
+
     Args:
         regex: pattern of Python's `re` whose group `score`, or else the first, is the verdict; its last match counts.
         json_path: keys and numbers of list entries, with dots between them, that lead to the number in the last JSON
@@ -111,28 +115,49 @@ class Parser:
             raise PluginError("json_path leads to the number: regex and choices are not for it")
         if cut_off not in {"fail", "read"}:
             raise PluginError(f"cut_off is {cut_off!r}", "it is fail or read")
-        self._regex = None if regex is None else _compiled(regex)
+        self.regex = None if regex is None else _compiled(regex)
+        self.group: str | int = "score" if self.regex is not None and "score" in self.regex.groupindex else 1
         self._way = None if json_path is None else _way(json_path)
         self._choices = None if choices is None else _choices(choices)
         self._bounds = _bounds(bounds, needed=choices is None)
         self._reads_cut = cut_off == "read"
 
     def read(self, vote: Vote) -> float:
-        """The number in a vote.
+        """The number in a vote. The pattern is matched here and now, for as long as that takes.
 
         Raises:
             Unreadable: there is none, or it is out of bounds.
+        """
+        text = self.text_of(vote)
+        if self._way is not None:
+            return self._within(self._in_json(text, self._way), text)
+        return self.verdict(_last_line(text) if self.regex is None else _matched(self.regex, self.group, text), text)
+
+    def text_of(self, vote: Vote) -> str:
+        """What is read of a vote: its end.
+
+        Raises:
+            Unreadable: it has no text, or it was cut off.
         """
         if vote.text is None:
             raise Unreadable(vote.why)
         text = vote.text[-_MOST_TEXT:]
         if vote.cut and not self._reads_cut:
             raise Unreadable(f"it was cut off at max_tokens: {_end(text)}")
-        if self._way is not None:
-            number = self._in_json(text, self._way)
-        else:
-            word = _last_line(text) if self._regex is None else _matched(self._regex, text)
-            number = self._number(word) if self._choices is None else self._chosen(word, self._choices)
+        return text
+
+    def verdict(self, word: str | None, text: str) -> float:
+        """The number of the word that was found in a text; None: the pattern does not match.
+
+        Raises:
+            Unreadable: it is none, or out of bounds.
+        """
+        if word is None:
+            raise Unreadable(f"the regex does not match: {_end(text)}")
+        word = word.strip()
+        return self._within(self._number(word) if self._choices is None else self._chosen(word, self._choices), text)
+
+    def _within(self, number: float, text: str) -> float:
         low, high = self._bounds
         if not low <= number <= high:  # also NaN
             raise Unreadable(f"{number:g} is not within {low:g} to {high:g}: {_end(text)}")
@@ -237,14 +262,11 @@ def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def _matched(pattern: re.Pattern[str], text: str) -> str:
+def _matched(pattern: re.Pattern[str], group: str | int, text: str) -> str | None:
     last = None
     for last in pattern.finditer(text):  # noqa: B007 (the last one is what is wanted)
         pass
-    found = None if last is None else last["score" if "score" in pattern.groupindex else 1]
-    if found is None:
-        raise Unreadable(f"the regex does not match: {_end(text)}")
-    return found.strip()
+    return None if last is None else last[group]
 
 
 def _last_object(text: str) -> Any:

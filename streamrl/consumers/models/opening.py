@@ -54,20 +54,21 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
             await client.close()
 
 
-def places(context: RewardContext, model: RewardModelConfig, tokens: int) -> int | None:
+def places(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
     """Samples that a reward should work on at once in one worker, so that the rate limit of its model makes none late.
 
     Args:
         context: of the reward.
         model: that it asks.
-        tokens: that a sample costs at least.
+        tokens: that a request costs at least.
+        requests: that a sample needs.
 
     Returns:
         Samples of this worker that get through in half of the deadline; None: the model has no limits.
     """
     quota = Quota(model.requests_per_minute, model.tokens_per_minute)
     most = quota.within(_WAITING_SHARE * context.deadline, tokens)
-    return None if most is None else max(1, most // context.config.reward_worker.replicas)
+    return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))
 
 
 def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:

@@ -51,7 +51,7 @@ class Processed(Reward):
             raise ValueError("seconds must be above 0, memory_mib at least 64 and processes at least 1")
         self.expensive = check_verdict("expensive", expensive)
         limits = Limits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
-        self.concurrency = processes or min(_MOST_PROCESSES, _cpus())
+        self.concurrency = processes or usual_processes()
         self.deadline = START_SECONDS + limits.wall
         self._pool = ProcessPool(f"rule {rule}", _SCRIPTS / f"{script}.py", dict(settings), self.concurrency, limits)
 
@@ -103,9 +103,10 @@ class Processed(Reward):
             return None
 
 
-def _cpus() -> int:
-    """Those that this process may use: a container has fewer than its host."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usual_processes() -> int:
+    """One per CPU that this process may use (a container has fewer than its host), at most 4."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_PROCESSES, cpus)
 
 
 def check_verdict(name: str, value: Verdict) -> Verdict:

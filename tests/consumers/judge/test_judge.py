@@ -13,10 +13,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
-from streamrl.consumers.judge import Judge
+from streamrl.consumers.judge import Judge, verdicts
 from streamrl.consumers.judge.verdicts import Unreadable
 from streamrl.consumers.models import open_models
 from streamrl.consumers.plugins import load_rewards
+from streamrl.consumers.processes import Limits, ProcessDied
 from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
 from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable
 from tests.consumers.judge.chat_server import ODD, ChatServer, chats, chatting
@@ -138,6 +139,36 @@ async def test_a_verdict_that_cannot_be_read_is_no_score_and_costs_no_further_at
             with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*does not match"):
                 await scorer.score(seen())
         assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
+
+
+EXPLODES = {"prompt": "Grade {response}", "regex": r"Score: (?:(a|aa)+|(?P<score>\d+))$", "bounds": [0, 10]}
+
+
+async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.judge.reward._PATTERN", Limits(cpu=0.2, wall=300, memory=256 << 20))
+    monkeypatch.setattr(verdicts, "_matched", None)  # nothing of it is matched in the event loop
+    said = iter([["Score: 1"], ["Score: " + "a" * 200 + "!"], ["Score: 6"]])
+    async with chats(lambda _: next(said)) as (one,), opened([one.url], **EXPLODES) as judge:
+        score = await judge.score(seen())
+        assert (score.value, score.parts) == (6.0, {"unreadable": 1.0})
+    async with chats(lambda _: ["Score: " + "a" * 200 + "!"]) as (one,):
+        async with scoring(run_of(EXPLODES, [one.url], attempts=3)) as scorer:
+            with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*the regex takes too much"):
+                await scorer.score(seen())
+            assert scorer.calls[0].circuit.since is None
+        assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
+
+
+async def test_a_process_of_the_pattern_that_somebody_kills_says_nothing_of_the_vote():
+    async with chats(lambda _: ["Score: 6"]) as (one,), opened([one.url], **NUMBER) as judge:
+        for lost in (ProcessDied("it was killed", "signal"), RewardUnavailable("none can be started")):
+
+            async def call(text, lost=lost):
+                raise lost
+
+            judge._patterns.call = call
+            with pytest.raises(type(lost)):
+                await judge.score(seen())
 
 
 FAULTS = {
@@ -294,6 +325,24 @@ async def test_a_judge_with_a_limit_takes_no_more_samples_than_get_through():
             assert judge.concurrency == 47, "as many as go out in half of the deadline"
         async with opened([one.url], deadline=60.0, model={"tokens_per_minute": 100}) as judge:
             assert judge.concurrency == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "separate", "places"),
+    [
+        ({"requests_per_minute": 100}, False, 47),
+        ({"requests_per_minute": 100}, True, 11),
+        ({"tokens_per_minute": 100_000}, False, 117),
+        ({"tokens_per_minute": 100_000}, True, 113),
+    ],
+)
+async def test_each_vote_that_is_a_request_of_its_own_has_a_place_in_the_limit(limit, separate, places):
+    args = {**NUMBER, "votes": 4, "separate": separate, "max_tokens": 100}
+    async with (
+        chats(lambda body: ["Score: 3"] * body.get("n", 1)) as (one,),
+        opened([one.url], deadline=60.0, model=limit, **args) as judge,
+    ):
+        assert judge.concurrency == places
 
 
 async def test_a_used_up_limit_is_no_score_and_nothing_goes_out():

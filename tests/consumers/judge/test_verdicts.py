@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.consumers.isolated import patterns
 from streamrl.consumers.judge.reward import BOUNDS, REGEX
 from streamrl.consumers.judge.verdicts import Parser, Unreadable, Vote, combined, votes_of
+from streamrl.consumers.processes import Limits, ProcessPool
 from streamrl.errors import PluginError, WireError
 from tests.consumers.judge.chat_server import choice
 
@@ -23,6 +26,8 @@ READ = [
     (OWN, "**Score: 10**", 10),
     (OWN, "Score: 3\nOn second thoughts:\nscore : 4.5/10.", 4.5),
     (OWN, "### Score: *0*", 0),
+    (OWN, "Score: **4** / 10. _", 4),
+    (OWN, "score: 6 .. *", 6),
     ({"regex": r"(?P<unit>\w+): (?P<score>\d+)", "bounds": [1, 5]}, "a: 1 b: 5", 5),
     ({"regex": "([0-9.e+-]+)", "bounds": [-10, 10]}, "-2.5", -2.5),
     (WORD, "first [[B]], no: [[a]]", 1),
@@ -40,11 +45,39 @@ def test_verdicts_are_read(args, text, value):
     assert Parser(**args).read(Vote(text)) == value
 
 
+N = 300_000
+LONG = [
+    "Score: 5" + " " * N + "x",
+    "Score: 5" + "*" * N + "x",
+    "Score: 5" + "." * N + "x",
+    "Score: 5 /" + " " * N + "x",
+    "Score: 5 / 10" + "_" * N + "x",
+    "Score: " + "1" * N + "x",
+    "Score: 1." + "1" * N + "x",
+    "Score" + " " * N + "x",
+    "#" * N + "x",
+    "Score: 5 x\n" * (N // 11),
+]
+
+
+async def test_the_pattern_that_comes_along_takes_time_in_proportion_to_the_text():
+    """The tenth of a second that it takes is far from the limit, and so are the minutes of a pattern that does not."""
+    settings = {"pattern": REGEX, "whole": False, "group": 1}
+    pool = ProcessPool("pattern", Path(patterns.__file__), settings, 1, Limits(cpu=10, wall=300, memory=256 << 20))
+    try:
+        for text in LONG:
+            assert await pool.call(text) == {"found": False, "group": None}
+        assert (await pool.call(LONG[0] + "\nScore: 5" + " " * N))["group"] == "5"
+    finally:
+        await pool.close()
+
+
 UNREADABLE = [
     (OWN, "It is right.", "does not match"),
     (OWN, "Score: 11", "not within 0 to 10"),
     (OWN, "Score: -1", "does not match"),
     (OWN, "Score: seven", "does not match"),
+    (OWN, "Score: 7. / 10", "does not match"),
     (OWN, "My score: 7 is what I would say if", "does not match"),
     ({"regex": "(.*)!", "bounds": [0, 9]}, "nan!", "not within"),
     ({"regex": "(.*)!", "bounds": [0, 9]}, "inf!", "not within"),
