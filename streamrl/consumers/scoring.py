@@ -90,8 +90,10 @@ class Scorer:
     ) -> list[wire.Score | ScoringFailed]:
         """Score the samples of one group together: for each its score, or why it has none.
 
-        Rewards of single samples are called for each; one that compares gets those that no gate has held back and no
-        reward before that gate has failed. When it fails, all of them have no score.
+        Rewards of single samples are called for each. One that compares gets those that no gate has held back and no
+        reward has failed when the comparison begins: no reward up to the last gate before it, and none of its own
+        stage that is instant. The others of its stage run beside it, and it may have compared what they fail. When it
+        fails itself, all that it was given have no score.
 
         Raises:
             RewardUnavailable, DeadlineExceeded: as of `score`; then none of them has a score.
@@ -117,12 +119,8 @@ class Scorer:
         self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], together: Together
     ) -> None:
         """Call the rewards of a stage for one sample."""
-        slow = []
-        for calls in stage:
-            if calls.reward.instant:
-                scores[calls.reward.name] = await calls.instant(sample)
-            else:
-                slow.append(calls)
+        await _instantly(stage, sample, scores)
+        slow = [calls for calls in stage if not calls.reward.instant]
         if not slow:
             return
         results = await _all_of([calls.score([sample] if calls.reward.group else sample, together) for calls in slow])
@@ -140,9 +138,15 @@ class Scorer:
         together: Sequence[Together],
     ) -> None:
         """Call the rewards of a stage for those samples of a group that go on."""
+        for index in going:
+            try:
+                await _instantly(stage, samples[index], scores[index])
+            except ScoringFailed as error:
+                together[index].failure = error
+        going = [index for index in going if together[index].failure is None]
+        singles = [calls for calls in stage if not (calls.reward.group or calls.reward.instant)]
 
         async def alone(index: int) -> None:
-            singles = [calls for calls in stage if not calls.reward.group]
             try:
                 await self._through(singles, samples[index], scores[index], together[index])
             except ScoringFailed as error:
@@ -175,6 +179,13 @@ class Scorer:
     def _check_threads(self) -> None:
         if self.threads.abandoned >= MAX_HANGING:
             raise DeadlineExceeded(f"{MAX_HANGING} calls of sync rewards hang", "give the reward a time-out of its own")
+
+
+async def _instantly(stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
+    """Call the rules of a stage that take microseconds; `ScoringFailed`: one of them failed."""
+    for calls in stage:
+        if calls.reward.instant:
+            scores[calls.reward.name] = await calls.instant(sample)
 
 
 async def _all_of(coroutines: Sequence[Any]) -> list[Any]:

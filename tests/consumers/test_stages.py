@@ -111,6 +111,45 @@ async def test_a_group_is_compared_without_those_that_a_gate_held_back_or_that_f
     assert "cannot be told" in results[2].message
 
 
+def is_short(sample):
+    if sample.text == "untold":
+        raise ValueError("its length cannot be told")
+    return 1.0
+
+
+async def test_what_an_instant_rule_fails_is_not_compared_although_there_is_no_gate_between():
+    rules = [loaded(compared, group=True), loaded(is_short, instant=True)]
+    scoring = scorer(*rules, attempts=1)
+    results = await scoring.score_group(group("good", "untold", "good"))
+    assert [result.value for result in results if not isinstance(result, ScoringFailed)] == [3.0, 3.0]
+    assert "cannot be told" in results[1].message
+    assert [calls.figures.ok for calls in scoring.calls] == [2, 2], "each was called once for each sample"
+    gone = await scoring.score_group(group("untold", "untold"))
+    assert all(isinstance(result, ScoringFailed) for result in gone)
+    assert scoring.calls[0].figures.ok == 2, "nothing was left to compare"
+
+
+async def test_a_slow_reward_of_the_stage_of_a_comparison_runs_beside_it():
+    """So what it fails may have been compared: the documentation says what to do about it."""
+    both = asyncio.Barrier(2)
+    seen_by_it = []
+
+    async def slow(sample):
+        if sample.text == "late":
+            await both.wait()
+            raise ValueError("too late for the comparison")
+        return 1.0
+
+    async def ranked(samples):
+        seen_by_it.extend(sample.text for sample in samples)
+        await both.wait()
+        return [1.0 for _ in samples]
+
+    results = await scorer(loaded(slow), loaded(ranked, group=True), attempts=1).score_group(group("good", "late"))
+    assert (results[0].value, seen_by_it) == (2.0, ["good", "late"])
+    assert "too late" in results[1].message
+
+
 async def test_a_comparison_that_fails_leaves_no_sample_with_a_score():
     steady, _ = counting("steady")
     scoring = scorer(loaded(steady), loaded(compared, group=True, on_failure="dead"), attempts=1)
