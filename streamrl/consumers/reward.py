@@ -286,7 +286,9 @@ class GroupReward(RewardLife, ABC):
         """Score the responses to one prompt together.
 
         Args:
-            samples: those that were generated, in the order of `index`; a group that lost some has fewer, at least one.
+            samples: those that were generated, that no gate has held back and that no reward has failed when the
+                comparison begins, in the order of `index`; at least one. A slow reward without a gate before this one
+                runs beside it: what that one fails may be among them.
 
         Returns:
             As many numbers or `Score`s as there are samples, in their order. Any other number of them is a failure,
