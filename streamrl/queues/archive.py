@@ -10,6 +10,8 @@ that is full costs the archive, not the run: groups wait in memory until there i
 those above it are lost and counted.
 
 A group is known by what is in it: when Redis has lost seconds, it closes again under the same id, with other responses.
+When that version is lost, a record without responses is written in its place as soon as there is room: what was kept of
+the group before is not what counted, and readers are told so.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class Archive:
         self._run, self._config = config, config.archive
         self._folder = run_dir / ARCHIVE / EVALUATION if evaluation else run_dir / ARCHIVE
         self._seen: dict[tuple[int, int], bytes] = {}
+        self._again: set[tuple[int, int]] = set()
         self._added: list[RecordedGroup] = []
         self._waiting = self._crowded = 0
         self._thread = ThreadPoolExecutor(1, "archive") if self._config.enabled else None
@@ -80,6 +83,7 @@ class Archive:
         self._writer: RecordingWriter | None = None
         self._homeless: list[RecordedGroup] = []
         self._unwritten = self._given_up = 0
+        self._left: list[RecordedGroup] = []
         self._dirty = False
 
     def add(self, group: ClosedGroup) -> None:
@@ -89,15 +93,20 @@ class Archive:
         key, content = (group.gid, group.attempt), _digest(group)
         if self._seen.get(key) == content:
             return
+        if key in self._seen:
+            self._again.add(key)
         self._seen[key] = content
         if len(self._seen) > _REMEMBERED:
-            del self._seen[next(iter(self._seen))]
+            forgotten = next(iter(self._seen))
+            del self._seen[forgotten]
+            self._again.discard(forgotten)
+        groups = [RecordedGroup.of(group)]
         if self._waiting > MAX_WAITING:
             self._crowded += 1
             self._complain("the disk hangs, or is too slow")
-            return
-        self._added.append(RecordedGroup.of(group))
-        self._waiting += _size(self._added[-1])
+            groups = self._left_of(groups)
+        self._added += groups
+        self._waiting += sum(map(_size, groups))
 
     async def settle(self) -> None:
         """Return when all that was added is written, so that a kill does not take it back; after `PATIENCE` anyway."""
@@ -171,11 +180,12 @@ class Archive:
             return
         for group in groups:
             writer.add(group if self._config.logprobs else without_logprobs(group))
-        self._unwritten += len(groups)
+        self._unwritten += _number(groups)
+        self._left += self._left_of(groups)
         try:
             writer.write()
             self.written += self._unwritten
-            self._unwritten = 0
+            self._unwritten, self._left = 0, []
             if durable:
                 writer.sync()
                 self._dirty = self._refused = False
@@ -228,7 +238,8 @@ class Archive:
             if room >= 0:
                 self._homeless.append(group)
             else:
-                self._given_up += 1
+                self._given_up += _number([group])
+                self._homeless += self._left_of([group])
 
     def _give_up(self, writer: RecordingWriter) -> None:
         """Forget what the disk did not take when it has become too much."""
@@ -240,7 +251,13 @@ class Archive:
             self._complain(str(error))
             return
         self._given_up += self._unwritten
-        self._unwritten = 0
+        self._homeless = self._left
+        self._unwritten, self._left = 0, []
+
+    def _left_of(self, lost: Sequence[RecordedGroup]) -> list[RecordedGroup]:
+        """What is kept of groups that are lost: that they closed again, so that a version before is not the last."""
+        again = [group for group in lost if (group.gid, group.attempt) in self._again]
+        return [msgspec.structs.replace(group, samples=[], causes=[]) for group in again]
 
     def _remove_oldest(self) -> None:
         if self._config.files is None:
@@ -249,7 +266,7 @@ class Archive:
             file.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if left := self._unwritten + len(self._homeless):
+        if left := self._unwritten + _number(self._homeless):
             self._given_up += left
             logger.warning("groups are not in the archive", extra={"folder": str(self._folder), "lost": self.lost})
         if self._writer is not None:
@@ -285,6 +302,11 @@ def _digest(group: ClosedGroup) -> bytes:
             found.update(b"%d %d " % (number, len(message)) + message)
     found.update(repr(sorted(group.causes.items())).encode())
     return found.digest()
+
+
+def _number(records: Sequence[RecordedGroup]) -> int:
+    """How many of them are groups, and not what is left of one."""
+    return sum(not record.lost for record in records)
 
 
 def _size(group: RecordedGroup) -> int:

@@ -65,12 +65,13 @@ class ArchiveReading:
     """Iterates over groups in the order in which they were written, each once; may be iterated again.
 
     A group that stands there twice is taken as it stands there last: when Redis has lost seconds a group is generated
-    again, and the last one is the one that counted. So the files are read twice, first for the ids alone. What is
-    appended in the meantime is left out.
+    again, and the last one is the one that counted. When that one was lost, none is taken. So the files are read twice,
+    first for the ids alone. What is appended in the meantime is left out.
 
     Attributes:
         files: that are read.
-        problems: what could not be read, for people; complete after an iteration. A damaged file is read up to there.
+        problems: what could not be read or is lost, for people; complete after an iteration. A damaged file is read up
+            to there.
 
     Args:
         files: of recordings, in the order in which they were made.
@@ -88,6 +89,9 @@ class ArchiveReading:
         for place, (header, group) in enumerate(self._read()):
             if last.get((group.gid, group.attempt)) != place:
                 continue
+            if group.lost:
+                self.problems.append(_lost(group))
+                continue
             try:
                 yield _opened(header, group)
             except WireError as error:
@@ -97,12 +101,20 @@ class ArchiveReading:
         """All attempts at one group, ascending; none when it is not here."""
         self.problems.clear()
         found: dict[int, ArchivedGroup] = {}
+        lost: dict[int, str] = {}
         for header, group in self._read():
-            if group.gid == gid:
-                try:
-                    found[group.attempt] = _opened(header, group)
-                except WireError as error:
-                    self.problems.append(f"group {gid}: {error.message}")
+            if group.gid != gid:
+                continue
+            if group.lost:
+                found.pop(group.attempt, None)
+                lost[group.attempt] = _lost(group)
+                continue
+            lost.pop(group.attempt, None)
+            try:
+                found[group.attempt] = _opened(header, group)
+            except WireError as error:
+                self.problems.append(f"group {gid}: {error.message}")
+        self.problems += lost.values()
         return [found[attempt] for attempt in sorted(found)]
 
     def _read(self) -> Iterator[tuple[Header, RecordedGroup]]:
@@ -147,6 +159,10 @@ def archive_files(path: Path, *, evaluation: bool = False) -> list[Path]:
     folders = [path / ARCHIVE, path / FOLDER, path]
     found = (recording_files(folder / EVALUATION if evaluation else folder) for folder in folders if folder.is_dir())
     return next((files for files in found if files), [])
+
+
+def _lost(group: RecordedGroup) -> str:
+    return f"group {group.gid}, attempt {group.attempt}: it closed again, and how it closed then is lost (full disk)"
 
 
 def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:

@@ -56,7 +56,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     `causes` are the numbers of the dead responses and why they died; the usable ones have the other numbers, in order.
     `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 where
-    nobody wrote it down.
+    nobody wrote it down. A record without responses says that this version of the group is lost (`lost`).
     """
 
     gid: int
@@ -79,6 +79,11 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
             version=group.version,
             at=time.time(),
         )
+
+    @property
+    def lost(self) -> bool:
+        """Whether it only says that the group closed so, and that nothing more is known of it."""
+        return not self.samples
 
     @property
     def numbers(self) -> list[int]:
@@ -238,7 +243,7 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
         if header.id != first.id:
             raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
         for group in groups:
-            if group.gid not in seen:
+            if group.gid not in seen and not group.lost:
                 seen.add(group.gid)
                 yield group
 

@@ -203,6 +203,45 @@ async def test_a_disk_that_stays_full_costs_groups_that_are_counted(tmp_path, mo
     assert len(found) + archive.lost == 10
 
 
+@pytest.mark.parametrize("full", ["crowded", "homeless", "discarded"])
+async def test_a_version_that_is_lost_leaves_no_earlier_one_in_its_place(tmp_path, monkeypatch, full):
+    """Redis went back, the group closed again, and memory was full: what was kept of it first was never trained."""
+    archive = Archive(configured(), tmp_path)
+    archive.add(closed(17))
+    if full != "homeless":
+        await archive.sync()
+    with monkeypatch.context() as patch:
+        if full == "crowded":
+            patch.setattr(module, "MAX_WAITING", -1)
+        elif full == "homeless":
+            (tmp_path / ARCHIVE).write_text("in the way")
+        else:
+            patch.setattr("streamrl.queues.recording.os.pwrite", refusing)
+        for bonus in (0.5, 1.0):
+            archive.add(closed(17, bonus=bonus))
+        archive.add(closed(18))
+        patch.setattr(module, "MAX_WAITING", -1 if full == "crowded" else 0)
+        await archive.sync()
+    if full == "homeless":
+        (tmp_path / ARCHIVE).unlink()
+    assert archive.lost == (4 if full == "homeless" else 3)
+    await archive.sync()
+    reading = read_archive(tmp_path)
+    assert list(reading) == []
+    assert reading.problems == ["group 17, attempt 1: it closed again, and how it closed then is lost (full disk)"]
+    assert (reading.find(17), len(reading.problems)) == ([], 1)
+    assert [group.gid for group in read_groups(tmp_path / ARCHIVE)] == ([] if full == "homeless" else [17])
+    archive.add(closed(17, bonus=2.0))
+    await archive.close()
+    assert [group.samples[1].score.value for group in reading] == [3.0]
+    assert reading.problems == []
+    assert archive.counts == {"archived": 1 if full == "homeless" else 2, "archive_lost": archive.lost}
+
+
+def refusing(descriptor, data, offset):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 async def test_no_place_for_the_folder_is_counted(tmp_path, caplog):
     (tmp_path / ARCHIVE).write_text("in the way")
     archive = Archive(configured(), tmp_path)
