@@ -108,7 +108,7 @@ class HttpClient:
 
     Args:
         url: of the server, without a trailing path of its routes.
-        api_key: sent as a bearer token; it is in no message and no log.
+        api_key: sent as a bearer token; it is in no message and no log, also where the server repeats it.
         hint: how to mend a server that does not answer.
         key_option: key of the configuration that names the file with `api_key`, for messages.
         max_body: bytes of the longest answer that is read.
@@ -125,6 +125,7 @@ class HttpClient:
     ) -> None:
         self.url = url.rstrip("/")
         self._max_body = max_body
+        self._key = api_key
         self.headers: dict[str, str] = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._hint, self._key_option = hint, key_option
         self._session = aiohttp.ClientSession(
@@ -260,7 +261,7 @@ class HttpClient:
         if 200 <= status < 300 or (status == 404 and call.missing_ok) or (call.optional and status != 401):
             return
         response.close()
-        said = f"{self._name(call)} answered {status}: {explanation(body)}"
+        said = f"{self._name(call)} answered {status}: {explanation(body, self._key)}"
         if status in _REFUSED:
             raise BadRequest(said, status=status)
         hint = f"set {self._key_option} to the key of the server" if status == 401 else self._hint
@@ -273,7 +274,8 @@ class HttpClient:
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise WireError(f"{self.url} answered what is no JSON ({error}): {data[:100]!r}") from error
+            said = without(data[:1000].decode(errors="replace"), self._key)[:100]
+            raise WireError(f"{self.url} answered what is no JSON ({error}): {said!r}") from error
 
     def _lost(self, call: Call, error: Exception) -> Lost:
         sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
@@ -335,18 +337,30 @@ def read_key(name: str, path: Path | None) -> str | None:
         path: of the file.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or holds anything but one word of ASCII characters.
     """
     if path is None:
         return None
     try:
-        return path.read_text().strip()
+        words = path.read_text("ascii").split()
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} {path} is no key: it has characters that are not ASCII") from error
+    if not words:
+        raise ConfigError(f"{name} {path} is empty", "write the key into it")
+    if len(words) > 1 or not words[0].isprintable():
+        raise ConfigError(f"{name} {path} is no key: it has more than one word", "leave the key alone in it")
+    return words[0]
 
 
-def explanation(body: bytes) -> str:
-    """What an error answer says, in one short line."""
+def without(text: str, secret: str | None) -> str:
+    """Text of a server for people, with `[key]` where it repeats the key that it was sent."""
+    return text.replace(secret, "[key]") if secret else text
+
+
+def explanation(body: bytes, secret: str | None = None) -> str:
+    """What an error answer says, in one short line, without `secret`."""
     try:
         said: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -354,7 +368,7 @@ def explanation(body: bytes) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(said, dict) and key in said:
             said = said[key]
-    return " ".join(str(said).split())[:300] or "nothing"
+    return without(" ".join(str(said).split()), secret)[:300] or "nothing"
 
 
 def _rest(said: str | None) -> float | None:

@@ -39,11 +39,12 @@ def serve(model: str, host: str, port: int, api_key_file: Path | None, overrides
     missing = [name for name in ("torch", "transformers", "safetensors", "starlette", "uvicorn") if not find_spec(name)]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train,serve]'")
+    from streamrl.http import read_key
     from streamrl.producers.servers.addresses import take_address
     from streamrl.runfile import load
 
     config = load(None, [*_UNUSED, f"model.path={model}", *overrides], environ={}).config
-    key = None if api_key_file is None else _read_key(api_key_file)
+    key = read_key("--api-key-file", api_key_file)
     with take_address(host, port, key) as listening:
         from streamrl.producers.servers.serve import serve as run
         from streamrl.runtime.logs import log_as_json
@@ -55,16 +56,6 @@ def serve(model: str, host: str, port: int, api_key_file: Path | None, overrides
             # a thread that hangs in a step would keep the process alive
             _leave(error)
     return 0
-
-
-def _read_key(path: Path) -> str:
-    try:
-        key = path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
-    if not key:
-        raise ConfigError(f"--api-key-file {path} is empty", "write a long random word into it")
-    return key
 
 
 def _leave(error: StreamrlError) -> None:

@@ -87,14 +87,12 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
 
 def _answers(engine: EngineConfig, url: str) -> str:
     """Return the URL when something that speaks HTTP is there and takes the key."""
+    from streamrl.http import read_key  # an HTTP client, which takes a while
+
     parts = urlsplit(url)
     assert parts.hostname, "the configuration refuses other URLs"
-    headers = {}
-    if engine.api_key_file is not None:
-        try:
-            headers["Authorization"] = f"Bearer {engine.api_key_file.read_text().strip()}"
-        except OSError as error:
-            raise ConfigError(f"engine.api_key_file {engine.api_key_file}: {error.strerror}", "name a file") from error
+    key = read_key("engine.api_key_file", engine.api_key_file)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=_DEADLINE)
     try:

@@ -67,7 +67,7 @@ class GatewayReward(Reward):
         worker = context.config.reward_worker
         if worker.gateway_port is None:
             raise ConfigError("a reward that programs give needs reward_worker.gateway_port", "0 is any free port")
-        token = None if worker.gateway_token_file is None else await asyncio.to_thread(_read, worker.gateway_token_file)
+        token = await asyncio.to_thread(_token, worker.gateway_token_file)
         self._offers = Offers(context.config.lease.max_deliveries)
         about = {"run": context.config.name, "worker": context.worker}
         self._gateway = Gateway(self._offers, self._lease_seconds, self._body_bytes, token, about)
@@ -128,12 +128,11 @@ def _number(worker: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _read(path: Path) -> str:
-    try:
-        token = path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"reward_worker.gateway_token_file {path} cannot be read: {error}") from error
-    if len(token) < _MIN_TOKEN:
+def _token(path: Path | None) -> str | None:
+    from streamrl.http import read_key
+
+    token = read_key("reward_worker.gateway_token_file", path)
+    if token is not None and len(token) < _MIN_TOKEN:
         raise ConfigError(f"the token in {path} has fewer than {_MIN_TOKEN} characters", "write a long random word")
     return token
 

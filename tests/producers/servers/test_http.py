@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import traceback
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl import http
-from streamrl.errors import DataError, Unreachable, WireError
+from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, Events, HttpClient, Lost
 
 GET = Call("GET", "/x", repeatable=True)
@@ -67,7 +68,7 @@ def stream(*parts, end=True, kind="text/event-stream"):
 
 
 @asynccontextmanager
-async def client_of(*answers, key=None):
+async def client_of(*answers, **settings):
     site = Site(*answers)
     app = web.Application()
     app.router.add_route("*", "/x", site.handle)
@@ -75,7 +76,7 @@ async def client_of(*answers, key=None):
     await runner.setup()
     tcp = web.TCPSite(runner, "127.0.0.1", 0)
     await tcp.start()
-    client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}/", key)
+    client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}/", **settings)
     try:
         yield client, site
     finally:
@@ -109,8 +110,50 @@ async def test_an_optional_answer_may_be_an_error(code):
             await client.call(Call("POST", "/x", {}), 5)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"first\nsecond\n", "more than one word"),
+        (b"Bearer sesame\n", "more than one word"),
+        (b"ses\x00ame\n", "more than one word"),
+        ("sésame".encode(), "not ASCII"),
+        (b"\xff\xfe\x00", "not ASCII"),
+    ],
+)
+def test_a_file_that_holds_no_key_is_a_clear_error_without_what_it_holds(tmp_path, content, says):
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"x.api_key_file {tmp_path / 'key'} .*{says}") as caught:
+        http.read_key("x.api_key_file", tmp_path / "key")
+    assert "ame" not in str(caught.value)
+
+
+def test_a_key_is_what_stands_in_its_file(tmp_path):
+    (tmp_path / "key").write_text("\n sesame\t\r\n")
+    assert http.read_key("x", tmp_path / "key") == "sesame"
+    assert http.read_key("x", None) is None
+
+
+async def test_a_server_that_repeats_the_key_does_not_get_it_into_a_message():
+    wrong = "x" * 290 + " no such key: sesame-sesame, go away"
+    answers = [
+        status(401, f'{{"error": {{"message": "{wrong}"}}}}'),
+        status(400, wrong, "text/plain"),
+        status(500, '{"detail": ["sesame-sesame", {"sent": "Bearer sesame-sesame"}]}'),
+        status(200, '{"sent": "sesame-sesame"'),
+    ]
+    async with client_of(*answers, api_key="sesame-sesame") as (client, _):
+        for error in (BadAnswer, BadRequest, BadAnswer, WireError):
+            with pytest.raises(error, match=r"\[key\]|xxx") as caught:
+                await client.call(GET, 5)
+            assert "sesame" not in "".join(traceback.format_exception(caught.value))
+
+
 async def test_the_key_is_sent_and_in_no_message():
-    async with client_of(status(401), key="s3cret") as (client, site):
+    async with client_of(status(401), api_key="s3cret") as (client, site):
         with pytest.raises(BadAnswer) as caught:
             await client.call(GET, 5)
         assert site.seen[0][3] == "Bearer s3cret"
@@ -180,9 +223,8 @@ async def test_a_server_that_hangs_is_lost_at_the_deadline():
         assert len(site.seen) == 1
 
 
-async def test_json_that_is_none_and_an_answer_without_end(monkeypatch):
-    monkeypatch.setattr(http, "MAX_BODY", 1000)
-    async with client_of(status(200, "{"), status(200, '"%s"' % ("a" * 2000))) as (client, _):
+async def test_json_that_is_none_and_an_answer_without_end():
+    async with client_of(status(200, "{"), status(200, '"%s"' % ("a" * 2000)), max_body=1000) as (client, _):
         with pytest.raises(WireError, match="no JSON"):
             await client.call(GET, 5)
         with pytest.raises(WireError, match="more than 1000 bytes"):
