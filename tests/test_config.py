@@ -109,13 +109,6 @@ def test_bounds_follow_promise_two():
     assert load(None, bounds, {}).config.hard_cap == 72
 
 
-def test_what_is_measured_at_the_end_needs_servers_that_outlive_the_run():
-    asked = ["evaluation.final_prompts=8", "reward_models.critic.model=m"]
-    with pytest.raises(ConfigError, match=r"final_prompts measures after the servers of reward_models\.critic have"):
-        load(None, asked, {})
-    assert load(None, [*asked, "reward_models.critic.url=[http://a:1]"], {}).config.evaluation.final_prompts == 8
-
-
 def test_servers_have_one_name_and_count_as_slots():
     config = load(None, ["engine.url=[http://a:1/, https://b]", "rollout.replicas=2", "engine.slots=8"], {}).config
     assert config.engine.url == ("http://a:1", "https://b")

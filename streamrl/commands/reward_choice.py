@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
 from streamrl.commands.attach import ledgers
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
-from streamrl.consumers.built_in import BUILT_IN
+from streamrl.consumers.built_in import BUILT_IN, models_asked
 from streamrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from streamrl.queues import Ledgers
 
 Adapter = Literal["verl", "trl"]
-_ASKING: Final = frozenset({"reward_model", "judge"})
-"""Rewards that come along and ask a model."""
 
 
 def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adapter: str | None) -> RunConfig:
@@ -43,7 +41,7 @@ def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adap
     if reward is None:
         if arguments or adapter:
             raise UsageError("--arg and --adapter are of one reward, and none is named", "name it")
-        return _with_models_asked(config)
+        return _with_models(config)
     if adapter is not None and adapter not in get_args(Adapter):
         raise UsageError(f"--adapter {adapter} is unknown", f"one of {', '.join(get_args(Adapter))}")
     named = [spec for spec in config.rewards if reward in {spec.name, spec.use}]
@@ -52,17 +50,11 @@ def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adap
     if adapter is not None:
         changes["adapter"] = cast("Adapter", adapter)
     alone = {"rewards": (spec.model_copy(update=changes),), "scoring": ScoringConfig()}
-    return _with_models_asked(config.model_copy(update=alone))
+    return _with_models(config.model_copy(update=alone))
 
 
-def _with_models_asked(config: RunConfig) -> RunConfig:
-    if not all_built_in(config):
-        return config
-    named = {str(spec.args.get("model")) for spec in config.rewards if spec.use in _ASKING}
-    if not named <= config.reward_models.keys():
-        return config  # the reward says so, and which models there are
-    asked = {name: model for name, model in config.reward_models.items() if name in named}
-    return config.model_copy(update={"reward_models": asked})
+def _with_models(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"reward_models": models_asked(config.rewards, config.reward_models)})
 
 
 def all_built_in(config: RunConfig) -> bool:

@@ -342,12 +342,6 @@ class RunConfig(Section):
         check_gateway(self.rewards, self.reward_worker)
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
-        started = [name for name, model in self.reward_models.items() if not model.url]
-        if started and self.evaluation.final_prompts:
-            raise ValueError(
-                f"evaluation.final_prompts measures after the servers of reward_models.{started[0]} have ended: set it"
-                " to 0 (evaluation.every measures while they run), or start the server yourself and set its url"
-            )
         return self
 
     @model_validator(mode="after")

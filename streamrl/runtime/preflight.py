@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import Final
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.consumers.plugins import load_rewards
+from streamrl.consumers.built_in import models_asked
+from streamrl.consumers.plugins import LoadedReward, load_rewards
+from streamrl.consumers.reward import Reward
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
 from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
@@ -144,14 +146,27 @@ def _first_prompt(path: Path) -> None:
 
 def _rewards(config: RunConfig) -> str:
     rewards = load_rewards(config)
+    if config.evaluation.final_prompts:
+        _check_end(rewards, config)
+    return ", ".join(reward.name for reward in rewards)
+
+
+def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
+    """See that the rewards can measure versions when the run is over; only those that `open` can ask a model."""
+    asking = [reward.spec for reward in rewards if getattr(type(reward.life), "open", None) not in (None, Reward.open)]
+    started = [name for name, model in models_asked(asking, config.reward_models).items() if not model.url]
+    if started:
+        raise ConfigError(
+            f"evaluation.final_prompts measures after the servers of reward_models.{started[0]} have ended",
+            "set it to 0 (evaluation.every measures while they run), or start the server yourself and set its url",
+        )
     comparing = [reward.name for reward in rewards if reward.group]
-    if comparing and config.evaluation.final_prompts:
+    if comparing:
         raise ConfigError(
             f"reward {comparing[0]} compares the responses to one prompt with each other, so that its scores say"
             " nothing of one version: evaluation.final_prompts cannot measure with it",
             "set evaluation.final_prompts to 0",
         )
-    return ", ".join(reward.name for reward in rewards)
 
 
 def _disk(config: RunConfig, run_dir: Path) -> str:

@@ -107,6 +107,31 @@ def test_a_mistake_is_found_before_anything_starts(home, overrides, error, messa
     assert not (home / "runs").exists()
 
 
+JUDGE = "{use: judge, args: {model: critic}}"
+PLUGIN = "tests.consumers.rewards_for_tests"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "refused"),
+    [
+        ("{use: exact_match}", False),
+        (f"{{use: '{PLUGIN}:by_text'}}", False),
+        (f"{{use: '{PLUGIN}:Spoilt'}}", False),
+        (f"{{use: '{PLUGIN}:NeedsModel'}}", True),
+        (JUDGE, True),
+        ("{use: judge, args: {model: other}}", False),
+    ],
+)
+def test_what_is_measured_at_the_end_needs_servers_that_outlive_the_run(home, rewards, refused):
+    models = "reward_models={critic: {model: m, task: chat}, other: {model: m, task: chat, url: ['http://a:1']}}"
+    config = loaded(home, f"rewards=[{rewards}]", models, "evaluation.final_prompts=8").config
+    error = next(check.error for check in preflight.check_all(config, home / "runs") if check.name == "rewards")
+    if refused:
+        assert "evaluation.final_prompts measures after the servers of reward_models.critic have" in str(error)
+    else:
+        assert error is None
+
+
 def test_rewards_that_compare_are_no_measure_of_a_version(home):
     compare = ["rewards=[{use: 'tests.consumers.group_rewards_for_tests:Rank'}]", "evaluation.final_prompts=8"]
     with pytest.raises(ConfigError, match=r"Rank compares .* cannot measure"):
