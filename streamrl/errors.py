@@ -6,6 +6,7 @@ StreamrlError            70  a bug of ours unless a subclass says otherwise
 ├── ConfigError          78  configuration, data set or plug-in is wrong: restarting does not help
 │   ├── DataError        78  a line of the data set
 │   ├── PluginError      78  a reward that cannot be loaded
+│   ├── RewardImpossible 78  those who are asked for a score will never give one (wrong key, no such route)
 │   └── Refused          78  going on would break a promise (older checkpoint, other data, second learner)
 ├── CannotCreate         73  a file or directory cannot be made (full disk, no permission, already there)
 ├── Unreachable          69  a service (Redis, a learner, an engine) does not answer
@@ -81,6 +82,13 @@ class DataError(ConfigError):
 
 class PluginError(ConfigError):
     """A plug-in cannot be imported or does not keep its contract."""
+
+
+class RewardImpossible(ConfigError):
+    """Those who are asked for a score will never give one, for any sample: it ends the run, and no sample dies of it.
+
+    Where they once gave one, the same answer is taken for a bad moment, and this is not raised.
+    """
 
 
 class Refused(ConfigError):

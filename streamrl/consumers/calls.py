@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from streamrl.config import RewardWorkerConfig
+from streamrl.consumers.attempts import attempts
 from streamrl.consumers.circuit import Circuit
 from streamrl.consumers.figures import Outcome, RewardFigures
 from streamrl.consumers.places import Places
@@ -25,7 +26,14 @@ from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score, finite
 from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
-from streamrl.errors import ConfigError, DeadlineExceeded, RewardBusy, RewardUnavailable, StreamrlError
+from streamrl.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    RewardBusy,
+    RewardImpossible,
+    RewardUnavailable,
+    StreamrlError,
+)
 from streamrl.wire import utf8
 
 logger = logging.getLogger(__name__)
@@ -164,7 +172,13 @@ class RewardCalls:
         Raises:
             ScoringFailed: `on_failure` ends it; or this attempt failed, and another reward has failed for good.
             RewardUnavailable: there was nobody who could score for as long as the sample may be held.
+            RewardImpossible: there will never be anybody.
         """
+        with attempts():
+            return await self._until_scored(subject, others)
+
+    async def _until_scored(self, subject: Subject, others: Together) -> list[Score]:
+        """Make the attempts of `score`."""
         faults, rounds, began = 0, 0, time.monotonic()
         while True:
             try:
@@ -177,6 +191,8 @@ class RewardCalls:
                 cause = others.fault if faults else error
                 others.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
                 raise others.failure from error
+            except RewardImpossible:
+                raise
             except Exception as error:
                 if others.failure is not None:
                     raise others.failure from error

@@ -27,7 +27,7 @@ from __future__ import annotations
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -188,6 +188,10 @@ class AskedModel(Protocol):
         """
 
 
+async def _no_scores() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class RewardContext:
     """What a reward may use while it is open.
@@ -198,6 +202,7 @@ class RewardContext:
         models: `reward_models` by name; empty where there are none.
         worker: name of the role, for example `reward.0`; empty outside of a run.
         deadline: seconds after which one attempt of this reward is cancelled; what it waits for should end before.
+        scored: whether the run has scores already.
     """
 
     config: RunConfig
@@ -205,6 +210,7 @@ class RewardContext:
     models: Mapping[str, AskedModel] = field(default_factory=dict)
     worker: str = ""
     deadline: float = 30.0
+    scored: Callable[[], Awaitable[bool]] = _no_scores
 
     def model(self, name: str) -> AskedModel:
         """The entry of `reward_models` with this name; `ConfigError` when there is none."""

@@ -22,6 +22,7 @@ from streamrl.consumers.watch import LoopWatch
 from streamrl.errors import RewardUnavailable, WireError
 from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledger import ScoreOutcome
+from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import Cause, LeasedGroup
 from streamrl.queues.reward_figures import FIELD
 from streamrl.queues.role import Role
@@ -51,7 +52,7 @@ async def run_reward_worker(role: Role) -> None:
     """
     config, ledgers = role.config, role.ledgers
     async with models_of(config, ledgers) as models:
-        context = RewardContext(config, role.run_dir, models, role.name)
+        context = RewardContext(config, role.run_dir, models, role.name, scored=partial(has_scores, ledgers))
         async with open_scorer(config, context) as scorer:
             for ledger in (ledgers.train, ledgers.evaluation):
                 await ledger.say_whole(scorer.whole)
@@ -75,6 +76,14 @@ async def run_reward_worker(role: Role) -> None:
                 await leases.run(role.stop)
                 for task in beside:
                     task.cancel()
+
+
+async def has_scores(ledgers: Ledgers) -> bool:
+    """Whether a group of the run was ever scored; errors as of `Connection.call`."""
+    for ledger in (ledgers.train, ledgers.evaluation):
+        if (await ledger.state()).retired or await ledger.closed():
+            return True
+    return False
 
 
 def width_of(scorer: Scorer, config: RunConfig) -> int:

@@ -2,8 +2,9 @@
 
 A request goes to the server with the least to do. What fails there (no answer in time, a broken connection, an error of
 the server, an answer that is none) is a fault of that server, and the request goes to another one, as long as there is
-time; it never goes back to a server that has failed it. A server that says "not now" (429, 503) rests. What a server
-refuses (400) every server would refuse: that ends the request.
+time; it never goes back to a server that has failed it. The next attempt for the same sample goes elsewhere, too, as
+long as another server works (`attempts`). A server that says "not now" (429, 503) rests. What a server refuses (400)
+every server would refuse: that ends the request.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from streamrl.config import RewardModelConfig
+from streamrl.consumers.attempts import failed_servers
 from streamrl.consumers.models.router import Flight, Outcome, Router, Standing, State
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
-from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, without
 from streamrl.queues.ratelimit import RateLimit, Turn
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ _NEWS: Final = 0.1
 """Weight of the last answer in the time that answers usually take."""
 _FIRST_PAUSE: Final = 0.1
 _NOT_NOW: Final = frozenset({429, 503})
+_WHO_ARE_YOU: Final = 401
 _NO_ROUTE: Final = frozenset({404, 405})
 _NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
 """What a server answers that has another model, or none that can be asked so, or that wants another key."""
@@ -50,6 +53,8 @@ class _Request:
         seconds: that it may take.
         end: when its time is over.
         tokens: that it will cost.
+        before: servers that have failed earlier attempts for the sample, the latest failure last: they are asked when
+            no other works.
         failed: servers that have failed it and are not asked again.
         last: what the last of them failed with.
         answered: some server tried, and failed it all the same.
@@ -61,16 +66,25 @@ class _Request:
     seconds: float
     end: float
     tokens: int
+    before: list[str]
     failed: set[str] = field(default_factory=set)
     last: StreamrlError | None = None
     answered: bool = False
     rounds: int = 0
     turn: Turn | None = None
 
+    @property
+    def avoided(self) -> set[str]:
+        """Servers that it does not go to now."""
+        return self.failed.union(self.before) if self.before else self.failed
+
     def failed_at(self, url: str, outcome: Outcome, error: StreamrlError) -> None:
         """Remember a failure; a server that is busy has not failed."""
         if outcome is Outcome.FAULT:
             self.failed.add(url)
+            of_sample = failed_servers()
+            of_sample.pop(url, None)
+            of_sample[url] = None
             self.last = error
             self.answered = self.answered or not _is_away(error)
 
@@ -98,6 +112,7 @@ class ModelClient:
         self._choosy: dict[asyncio.Future[None], None] = {}
         self._health = _health_call(config.kind)
         self._usual = 0.0
+        self._refused: dict[str, BadAnswer] = {}
 
     @property
     def room(self) -> int:
@@ -136,7 +151,8 @@ class ModelClient:
             BadRequest: the server refuses the request itself: asking again does not help.
         """
         loop = asyncio.get_running_loop()
-        request = _Request(Call("POST", path, body, pooled=True), deadline, loop.time() + deadline, tokens)
+        call, before = Call("POST", path, body, pooled=True), list(failed_servers())
+        request = _Request(call, deadline, loop.time() + deadline, tokens, before)
         try:
             while True:
                 flight = await self._place(request)
@@ -157,6 +173,7 @@ class ModelClient:
             logger.info("reward server added", extra={"model": self.name, "url": url})
         for url in removed:
             logger.info("reward server leaves", extra={"model": self.name, "url": url})
+            self._refused.pop(url, None)
         for url in [url for url in self._sessions if url not in self._router.known]:
             await self._sessions.pop(url).close()
         if removed:
@@ -189,7 +206,9 @@ class ModelClient:
             await self._sessions.popitem()[1].close()
 
     async def _place(self, request: _Request) -> Flight:
-        """Wait for a server with room, and take the place.
+        """Wait for a server with room and for the turn of the request, and take the place.
+
+        The turn comes first, so that no place is held while a request waits for it.
 
         Raises:
             StreamrlError: there is none: what the request failed with, else `RewardBusy` or `RewardUnavailable`.
@@ -201,18 +220,25 @@ class ModelClient:
                 self._wake_one()
                 if request.last is not None and request.answered:
                     raise request.last
+                failed_servers().clear()  # nobody else was there in all this time
                 if self._router.busy(request.failed):
                     raise self._busy(request) from request.last
-                raise self._unavailable() from request.last
-            url = self._router.pick(now, request.failed)
+                raise self._unavailable() from request.last or next(iter(self._refused.values()), None)
+            avoided = request.avoided
+            url = self._router.pick(now, avoided)
             if url is not None:
+                if await self._take_turn(request):
+                    continue  # meanwhile others may have taken the place
                 return self._router.began(url, now, max(1, request.tokens))
-            if request.failed and not self._router.waits(now, request.failed):
-                await self._all_failed(request)
+            if avoided and not self._router.waits(now, avoided):
+                if request.before:
+                    del request.before[0]
+                else:
+                    await self._all_failed(request)
                 continue
-            wakes = self._router.wakes(now, request.failed)
+            wakes = self._router.wakes(now, avoided)
             until = request.end if wakes is None else min(request.end, wakes)
-            await self._turn(until - now, self._choosy if request.failed else self._line)
+            await self._turn(until - now, self._choosy if avoided else self._line)
 
     async def _all_failed(self, request: _Request) -> None:
         """All who could be asked have failed. Those that were away, and only those, may be asked again after a pause.
@@ -259,7 +285,7 @@ class ModelClient:
         _wake(self._line, len(self._line))
 
     async def _fly(self, request: _Request, flight: Flight, read: Callable[[Answer], _T]) -> tuple[_T] | None:
-        """Wait for the rate limit and ask one server.
+        """Ask one server.
 
         Returns:
             What was read; None when the request should go on to another server.
@@ -267,16 +293,14 @@ class ModelClient:
         Raises:
             BadRequest: it refuses the request.
             Lost: it had less time than answers usually take.
-            RewardBusy: most of the time was over before it had the request, or the rate limit lets nothing out.
+            RewardBusy: most of the time was over before it had the request.
         """
         loop = asyncio.get_running_loop()
         outcome, why, rest = Outcome.CANCELLED, "", None
         try:
-            answer = await self._answer(request, flight)
-            if answer is None:
-                return None
-            found = (read(answer),)
+            found = (read(await self._answer(request, flight)),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
+            error.message = without(error.message, self._api_key)
             outcome, why = _outcome(error), error.message
             if isinstance(error, Lost) and error.late:
                 had = loop.time() - flight.began
@@ -299,16 +323,8 @@ class ModelClient:
             self._changed(flight.url, self._router.ended(flight, outcome, loop.time(), why, rest), why)
             self._wake_one()
 
-    async def _answer(self, request: _Request, flight: Flight) -> Answer | None:
-        """The answer of one server, within the rate limit; None: the server went away while the request waited for it.
-
-        Errors as of `HttpClient.call`, and `RewardBusy`.
-        """
-        loop = asyncio.get_running_loop()
-        await self._take_turn(request)
-        if not self._router.takes(flight, loop.time()):
-            return None
-        flight.began = loop.time()
+    async def _answer(self, request: _Request, flight: Flight) -> Answer:
+        """The answer of one server, paid for. Errors as of `HttpClient.call`."""
         used = request.tokens
         try:
             answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
@@ -325,19 +341,23 @@ class ModelClient:
             await self._settle(request, used)
         return answer
 
-    async def _take_turn(self, request: _Request) -> None:
-        """Wait for room in the rate limit, for one request that goes out.
+    async def _take_turn(self, request: _Request) -> bool:
+        """Wait for room in the rate limit, for one request that goes out; False: it has its turn, or needs none.
 
         Raises:
             RewardBusy: there is none in time.
         """
         if self._limit is None or request.turn is not None:
-            return
+            return False
         left = max(0.0, request.end - asyncio.get_running_loop().time())
         try:
             request.turn = await self._limit.take(request.tokens, left)
         except RewardUnavailable as error:
             raise RewardBusy(error.message, error.hint) from error
+        finally:
+            if request.turn is None:
+                self._wake_one()  # the place that it saw is for the next in line
+        return True
 
     async def _settle(self, request: _Request, tokens: int) -> None:
         """Say what a request has cost that had its turn. Without one it does nothing."""
@@ -348,10 +368,13 @@ class ModelClient:
     async def _check(self, url: str) -> None:
         """Check the health of one server; a check that fails is no error of ours."""
         why = ""
+        self._refused.pop(url, None)
         try:
             await self._session(url).call(self._health, HEALTH_SECONDS, retry=False)
         except (Unreachable, BadRequest, WireError) as error:
             why = error.message
+            if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
+                self._refused[url] = error  # it gets no requests that would find this out
         now = asyncio.get_running_loop().time()
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 

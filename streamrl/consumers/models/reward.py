@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,15 +16,15 @@ from streamrl.consumers.models.opening import places
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.template import Template, conversation
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, Score
-from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable, StreamrlError
-from streamrl.http import BadAnswer
+from streamrl.errors import ConfigError, DataError, PluginError, RewardImpossible, RewardUnavailable, StreamrlError
+from streamrl.http import BadAnswer, BadRequest
 
 logger = logging.getLogger(__name__)
 
 _SHARE: Final = 0.95
 """Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
 _PROBE_SECONDS: Final = 10.0
-_NEVER: Final = frozenset({401, 403, 501})
+_NEVER: Final = frozenset({401, 403, 404, 405, 501})
 """What a server answers that no repeat will mend: another key is needed, or it has no such route."""
 _LONG: Final = 20_000
 """Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
@@ -41,6 +41,37 @@ class _Question:
     body: Mapping[str, Any]
     read: Callable[[Mapping[str, Any]], float]
     tokens: int
+
+
+@dataclass(slots=True)
+class FirstAnswer:
+    """The first answer that a reward gets decides: until it could read one, an error may mean that it never will.
+
+    Attributes:
+        model: its name in `reward_models`.
+        scored: whether the run has scores: then the servers have done before what they refuse now.
+        came: it could read one.
+    """
+
+    model: str
+    scored: Callable[[], Awaitable[bool]]
+    came: bool = False
+
+    async def refuse(self, error: StreamrlError, *, probe: bool = False) -> None:
+        """End the run when an error says that the servers will never do what they are asked.
+
+        Args:
+            error: that a question ended with.
+            probe: of a question that every server can answer, so that a refusal is not for this question alone.
+
+        Raises:
+            RewardImpossible: so it is.
+        """
+        cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
+        never = isinstance(cause, UnclearScore) or (probe and isinstance(cause, DataError))
+        never = never or (isinstance(cause, BadAnswer | BadRequest) and cause.status in _NEVER)
+        if isinstance(cause, StreamrlError) and never and not self.came and not await self.scored():
+            raise RewardImpossible(f"reward model {self.model} cannot be asked: {cause.message}", cause.hint) from error
 
 
 class RewardModel(Reward):
@@ -101,6 +132,7 @@ class RewardModel(Reward):
             ConfigError: no such model, no tokenizer, or servers that refuse what they are asked.
         """
         self._model = context.model(self._name)
+        self._first = FirstAnswer(self._name, context.scored)
         self.concurrency = places(context, self._model.config, 1)
         self._deadline = _SHARE * context.deadline
         self._check(self._model)
@@ -123,6 +155,7 @@ class RewardModel(Reward):
             WireError: they answered without a finite score.
             DataError: the sample cannot be asked for: the server refuses it (too long, say), the chat template does,
                 or something is missing in its prompt.
+            RewardImpossible: the first answers say that there will never be a score.
         """
         if len(sample.text) + len(sample.prompt.text) > _LONG:
             question = await asyncio.to_thread(self._question, sample)
@@ -130,10 +163,15 @@ class RewardModel(Reward):
             question = self._question(sample)
         return Score(await self._ask(question, self._deadline))
 
-    async def _ask(self, question: _Question, deadline: float) -> float:
-        return await self._asked.ask(
-            question.path, question.body, question.read, deadline=deadline, tokens=question.tokens
-        )
+    async def _ask(self, question: _Question, deadline: float, *, probe: bool = False) -> float:
+        path, body, tokens = question.path, question.body, question.tokens
+        try:
+            value = await self._asked.ask(path, body, question.read, deadline=deadline, tokens=tokens)
+        except StreamrlError as error:
+            await self._first.refuse(error, probe=probe)
+            raise
+        self._first.came = True
+        return value
 
     @property
     def _asked(self) -> AskedModel:
@@ -184,30 +222,19 @@ class RewardModel(Reward):
         """Ask for the score of a short text. Only what no server will ever do ends the run.
 
         Raises:
-            ConfigError: the servers refuse such a request, or it is not clear which of their numbers is the score.
+            RewardImpossible: the servers refuse such a request, or it is not clear which of their numbers is the score.
         """
         try:
             question = self._question(PROBE)
         except DataError:
             return  # a body that needs more of a prompt than this one has
         try:
-            await self._ask(question, min(_PROBE_SECONDS, self._deadline))
+            await self._ask(question, min(_PROBE_SECONDS, self._deadline), probe=True)
+        except RewardImpossible:
+            raise
         except StreamrlError as error:
-            refuse_for_ever(self._name, error)
             extra = {"model": self._name, "why": error.message}
             logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
-
-
-def refuse_for_ever(model: str, error: StreamrlError) -> None:
-    """Raise `ConfigError` when an error says that the servers of a model will never do what they were asked.
-
-    Args:
-        model: its name in `reward_models`.
-        error: that a question ended with.
-    """
-    cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
-    if isinstance(cause, DataError | UnclearScore) or (isinstance(cause, BadAnswer) and cause.status in _NEVER):
-        raise ConfigError(f"reward model {model} cannot be asked: {cause.message}", cause.hint) from error
 
 
 def _estimate(sample: RewardSample) -> int:

@@ -209,10 +209,6 @@ class Router:
         """Whether a server outside of `exclude` serves and never says "not now": what gets no place has to wait."""
         return any(server.state is State.SERVING and not server.busy for server in self._others(exclude))
 
-    def takes(self, flight: Flight, now: float) -> bool:
-        """Whether the server of a flight would still be picked, but for its places: it may have died meanwhile."""
-        return flight.server in self._others() and now >= flight.server.until
-
     def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
         """When the first server outside of `exclude` ends its rest; None when none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
