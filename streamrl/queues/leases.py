@@ -114,7 +114,8 @@ class Leases:
         self._freed = asyncio.Event()
         self._strays: list[tuple[_Place, int, int]] = []
         self._suspects: set[_Place] = set()
-        self._handled: tuple[set[_Place], set[_Place]] = (set(), set())
+        self._ended: set[_Place] = set()
+        self._unsettled: set[_Place] = set()
         self._look_at = 0.0
         self._started = 0.0
         self._stop: asyncio.Event
@@ -226,7 +227,7 @@ class Leases:
             extra = {"gid": held.lease.gid, "sample": held.lease.sample, "deliveries": held.lease.deliveries}
             logger.exception("handler failed", extra=extra)
             raise
-        self._handled[0].add(held.place)
+        self._ended.add(held.place)
         self._let_go(held)
 
     async def _give_back(self, held: _Held, why: str) -> None:
@@ -356,6 +357,7 @@ class Leases:
         while True:
             await asyncio.sleep(self._config.seconds / 3)
             found: set[_Place] = set()
+            ended, self._ended = self._ended, set()  # what ends from here on may not be in the replies
             for stream in self._streams:
                 try:
                     await self._expire(stream)
@@ -363,7 +365,7 @@ class Leases:
                 except ReplyError as error:
                     await self._remake(error)
             self._suspects = found
-            self._handled = (set(), self._handled[0])
+            self._unsettled = (self._unsettled | ended) & found
 
     async def _renew(self, stream: str) -> set[_Place]:
         """Renew all leases of a stream; return the entries that are ours and not held here."""
@@ -387,8 +389,7 @@ class Leases:
             found.add(place)
             if place in self._suspects and place not in known:
                 # A handler that ended without settling its entry had its turn; a lost reply is nobody's fault.
-                handled = any(place in generation for generation in self._handled)
-                self._strays.append((place, deliveries, deliveries + handled))
+                self._strays.append((place, deliveries, deliveries + (place in self._unsettled)))
         return found
 
     def _lose(self, held: _Held, why: str) -> None:

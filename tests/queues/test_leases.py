@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,6 +245,31 @@ async def test_a_handler_that_settles_nothing_is_counted(ledgers: Ledgers):
         seen.append(found.deliveries)
 
     async with working(ledgers, lazy):
+        await until_async(ledgers.train.dead_letters)
+    assert seen == [1, 2, 3, 4]
+
+
+async def test_a_handler_that_ends_unsettled_during_a_renewal_is_counted_as_well(ledgers: Ledgers, monkeypatch):
+    await admit(ledgers.train, 0, samples=1)
+    seen: list[int] = []
+    turns: list[asyncio.Event] = []
+    call = ledgers.connection.call
+
+    async def handlers_end_meanwhile(script: str, keys: list[str], arguments: list[Any]) -> Any:
+        ending = turns if script == "renew" else []
+        reply = await call(script, keys, arguments)
+        while ending:
+            ending.pop().set()
+            await until(lambda: leases.held == 0)
+        return reply
+
+    async def lazy(found: Lease) -> None:
+        seen.append(found.deliveries)
+        turns.append(asyncio.Event())
+        await turns[-1].wait()
+
+    monkeypatch.setattr(ledgers.connection, "call", handlers_end_meanwhile)
+    async with working(ledgers, lazy, QUICK.model_copy(update={"seconds": 0.6})) as leases:
         await until_async(ledgers.train.dead_letters)
     assert seen == [1, 2, 3, 4]
 
