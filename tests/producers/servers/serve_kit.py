@@ -25,7 +25,7 @@ from streamrl.producers.servers.native import NativeDialect
 from streamrl.producers.servers.server import ServerEngine
 from streamrl.weight_sync.version import Version
 
-KEY = "a key that only tests know"
+KEY = "a-key-that-only-tests-know"
 
 
 def free_port() -> int:
