@@ -92,6 +92,9 @@ class FaultyServer:
                 return web.Response()
             case "half":
                 return await self._broken_off(request, whole)
+            case "echoes":
+                sent = request.headers.get("Authorization")
+                return web.json_response({"object": "error", "message": f"no such key: {sent}"})
             case _ if act.isdecimal():
                 return web.json_response({"error": {"message": f"status {act}"}}, status=int(act))
         return web.Response(body=ODD[act], content_type="application/json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -272,6 +273,51 @@ async def test_a_turn_that_nobody_used_is_given_back():
         with pytest.raises(RewardUnavailable):
             await asking
         assert (old.asked, turns.settled) == ([], [0])
+
+
+async def test_a_request_that_waits_for_its_turn_holds_no_place():
+    """The only one of a server that tries whether it is well again, say."""
+
+    class FirstWaits(Turns):
+        async def take(self, tokens: int, deadline: float) -> int:
+            self.asked += 1
+            if self.asked == 1:
+                await self.open.wait()
+            return self.asked
+
+    turns = FirstWaits()
+    async with servers(["well"]) as (one,), client_of(one.url, limit=turns, concurrency=1) as client:
+        waiting = asyncio.create_task(ask(client))
+        await until(lambda: turns.asked)
+        assert row(client, one).in_flight == 0
+        assert await ask(client) == score_of(IDS)
+        turns.open.set()
+        assert await waiting == score_of(IDS)
+
+
+async def test_a_request_that_gets_no_turn_leaves_its_place_to_the_next_in_line():
+    class NoneForTheSecond(Turns):
+        async def take(self, tokens: int, deadline: float) -> int:
+            self.asked += 1
+            if self.asked == 2:
+                raise RewardUnavailable("no tokens in this minute")
+            return self.asked
+
+    async with servers(["held"]) as (one,), client_of(one.url, limit=NoneForTheSecond(), concurrency=1) as client:
+        asking = [asyncio.create_task(ask(client)) for _ in range(3)]
+        await one.has(1)
+        await until(lambda: len(client._line) == 2)
+        one.let_go.set()
+        ends = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(end) for end in ends] == [float, RewardBusy, float]
+
+
+async def test_a_server_that_repeats_the_key_in_an_answer_does_not_get_it_into_a_message():
+    async with servers(["echoes"]) as (one,), client_of(one.url, key="sesame-sesame") as client:
+        with pytest.raises(WireError, match=r"\[key\]") as caught:
+            await ask(client)
+        assert "sesame" not in "".join(traceback.format_exception(caught.value))
+        assert "sesame" not in row(client, one).why
 
 
 async def test_a_busy_server_is_asked_again_after_its_rest():

@@ -1,0 +1,72 @@
+"""An attempt goes to a server that has not failed the sample, as long as another one works."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from streamrl.consumers.attempts import attempts, failed_servers
+from streamrl.consumers.models.router import State
+from streamrl.errors import RewardBusy
+from streamrl.http import BadAnswer, Lost
+from tests.consumers.models.faulty_server import score_of, servers
+from tests.consumers.models.test_client import IDS, ask, client_of, row, until
+
+
+async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to_the_one_that_failed():
+    async with (
+        servers(["hangs"], ["held"]) as (bad, good),
+        client_of(bad.url, good.url, concurrency=1) as client,
+    ):
+        with attempts():
+            failing = asyncio.create_task(ask(client, deadline=1.0))
+            await bad.has(1)
+            other = asyncio.create_task(ask(client))
+            await good.has(1)
+            with pytest.raises(Lost, match=bad.url):
+                await failing
+            again = asyncio.create_task(ask(client))
+            await until(lambda: client._choosy or len(bad.asked) > 1)
+            good.let_go.set()
+            assert await asyncio.gather(again, other) == [score_of(IDS)] * 2
+        assert (len(bad.asked), len(good.asked)) == (1, 2), "though it had room all the time"
+
+
+async def test_the_only_server_that_works_may_be_asked_again():
+    async with servers(["500", "well"], ["well"]) as (one, gone), client_of(one.url) as client:
+        await client.follow([one.url, gone.url])  # and its health is not asked: it does not work
+        with attempts():
+            with pytest.raises(BadAnswer):
+                await ask(client)
+            assert await ask(client) == score_of(IDS)
+        assert len(one.asked) == 2
+
+
+async def test_when_all_have_failed_the_latest_failure_is_forgotten_last():
+    async with (
+        servers(["500", "well"], ["500", "held"]) as (first, last),
+        client_of(first.url, last.url, concurrency=1) as client,
+    ):
+        with attempts():
+            with pytest.raises(BadAnswer):
+                await ask(client)
+            assert list(failed_servers()) == [first.url, last.url]
+            assert await ask(client) == score_of(IDS)
+        assert (len(first.asked), len(last.asked)) == (2, 1)
+
+
+async def test_a_server_that_failed_the_sample_is_forgiven_when_no_other_had_room_for_a_whole_attempt():
+    """And they are busy, not away: no circuit opens while a server works."""
+    async with (
+        servers(["500", "well"], ["busy"]) as (once, full),
+        client_of(once.url, full.url, concurrency=1) as client,
+    ):
+        with attempts():
+            failed_servers()[once.url] = None
+            with pytest.raises(RewardBusy):
+                await ask(client, deadline=0.5)
+            assert once.asked == []
+            with pytest.raises(BadAnswer):
+                await ask(client, deadline=0.5)
+        assert row(client, once).state is State.SERVING
