@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -23,9 +23,9 @@ from streamrl.commands.reward_choice import choose, opened
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.comparison import compare, most_different
+from streamrl.consumers.patience import PatientScorer
 from streamrl.consumers.rescoring import Outcome, RescoredSet, ScoreGroup, rescore_groups
 from streamrl.consumers.reward import RewardSample
-from streamrl.consumers.scoring import Scorer
 from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrap
 from streamrl.monitor.lines import duration
 from streamrl.queues.archived import ArchiveReading, read_archive
@@ -80,6 +80,8 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
         UsageError: a wrong option.
         ConfigError: no recorded groups, a reward that cannot be loaded, or the name is taken by other scores.
         CannotCreate: no room.
+        Unreachable: the Redis of the run does not answer, and is asked for the servers of a model; or nothing could be
+            scored for nearly as long as `lease.max_hold`. What was scored before is kept.
     """
     if not _NAME.fullmatch(options.into):
         raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
@@ -92,7 +94,7 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
     reading = read_archive(options.source or run.path, evaluation=options.evaluation)
     try:
         with Counting() as counting:
-            outcome, folder = asyncio.run(_score(run, config, reading, options, counting.show))
+            outcome, folder = asyncio.run(_score(run, config, reading, options, counting))
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
     problems = list(reading.problems)
@@ -123,12 +125,12 @@ async def _score(
     config: RunConfig,
     reading: ArchiveReading,
     options: Options,
-    on_progress: Callable[[Outcome], None],
+    counting: Counting,
 ) -> tuple[Outcome, Path]:
     """Open the rewards, then the folder of the new scores; returns what came of it, and the folder."""
     groups = itertools.islice(later_than(reading, since_of(options.since)), options.limit)
     about = _about(config, options.source or run.path)
-    async with opened(config, run.path, run) as scorer:
+    async with opened(config, run.path, run, counting.say) as scorer:
         if options.force:
             RescoredSet.remove(run.path, options.into, evaluation=options.evaluation)
         new = RescoredSet(run.path, options.into, about, evaluation=options.evaluation)
@@ -139,14 +141,14 @@ async def _score(
                 new,
                 concurrency=options.concurrency,
                 drop_failed=options.drop_failed,
-                on_progress=on_progress,
+                on_progress=counting.show,
             )
         finally:
             new.close()
     return outcome, new.files
 
 
-def scoring_of(scorer: Scorer, concurrency: int) -> ScoreGroup:
+def scoring_of(scorer: PatientScorer, concurrency: int) -> ScoreGroup:
     """How a scorer scores a group: sample by sample, or whole where a reward compares; so many calls at a time."""
     places = asyncio.Semaphore(concurrency)
 
@@ -239,6 +241,12 @@ class Counting:
     def __exit__(self, *_: object) -> None:
         if self._drawn:
             output.note("")
+
+    def say(self, text: str) -> None:
+        """Write a line of its own, in the place of the one that changes."""
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+        output.note(text)
 
     def show(self, outcome: Outcome) -> None:
         """Show what is done, unless that was a moment ago."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
+from streamrl.commands import output
 from streamrl.commands.attach import ledgers
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
 from streamrl.consumers.built_in import BUILT_IN, models_asked
 from streamrl.errors import UsageError
+from streamrl.monitor.lines import printable
 
 if TYPE_CHECKING:
     from streamrl.commands.rundir import RunDirectory
-    from streamrl.consumers.scoring import Scorer
+    from streamrl.consumers.patience import PatientScorer
     from streamrl.queues import Ledgers
 
 Adapter = Literal["verl", "trl"]
@@ -76,18 +79,23 @@ def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(config: RunConfig, run_dir: Path, run: RunDirectory | None = None) -> AsyncIterator[Scorer]:
+async def opened(
+    config: RunConfig, run_dir: Path, run: RunDirectory | None = None, say: Callable[[str], None] = output.note
+) -> AsyncIterator[PatientScorer]:
     """Open the rewards of a configuration with their models for the length of the block; no run has to be there.
 
     Args:
         config: from `choose`.
         run_dir: where rewards may write; it need not exist.
         run: whose Redis knows the servers of models that have no `url`; it is asked for them alone.
+        say: is told every ten seconds who is waited for.
 
     Raises:
+        BaseExceptionGroup: around what the block raises.
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
         Unreachable: the Redis of the run does not answer, and it is asked.
     """
+    from streamrl.consumers.patience import PatientScorer
     from streamrl.consumers.reward import RewardContext
     from streamrl.consumers.scoring import models_of, open_scorer
 
@@ -97,7 +105,11 @@ async def opened(config: RunConfig, run_dir: Path, run: RunDirectory | None = No
             found = await stack.enter_async_context(ledgers(run))
         models = await stack.enter_async_context(models_of(config, found))
         context = RewardContext(config=config, run_dir=run_dir, models=models)
-        yield await stack.enter_async_context(open_scorer(config, context))
+        scorer = PatientScorer(await stack.enter_async_context(open_scorer(config, context)), config.lease)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="who is waited for")
+        yield scorer
+        telling.cancel()
 
 
 def started_models(config: RunConfig) -> list[str]:

@@ -21,7 +21,8 @@ from streamrl.monitor.lines import printable, shortened
 
 if TYPE_CHECKING:
     from streamrl import wire
-    from streamrl.consumers.scoring import Scorer, ScoringFailed
+    from streamrl.consumers.patience import PatientScorer
+    from streamrl.consumers.scoring import ScoringFailed
 
 SCHEMA: Final = "streamrl.reward.test/1"
 _SHOWN_TRACEBACKS: Final = 5
@@ -69,7 +70,8 @@ def trial(
     Raises:
         ConfigError: samples, run file or reward are wrong.
         UsageError: the options do not fit together, or a model has servers that only a run knows, and none is named.
-        Unreachable: the Redis of the run does not answer, and is asked for the servers of a model.
+        Unreachable: the Redis of the run does not answer, and is asked for the servers of a model; or nothing could be
+            scored for nearly as long as `lease.max_hold`.
     """
     from streamrl.consumers.samples import read_samples
 
@@ -172,19 +174,9 @@ def _groups(samples: Sequence[RewardSample], *, whole: bool) -> list[dict[int, R
     return list(found.values())
 
 
-async def _timed(scorer: Scorer, group: Mapping[int, RewardSample]) -> list[Trial]:
-    from streamrl.consumers.scoring import ScoringFailed
-
+async def _timed(scorer: PatientScorer, group: Mapping[int, RewardSample]) -> list[Trial]:
     began = time.perf_counter()
-    ends: Sequence[wire.Score | ScoringFailed]
-    if scorer.whole:
-        ends = await scorer.score_group(list(group.values()))
-    else:
-        (sample,) = group.values()
-        try:
-            ends = [await scorer.score(sample)]
-        except ScoringFailed as error:
-            ends = [error]
+    ends = await scorer.score_group(list(group.values()))
     seconds = time.perf_counter() - began
     return [Trial(number, sample, end, seconds) for (number, sample), end in zip(group.items(), ends, strict=True)]
 

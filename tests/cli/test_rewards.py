@@ -17,6 +17,7 @@ SCHEMA = "streamrl.reward.test/1"
 REWARDS = """
 import asyncio
 from streamrl.consumers import GroupReward, Reward, Score
+from streamrl.errors import RewardUnavailable
 
 class Length(Reward):
     def __init__(self, unit: float = 1.0):
@@ -31,6 +32,15 @@ class Length(Reward):
 class Rank(GroupReward):
     async def score_group(self, samples):
         return [float(len(samples)) for _ in samples]
+
+class Asleep(Reward):
+    def __init__(self, looks: int):
+        self.looks = looks
+    async def score(self, sample):
+        self.looks -= 1
+        if self.looks >= 0:
+            raise RewardUnavailable("the model is asleep")
+        return 1.0
 
 class Ending(Reward):
     async def open(self, context):
@@ -202,6 +212,19 @@ def test_the_reward_is_opened_and_closed(folder: tuple[Path, str]):
     )
     assert done.returncode == 0
     assert (where / "closed").read_text() == "tiny"
+
+
+def test_who_cannot_be_had_now_is_waited_for_to_a_limit(folder: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("streamrl.consumers.patience.TELL_SECONDS", 0.1)
+    reward = ("reward", "test", f"{folder[1]}:Asleep", "--sample", samples(folder[0], "4"))
+    done = cli(*reward, "--arg", "looks=2", "--json", cwd=folder[0])
+    assert (done.returncode, data_of(done.stdout, SCHEMA)["mean"]) == (0, 1.0), done.stderr
+    limits = ("--set", "lease.max_hold=3s", "--set", "reward_worker.deadline=0.5s")
+    ended = cli(*reward, "--arg", "looks=1000000", *limits, cwd=folder[0])
+    assert (ended.returncode, ended.stdout) == (69, "")
+    assert "waiting for" in ended.stderr
+    assert "of at most 3 s: RewardUnavailable: the model is asleep" in ended.stderr
+    assert "nothing could be scored for" in ended.stderr
 
 
 def test_only_so_many_samples(folder: tuple[Path, str]):

@@ -1,0 +1,81 @@
+"""Scoring outside of a run, without a queue that a sample could go back to: it waits as in a run, to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from streamrl import wire
+from streamrl.config import LeaseConfig
+from streamrl.consumers.calls import RewardCalls
+from streamrl.consumers.plugins import HOLD_SHARE
+from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.scoring import Scorer, ScoringFailed
+from streamrl.errors import RewardUnavailable, Unreachable
+
+TELL_SECONDS: Final = 10.0
+"""Seconds between two lines about who is waited for."""
+
+
+class PatientScorer:
+    """Scores as a reward worker does: that nobody can score now is no attempt. Made and used in one event loop.
+
+    A worker gives back what nobody could score for nearly as long as a lease may be held. Here it is taken again at
+    once, as long as others were scored, or failed, in that time. When nobody was, all is given up.
+
+    Args:
+        scorer: open.
+        lease: of the run file; its `max_hold` is the limit.
+    """
+
+    def __init__(self, scorer: Scorer, lease: LeaseConfig) -> None:
+        self._scorer = scorer
+        self._limit = HOLD_SHARE * lease.max_hold
+        self._ended = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether a reward compares, so that groups are scored as a whole."""
+        return self._scorer.whole
+
+    @property
+    def calls(self) -> Sequence[RewardCalls]:
+        """The rewards with their figures."""
+        return self._scorer.calls
+
+    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.Score | ScoringFailed]:
+        """Score samples of one group, as `Scorer.score_group`.
+
+        Raises:
+            Unreachable: nobody could score anything for as long as a lease may be held.
+            DeadlineExceeded: as of `Scorer.score_group`.
+        """
+        while True:
+            began, ended = time.monotonic(), self._ended
+            try:
+                results = await self._scorer.score_group(samples, began + self._limit)
+            except RewardUnavailable as error:
+                if self._ended == ended:
+                    raise Unreachable(
+                        f"nothing could be scored for {time.monotonic() - began:.0f} s: {error.message}",
+                        error.hint or "lease.max_hold is how long it is waited for",
+                    ) from error
+            else:
+                self._ended += 1
+                return results
+
+    async def tell(self, say: Callable[[str], None]) -> None:
+        """Say again and again which rewards are waited for, and why. Runs until it is cancelled."""
+        before = dict.fromkeys((calls.reward.name for calls in self.calls), 0)
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            for calls in self.calls:
+                name, refused = calls.reward.name, calls.figures.failures["unavailable"]
+                if calls.circuit.since is not None:
+                    seconds = time.monotonic() - calls.circuit.since
+                    say(f"waiting for {name}, {seconds:.0f} of at most {self._limit:.0f} s: {calls.circuit.why}")
+                elif refused > before[name]:
+                    say(f"waiting for {name}: those who score are busy")
+                before[name] = refused
