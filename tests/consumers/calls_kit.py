@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.config import RewardSpec, RewardWorkerConfig, ScoringConfig
+from streamrl.consumers import RewardSample
 from streamrl.consumers.calls import RewardCalls
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.threads import CallThreads
+from tests.consumers.samples import prompt, response
 
 QUICK = {"attempts": 2, "backoff": 0.001, "deadline": 60.0}
 
@@ -38,3 +40,23 @@ def scorer(*rewards: LoadedReward, scoring: dict[str, Any] | None = None, longes
 def calls_of(reward: LoadedReward, **worker: Any) -> RewardCalls:
     """The calls of one reward; `worker` are keys of `reward_worker`."""
     return RewardCalls(reward, RewardWorkerConfig(**{**QUICK, **worker}), CallThreads())
+
+
+def numbered(index: int, gid: int = 0) -> RewardSample:
+    """The sample of this place in a group."""
+    return RewardSample.of(prompt(), response(), gid, index)
+
+
+def failing(
+    error: Exception, times: int = 10**9, value: float = 1.0
+) -> tuple[Callable[[RewardSample], Awaitable[float]], list[RewardSample]]:
+    """A reward that raises `error` so many times, and its list of calls."""
+    made: list[RewardSample] = []
+
+    async def reward(sample: RewardSample) -> float:
+        made.append(sample)
+        if len(made) <= times:
+            raise error
+        return value
+
+    return reward, made

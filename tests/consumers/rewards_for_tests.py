@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -23,12 +22,6 @@ async def by_text(sample):
     if text == "string":
         return "1.0"
     return 1.0 if text == sample.prompt.answer else 0.0
-
-
-def hangs_in_a_thread(sample):
-    if sample.text == "hang":
-        threading.Event().wait()
-    return 1.0
 
 
 async def kills_its_process(sample):

@@ -11,6 +11,8 @@ from streamrl.config import RunConfig
 from streamrl.consumers import Reward, RewardContext
 
 _R = TypeVar("_R", bound=Reward)
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+"""What no computer can compute."""
 
 
 @contextlib.asynccontextmanager

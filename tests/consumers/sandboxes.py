@@ -92,10 +92,3 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:  # it has just ended: that of another test, perhaps
         return 0
-
-
-async def eventually(condition: Any) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)

@@ -4,30 +4,13 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers import RewardSample, Score
+from streamrl.consumers import Score, circuit
 from streamrl.consumers import calls as module
 from streamrl.consumers.calls import ScoringFailed, Together
 from streamrl.consumers.processes import CallFailed
 from streamrl.errors import DataError, RewardUnavailable
-from tests.consumers.calls_kit import calls_of, loaded
-from tests.consumers.samples import prompt, response, seen
-
-
-def numbered(index, gid=0):
-    return RewardSample.of(prompt(), response(), gid, index)
-
-
-def failing(error, times=10**9, value=1.0):
-    """A reward that raises `error` so many times, and its list of calls."""
-    made = []
-
-    async def reward(sample):
-        made.append(sample)
-        if len(made) <= times:
-            raise error
-        return value
-
-    return reward, made
+from tests.consumers.calls_kit import calls_of, failing, loaded, numbered
+from tests.consumers.samples import seen
 
 
 async def outcome(calls, sample=None):
@@ -82,6 +65,7 @@ async def test_unavailable_is_never_a_number(on_failure):
 
 async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(circuit, "FIRST_PAUSE", 0.01)
     back = asyncio.Event()
     during, together, most = [], 0, 0
 
@@ -120,6 +104,7 @@ async def test_a_wait_for_the_circuit_ends_with_the_deadline():
     calls = calls_of(loaded(reward, deadline=0.05, attempts=1))
     with pytest.raises(ScoringFailed, match="away"):
         await outcome(calls, numbered(0))
+    calls.circuit.wait = lambda now: 60.0
     with pytest.raises(ScoringFailed, match=r"RewardUnavailable: nobody scores since \d+ s: RewardUnavailable: away"):
         await outcome(calls, numbered(0))
 

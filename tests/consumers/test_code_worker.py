@@ -1,15 +1,11 @@
 """The rule `code` and functions of other systems through the reward worker."""
 
-import sys
-
 import pytest
 
-from streamrl.config import RunConfig
 from streamrl.queues import open_ledgers
 from tests.consumers.sandboxes import keepers, need
-from tests.consumers.test_group_worker import put_whole
-from tests.consumers.test_worker import eventually, put, scores, until_closed, worker
-from tests.queues.ledger_kit import faults
+from tests.consumers.worker_kit import put, put_whole, scores, until_closed, worker
+from tests.queues.ledger_kit import faults, until
 
 FUNCTIONS = "tests.consumers.functions_for_tests"
 TESTS = {"tests": [{"input": "1 2", "output": "3"}, {"input": "5 5", "output": "10"}]}
@@ -23,30 +19,13 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture
-def make_config(redis_run, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def make(*rewards):
-        return RunConfig.model_validate(
-            {
-                "name": "t",
-                "redis": redis_run.config.model_dump(),
-                "rewards": list(rewards),
-                "sampling": {"group_size": 4, "min_group": 2},
-                "reward_worker": {"deadline": 1, "attempts": 1, "concurrency": 16},
-            }
-        )
-
-    return make
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_run, make_config):
     need("namespaces")
     args = {"seconds": 1, "wall": 4, "total": 30, "isolation": "namespaces"}
-    config = make_config({"use": "code", "args": args}, {"use": "length", "weight": 0, "args": {"most": 10}})
+    length = {"use": "length", "weight": 0, "args": {"most": 10}}
+    config = make_config({"use": "code", "args": args}, length, deadline=1, attempts=1)
     texts = [f"```python\n{text}\n```" for text in PROGRAMS.values()]
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, [*texts, "no program"], metadata=TESTS)
@@ -57,7 +36,7 @@ async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_ru
         assert not causes
         assert [found[number].value for number in range(7)] == [1.0, 0.5, 0, 0, 0, 0, 0]
         assert (found[2].parts["code/time"], found[4].parts["code/output"], found[6].parts["code/no_code"]) == (2, 2, 1)
-        await eventually(lambda: not keepers())
+        await until(lambda: not keepers())
         letters = [letter for letter in await ledgers.train.dead_letters() if letter.gid == 1]
         assert any("metadata tests of line 7 is missing" in letter.why for letter in letters)
         assert not await faults(ledgers.train)

@@ -11,18 +11,16 @@ import contextlib
 import os
 import random
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
 from streamrl import wire
-from streamrl.config import RunConfig
+from streamrl.config import LeaseConfig, RunConfig
 from streamrl.errors import Fenced
 from streamrl.queues import Lease, Leases, Ledgers, open_ledgers
 from streamrl.queues.records import AdmitOutcome
 from tests.consumers.samples import prompt, response
-from tests.consumers.test_worker import Workers
+from tests.consumers.worker_kit import Workers
 from tests.queues.ledger_kit import admit, faults, until_async
 from tests.redis_kit import RedisRun
 
@@ -103,20 +101,10 @@ def cut(redis: RedisRun, choice: random.Random) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_nothing_is_lost_or_compared_with_others(redis_run, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", list(sys.path))
+async def test_nothing_is_lost_or_compared_with_others(redis_run, make_config, capsys):
     choice = random.Random(SEED)
-    config = RunConfig.model_validate(
-        {
-            "name": "t",
-            "redis": redis_run.config.model_dump(),
-            "rewards": [{"use": "group_rewards_for_tests:KillsItsProcess"}],
-            "sampling": {"group_size": SAMPLES, "min_group": 2},
-            "reward_worker": {"concurrency": 16},
-            "lease": {"seconds": 0.6, "max_deliveries": 6},
-            "plugin_paths": [str(Path(__file__).parent)],
-        }
-    )
+    config = make_config("group_rewards_for_tests:KillsItsProcess")
+    config = config.model_copy(update={"lease": LeaseConfig(seconds=0.6, max_deliveries=6)})
     log: list[str] = []
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         others, stop = Others(ledgers, config), asyncio.Event()

@@ -1,58 +1,14 @@
 """Rewards that compare, through the reward worker: what becomes of a group in each case, and who may be killed."""
 
 import asyncio
-import signal
-import sys
-from pathlib import Path
 
 import pytest
 
 from streamrl import wire
-from streamrl.config import RunConfig
-from streamrl.consumers.worker import run_reward_worker
-from streamrl.queues import Role, open_ledgers
+from streamrl.queues import open_ledgers
 from tests.consumers.samples import prompt, response
-from tests.consumers.test_worker import Workers, eventually, put, scores, until_closed, worker
-from tests.queues.ledger_kit import admit, faults, lease, until_async
-
-
-@pytest.fixture
-def make_config(redis_run, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def make(*uses, lease_seconds=15.0, scoring=None, **options):
-        rewards = [{"use": f"group_rewards_for_tests:{use}"} if isinstance(use, str) else use for use in uses]
-        return RunConfig.model_validate(
-            {
-                "name": "t",
-                "redis": redis_run.config.model_dump(),
-                "rewards": rewards,
-                "scoring": scoring or {},
-                "sampling": {"group_size": 4, "min_group": 2},
-                "reward_worker": {"deadline": 0.3, "attempts": 2, "backoff": 0.01, "concurrency": 16} | options,
-                "lease": {"seconds": lease_seconds, "max_deliveries": 3},
-                "plugin_paths": [str(Path(__file__).parent)],
-            }
-        )
-
-    return make
-
-
-async def put_whole(ledger, cursor, texts, least=2, **fields):
-    """Admit a group that is scored whole, and emit one response for each text (bytes go as they are)."""
-    await ledger.say_whole(True)
-    await admit(ledger, cursor, samples=len(texts), min_group=least, prompt=wire.encode(prompt(**fields)))
-    (held,) = await lease(ledger, "prompts")
-    for number, text in enumerate(texts):
-        payload = text if isinstance(text, bytes) else wire.encode(response(text))
-        assert await ledger.emit(held, number, payload)
-
-
-async def until_dead(ledger, gids):
-    async def all_dead():
-        return set(gids) <= {letter.gid for letter in await ledger.dead_letters() if letter.sample is None}
-
-    await until_async(all_dead, 60)
+from tests.consumers.worker_kit import Workers, put, put_whole, scores, until_closed, until_dead, values, worker
+from tests.queues.ledger_kit import admit, faults, lease, until
 
 
 async def test_single_and_comparing_rewards_make_one_score(redis_run, make_config):
@@ -64,7 +20,7 @@ async def test_single_and_comparing_rewards_make_one_score(redis_run, make_confi
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [0])
             await until_closed(ledgers.evaluation, [0])
-            await eventually(lambda: role.status.get("scored") == 5)
+            await until(lambda: role.status.get("scored") == 5)
             state = await ledgers.train.state()
         found, causes = await scores(ledgers.train, 0)
         assert state.whole
@@ -79,14 +35,14 @@ async def test_single_and_comparing_rewards_make_one_score(redis_run, make_confi
 
 @pytest.mark.parametrize("wrong", ["raise", "hang", "nan", "short", "number"])
 async def test_a_comparison_that_fails_kills_its_group_and_no_other(redis_run, make_config, wrong):
-    config = make_config("ByText")
+    config = make_config("group_rewards_for_tests:ByText", deadline=0.3)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["a", wrong, "b"])
         await put_whole(ledgers.train, 1, ["a", "b"])
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [1])
-            await until_dead(ledgers.train, [0])
-            await eventually(lambda: (role.status.get("scored"), role.status.get("failed")) == (2, 3))
+            await until_dead(ledgers.train, 0)
+            await until(lambda: (role.status.get("scored"), role.status.get("failed")) == (2, 3))
         letters = {letter.sample: letter for letter in await ledgers.train.dead_letters()}
         assert set(letters) == {0, 1, 2, None}
         assert {letter.stage for k, letter in letters.items() if k is not None} == {"reward"}
@@ -97,7 +53,7 @@ async def test_a_comparison_that_fails_kills_its_group_and_no_other(redis_run, m
 
 
 async def test_samples_that_are_none_are_not_compared(redis_run, make_config):
-    config = make_config("Rank")
+    config = make_config("group_rewards_for_tests:Rank")
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["333", b"\x00", "1", b""])
         async with worker(config, redis_run.run_dir, ledgers):
@@ -110,7 +66,7 @@ async def test_samples_that_are_none_are_not_compared(redis_run, make_config):
 
 
 async def test_a_group_that_cannot_close_any_more_is_not_compared(redis_run, make_config):
-    config = make_config("ThatNobodyMayAsk")
+    config = make_config("group_rewards_for_tests:ThatNobodyMayAsk")
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["333", b"\x00", b""], least=2)
         await put_whole(ledgers.train, 1, [b"\xc1"], least=1)
@@ -120,8 +76,8 @@ async def test_a_group_that_cannot_close_any_more_is_not_compared(redis_run, mak
         for number in range(2):
             await ledgers.train.emit(held, number, wire.encode(response("4")))
         async with worker(config, redis_run.run_dir, ledgers) as role:
-            await until_dead(ledgers.train, [0, 1, 2])
-            await eventually(lambda: role.status.get("failed") == 6)
+            await until_dead(ledgers.train, 0, 1, 2)
+            await until(lambda: role.status.get("failed") == 6)
         why = {(letter.gid, letter.sample): letter.why for letter in await ledgers.train.dead_letters()}
         assert why[0, 0] == "1 of 3 samples left to compare"
         assert why[2, 0].startswith("wire: ")
@@ -131,12 +87,12 @@ async def test_a_group_that_cannot_close_any_more_is_not_compared(redis_run, mak
 async def test_a_sample_that_a_single_reward_fails_dies_alone_or_dooms_the_group(redis_run, make_config):
     single = {"use": "rewards_for_tests:by_text", "name": "single"}
     for cursor, on_failure in enumerate(["drop_sample", "dead"]):
-        config = make_config("Rank", single | {"on_failure": on_failure})
+        config = make_config("group_rewards_for_tests:Rank", single | {"on_failure": on_failure})
         async with open_ledgers(config, redis_run.run_dir) as ledgers:
             await put_whole(ledgers.train, cursor, ["4", "raise", "5"])
             async with worker(config, redis_run.run_dir, ledgers):
                 if on_failure == "dead":
-                    await until_dead(ledgers.train, [cursor])
+                    await until_dead(ledgers.train, cursor)
                 else:
                     await until_closed(ledgers.train, [cursor])
             if on_failure == "dead":
@@ -161,13 +117,12 @@ async def test_a_comparison_behind_a_gate_sees_what_passed_it(redis_run, make_co
         assert {k: score.value for k, score in found.items()} == {0: 0.0, 1: -1.0, 2: 1.0}
         assert found[2].parts["rank/of"] == 2.0
         assert "rank" not in found[1].parts
-        nobody, _ = await scores(ledgers.train, 1)
-        assert {score.value for score in nobody.values()} == {-1.0}
+        assert await values(ledgers.train, 1) == {0: -1.0, 1: -1.0}
 
 
 async def test_groups_in_flight_when_the_rewards_begin_to_compare(redis_run, make_config):
     """Half of a group was scored sample by sample: all of it is scored again, together."""
-    config = make_config("Rank")
+    config = make_config("group_rewards_for_tests:Rank")
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["333", "22", "1"])
         await admit(ledgers.train, 1, samples=2, prompt=wire.encode(prompt()))
@@ -180,14 +135,13 @@ async def test_groups_in_flight_when_the_rewards_begin_to_compare(redis_run, mak
             await ledgers.train.emit(half, 1, wire.encode(response("22")))
             await until_closed(ledgers.train, [1])
         for gid, want in ((0, {0: 2.0, 1: 1.0, 2: 0.0}), (1, {0: 0.0, 1: 1.0})):
-            found, _ = await scores(ledgers.train, gid)
-            assert {k: score.value for k, score in found.items()} == want
+            assert await values(ledgers.train, gid) == want
         assert not await ledgers.train.dead_letters()
         assert not await faults(ledgers.train)
 
 
 async def test_groups_in_flight_when_no_reward_compares_any_more(redis_run, make_config):
-    config = make_config("sync_rank")
+    config = make_config("group_rewards_for_tests:sync_rank")
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["333", "22"])
         async with worker(config, redis_run.run_dir, ledgers):
@@ -195,13 +149,12 @@ async def test_groups_in_flight_when_no_reward_compares_any_more(redis_run, make
             assert not (await ledgers.train.state()).whole
             await put(ledgers.train, 1, ["1"])
             await until_closed(ledgers.train, [1])
-        found, _ = await scores(ledgers.train, 0)
-        assert {k: score.value for k, score in found.items()} == {0: 3.0, 1: 2.0}
+        assert await values(ledgers.train, 0) == {0: 3.0, 1: 2.0}
         assert not await faults(ledgers.train)
 
 
 async def test_redis_that_is_killed_and_restarted_costs_no_group(redis_run, make_config):
-    config = make_config("Rank")
+    config = make_config("group_rewards_for_tests:Rank")
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["1", "22"])
         async with worker(config, redis_run.run_dir, ledgers):
@@ -213,16 +166,12 @@ async def test_redis_that_is_killed_and_restarted_costs_no_group(redis_run, make
 
 
 async def test_a_drain_hands_a_group_back_whole(redis_run, make_config, tmp_path):
-    config = make_config("WaitsInTheMiddle", deadline=60)
+    config = make_config("group_rewards_for_tests:WaitsInTheMiddle")
     config = config.model_copy(update={"supervisor": config.supervisor.model_copy(update={"drain_deadline": 2.0})})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["a", "b"], metadata={"folder": str(tmp_path)})
-        role = Role("reward.0", config, redis_run.run_dir, ledgers)
-        task = asyncio.create_task(run_reward_worker(role))
-        await eventually(lambda: list(tmp_path.glob("in-*")))
-        role.stop.set()
-        await asyncio.wait_for(task, 20)
-        role.close()
+        async with worker(config, redis_run.run_dir, ledgers):
+            await until(lambda: list(tmp_path.glob("in-*")))
         [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.rollouts, "g", "-", "+", 10)
         assert (row[1], row[3]) == (b"handed-back", 0)
         (tmp_path / "go").touch()
@@ -232,30 +181,26 @@ async def test_a_drain_hands_a_group_back_whole(redis_run, make_config, tmp_path
 
 
 async def test_a_worker_killed_in_the_middle_of_a_group_loses_nothing(redis_run, make_config, tmp_path):
-    config = make_config("WaitsInTheMiddle", lease_seconds=1.0, deadline=60)
+    config = make_config("group_rewards_for_tests:WaitsInTheMiddle", lease_seconds=1.0)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         with Workers(config, redis_run.run_dir) as workers:
             for cursor in range(2):
                 await put_whole(ledgers.train, cursor, ["a", "b", "c"], metadata={"folder": str(tmp_path)})
-            workers.start(0)
-            await eventually(lambda: list(tmp_path.glob("in-*")))
-            workers.processes[0].send_signal(signal.SIGKILL)
-            workers.processes[0].wait()
+            workers.start()
+            await until(lambda: list(tmp_path.glob("in-*")))
+            workers.kill()
             (tmp_path / "go").touch()
-            workers.start(0)
+            workers.start()
             await until_closed(ledgers.train, [0, 1])
-            workers.processes[0].terminate()
-            assert workers.processes[0].wait(30) == 0
+            assert workers.end() == 0
         for cursor in range(2):
-            found, causes = await scores(ledgers.train, cursor)
-            assert {k: score.value for k, score in found.items()} == {0: 0.0, 1: 1.0, 2: 2.0}
-            assert not causes
+            assert await values(ledgers.train, cursor) == {0: 0.0, 1: 1.0, 2: 2.0}
         assert not await faults(ledgers.train)
 
 
 @pytest.mark.slow
 async def test_a_group_that_kills_the_worker_is_dead_in_the_end_and_no_innocent_with_it(redis_run, make_config):
-    config = make_config("KillsItsProcess", lease_seconds=0.9)
+    config = make_config("group_rewards_for_tests:KillsItsProcess", lease_seconds=0.9)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         with Workers(config, redis_run.run_dir) as workers:
             for cursor in range(6):

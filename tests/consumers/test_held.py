@@ -7,15 +7,15 @@ import pytest
 
 from streamrl.config import RewardSpec, RunConfig
 from streamrl.consumers import Reward
+from streamrl.consumers import calls as module
 from streamrl.consumers.calls import NoTime, ScoringFailed, Together
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardContext
 from streamrl.consumers.scoring import open_scorer
 from streamrl.consumers.worker import width_of
 from streamrl.errors import ConfigError, RewardBusy, RewardUnavailable
-from tests.consumers.calls_kit import calls_of, loaded, scorer
+from tests.consumers.calls_kit import calls_of, failing, loaded, numbered, scorer
 from tests.consumers.samples import seen
-from tests.consumers.test_calls import failing, numbered
 
 LEASE = 600.0
 
@@ -41,7 +41,8 @@ async def test_an_absence_or_a_queue_spends_no_attempt(on_failure, error):
     assert calls.figures.failures["unavailable"] == 7
 
 
-async def test_a_busy_service_opens_no_circuit():
+async def test_a_busy_service_opens_no_circuit(monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.001)
     reward, _ = failing(RewardBusy("all busy"), times=20)
     calls = calls_of(loaded(reward))
     assert await score(calls) == 1.0

@@ -3,11 +3,10 @@ import pytest
 from streamrl.consumers.rules import MathAnswer
 from streamrl.consumers.rules.math_answer import last_boxed
 from streamrl.errors import DataError
-from tests.consumers.rule_kit import opened
+from tests.consumers.rule_kit import TOWER, opened
 from tests.consumers.samples import seen
 
 PARTS = {"unparsable": 0.0, "expensive": 0.0}
-TOWER = r"\boxed{9^{9^{9^{9}}}}"
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,9 @@
 """What becomes of samples and groups whose rewards fail, against a real Redis; and what is recorded of it."""
 
-import asyncio
-import sys
-from pathlib import Path
-
 import orjson
 import pytest
 
-from streamrl.config import LeaseConfig, RunConfig
+from streamrl.config import LeaseConfig
 from streamrl.consumers import worker as worker_module
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import ConfigError
@@ -15,54 +11,23 @@ from streamrl.queues import Role, open_ledgers
 from streamrl.queues.ledger import ReplayOutcome
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import take
-from tests.consumers.test_worker import eventually, put, scores, until_closed, worker
-from tests.queues.ledger_kit import faults
-
-HERE = Path(__file__).parent
+from tests.consumers.worker_kit import put, scores, until_closed, until_dead, values, worker
+from tests.queues.ledger_kit import faults, until
 
 
-@pytest.fixture
-def configured(redis_run, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def make(*rewards, scoring=None, **worker_keys):
-        keys = {"deadline": 30, "attempts": 2, "backoff": 0.01, "concurrency": 16} | worker_keys
-        return RunConfig.model_validate(
-            {
-                "name": "t",
-                "redis": redis_run.config.model_dump(),
-                "rewards": list(rewards),
-                "reward_worker": keys,
-                "scoring": scoring or {},
-                "plugin_paths": [str(HERE)],
-            }
-        )
-
-    return make
-
-
-async def until_dead(ledger, gid, seconds=60):
-    async with asyncio.timeout(seconds):
-        while True:
-            letters = await ledger.dead_letters()
-            if any(letter.gid == gid and letter.sample is None for letter in letters):
-                return {letter.sample: letter for letter in letters if letter.gid == gid}
-            await asyncio.sleep(0.02)
-
-
-async def test_dead_takes_the_whole_group_and_a_replay_brings_it_back(redis_run, configured):
-    config = configured({"use": "rewards_for_tests:by_text", "on_failure": "dead"})
+async def test_dead_takes_the_whole_group_and_a_replay_brings_it_back(redis_run, make_config):
+    config = make_config({"use": "rewards_for_tests:by_text", "on_failure": "dead"})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "raise", "5", "4"])
         await put(ledgers.train, 1, ["4", "5"])
         async with worker(config, redis_run.run_dir, ledgers):
             letters = await until_dead(ledgers.train, 0)
             await until_closed(ledgers.train, [1])
-        assert set(letters) == {None, 1}, "the three others had scores, which went with the group"
-        assert letters[None].stage == "reward"
-        assert "the judge is not amused" in letters[None].why
-        assert letters[None].prompt is not None
-        assert "Traceback" in letters[1].detail
+        assert set(letters) == {(0, None), (0, 1)}, "the three others had scores, which went with the group"
+        assert letters[0, None].stage == "reward"
+        assert "the judge is not amused" in letters[0, None].why
+        assert letters[0, None].prompt is not None
+        assert "Traceback" in letters[0, 1].detail
         assert await ledgers.train.closed() == [1]
         outcome = await ledgers.train.replay(0, budget=10, hard_cap=10)
         assert outcome is ReplayOutcome.REPLAYED
@@ -70,8 +35,8 @@ async def test_dead_takes_the_whole_group_and_a_replay_brings_it_back(redis_run,
         assert not await faults(ledgers.train)
 
 
-async def test_drop_sample_leaves_the_others_and_none_is_a_dead_group(redis_run, configured):
-    config = configured({"use": "rewards_for_tests:by_text"})
+async def test_drop_sample_leaves_the_others_and_none_is_a_dead_group(redis_run, make_config):
+    config = make_config({"use": "rewards_for_tests:by_text"})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "raise", "5"])
         await put(ledgers.train, 1, ["raise", "raise"])
@@ -80,56 +45,54 @@ async def test_drop_sample_leaves_the_others_and_none_is_a_dead_group(redis_run,
             letters = await until_dead(ledgers.train, 1)
         found, causes = await scores(ledgers.train, 0)
         assert (set(found), set(causes)) == ({0, 2}, {1})
-        assert letters[None].stage == "close"
+        assert letters[1, None].stage == "close"
         assert not await faults(ledgers.train)
 
 
-async def test_retry_waits_for_a_service_that_comes_back_and_loses_nothing(redis_run, configured, tmp_path):
-    config = configured({"use": "rewards_for_tests:away_until", "on_failure": "retry"}, attempts=1)
+async def test_retry_waits_for_a_service_that_comes_back_and_loses_nothing(redis_run, make_config, tmp_path):
+    config = make_config({"use": "rewards_for_tests:away_until", "on_failure": "retry"}, attempts=1)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["a"] * 6, metadata={"folder": str(tmp_path)})
         async with worker(config, redis_run.run_dir, ledgers) as role:
-            await eventually(lambda: "nobody scores" in str(role.status.get("rewards")))
+            await until(lambda: "nobody scores" in str(role.status.get("rewards")))
             assert not await ledgers.train.closed()
             (tmp_path / "back").touch()
             await until_closed(ledgers.train, [0])
-        found, causes = await scores(ledgers.train, 0)
-        assert ({score.value for score in found.values()}, len(found), causes) == ({1.0}, 6, {})
+        assert await values(ledgers.train, 0) == dict.fromkeys(range(6), 1.0)
         assert not await ledgers.train.dead_letters()
 
 
 async def test_a_service_that_stays_away_for_many_leases_kills_no_sample(
-    redis_run, configured, tmp_path, caplog, monkeypatch
+    redis_run, make_config, tmp_path, caplog, monkeypatch
 ):
     """By default, without `retry`: samples go back before they were held for too long, more often than any may die."""
     caplog.set_level("INFO", "streamrl.queues.leases")
     monkeypatch.setattr(worker_module, "HOLD_SHARE", 0.01)  # so that nothing is buried on a slow host
-    config = configured({"use": "rewards_for_tests:away_until", "deadline": 0.05}, attempts=1, concurrency=2)
-    config = config.model_copy(update={"lease": LeaseConfig(seconds=0.5, max_hold=60, max_deliveries=3)})
+    config = make_config({"use": "rewards_for_tests:away_until", "deadline": 0.05}, attempts=1, concurrency=2)
+    config = config.model_copy(update={"lease": LeaseConfig(seconds=0.5, max_hold=30, max_deliveries=3)})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["a"] * 3, metadata={"folder": str(tmp_path)})
         async with worker(config, redis_run.run_dir, ledgers):
-            await eventually(lambda: sum(line.message == "given back" for line in caplog.records) > 12, seconds=120)
+            await until(lambda: sum(line.message == "given back" for line in caplog.records) > 12, seconds=120)
             assert not await ledgers.train.closed()
             (tmp_path / "back").touch()
             await until_closed(ledgers.train, [0])
-        found, causes = await scores(ledgers.train, 0)
-        assert ({score.value for score in found.values()}, len(found), causes) == ({1.0}, 3, {})
+        assert await values(ledgers.train, 0) == dict.fromkeys(range(3), 1.0)
         assert not await ledgers.train.dead_letters()
         assert not await faults(ledgers.train)
 
 
-async def test_gate_composition_and_overlong_reach_redis_and_the_figures_the_screens(redis_run, configured):
+async def test_gate_composition_and_overlong_reach_redis_and_the_figures_the_screens(redis_run, make_config):
     rewards = (
         {"use": "rewards_for_tests:by_text", "gate": 1, "name": "right"},
         {"use": "rewards_for_tests:costs", "weight": 0.5, "name": "judge", "clip": [0, 1]},
     )
-    config = configured(*rewards, scoring={"gated": -1, "overlong": {"buffer": 254}})
+    config = make_config(*rewards, scoring={"gated": -1, "overlong": {"buffer": 254}})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5", "raise"])
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [0])
-            await eventually(lambda: "judge" in str(role.status.get("rewards", "")))
+            await until(lambda: "judge" in str(role.status.get("rewards", "")))
             await role.beat()
             with Probe(config.redis.url, config.redis.password_file) as probe:
                 snapshot = take(probe, config.name)
@@ -154,8 +117,8 @@ async def test_gate_composition_and_overlong_reach_redis_and_the_figures_the_scr
     assert (judge["values"], judge["tokens"]) == ({"3": 1}, 11)
 
 
-async def test_a_reward_that_cannot_be_opened_ends_the_worker_with_its_reason(redis_run, configured):
-    config = configured({"use": "rewards_for_tests:NeedsModel"})
+async def test_a_reward_that_cannot_be_opened_ends_the_worker_with_its_reason(redis_run, make_config):
+    config = make_config({"use": "rewards_for_tests:NeedsModel"})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         role = Role("reward.0", config, redis_run.run_dir, ledgers)
         with pytest.raises(ConfigError, match="no model critic"):

@@ -11,6 +11,7 @@ import pytest
 from streamrl.consumers.processes import CallFailed, Limits, ProcessDied, ProcessPool
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.restarts import Deaths, RestartPolicy
+from tests.queues.ledger_kit import until
 
 SCRIPT = """
 import os, resource, subprocess, sys, time
@@ -107,12 +108,6 @@ async def pool(script):
     pool = ProcessPool("test", script, None, 2, Limits(cpu=0.5, wall=600, memory=MEMORY))
     yield pool
     await pool.close()
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (other processes set no event)
-            await asyncio.sleep(0.01)
 
 
 def gone(pid: int) -> bool:

@@ -3,18 +3,13 @@
 import orjson
 import psutil
 
-from streamrl.config import RunConfig
 from streamrl.queues import Role, open_ledgers
 from streamrl.queues.reward_figures import FIELD
-from tests.consumers.test_math import TOWER
-from tests.consumers.test_worker import eventually, make_config, put, scores, until_closed, worker
+from tests.consumers.rule_kit import TOWER
+from tests.consumers.worker_kit import put, scores, until_closed, worker
+from tests.queues.ledger_kit import until
 
-__all__ = ["make_config"]  # the fixture
-
-
-def with_math(config: RunConfig) -> RunConfig:
-    rewards = [{"use": "math", "args": {"seconds": 0.5, "processes": 1}}]
-    return RunConfig.model_validate(config.model_dump() | {"rewards": rewards})
+MATH = {"use": "math", "args": {"seconds": 0.5, "processes": 1}}
 
 
 def own_figures(role: Role) -> dict[str, int]:
@@ -32,14 +27,14 @@ def runs(pid: int) -> bool:
 
 
 async def test_hostile_answers_are_zeros_that_are_counted_and_their_neighbours_are_scored(redis_run, make_config):
-    config = with_math(make_config())
+    config = make_config(MATH)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["it is $42$", TOWER, "no idea", r"\boxed{\frac{84}{2}}", "41"], answer="42")
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [0])
             found, causes = await scores(ledgers.train, 0)
-            await eventually(lambda: own_figures(role) == {"started": 2, "ended by a limit": 1, "lost": 0})
+            await until(lambda: own_figures(role) == {"started": 2, "ended by a limit": 1, "lost": 0})
     assert not causes
     assert [found[number].value for number in range(5)] == [1.0, 0.0, 0.0, 1.0, 0.0]
     assert [found[number].parts["math/expensive"] for number in range(5)] == [0, 1, 0, 0, 0]
@@ -49,12 +44,12 @@ async def test_hostile_answers_are_zeros_that_are_counted_and_their_neighbours_a
 
 
 async def test_an_answer_that_is_missing_or_no_use_kills_the_samples_at_once_and_names_the_line(redis_run, make_config):
-    config = with_math(make_config(attempts=5, backoff=30))
+    config = make_config(MATH, attempts=5, backoff=30)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["42", "41"], answer=None)
         await put(ledgers.train, 1, ["42", "41"], answer=TOWER)
         async with worker(config, redis_run.run_dir, ledgers) as role:
-            await eventually(lambda: role.status.get("failed") == 4, 60)
+            await until(lambda: role.status.get("failed") == 4, 60)
         letters = [letter for letter in await ledgers.train.dead_letters() if letter.stage == "reward"]
     assert sorted((letter.gid, letter.sample) for letter in letters) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for letter in letters:

@@ -12,24 +12,23 @@ from streamrl.queues import open_ledgers
 from streamrl.queues.records import Cause
 from tests.consumers.calls_kit import calls_of, loaded
 from tests.consumers.samples import seen
-from tests.consumers.test_group_worker import make_config, put_whole  # noqa: F401 (a fixture)
-from tests.consumers.test_worker import eventually, put, scores, until_closed, worker
-from tests.queues.ledger_kit import admit, faults, lease
+from tests.consumers.worker_kit import put, put_whole, scores, until_closed, worker
+from tests.queues.ledger_kit import admit, faults, lease, until
 
 HALF = "\ud83d"  # the first half of a character of two, as `json.loads` makes it of what a model wrote
 SPOILT = {"use": "rewards_for_tests:Spoilt", "name": "spoilt"}
 
 
 @pytest.mark.parametrize("whole", [False, True])
-async def test_its_samples_die_and_the_worker_lives(redis_run, make_config, monkeypatch, whole):  # noqa: F811
+async def test_its_samples_die_and_the_worker_lives(redis_run, make_config, monkeypatch, whole):
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 4096)
-    config = make_config(SPOILT, *(["Rank"] if whole else []), deadline=30.0)
+    config = make_config(SPOILT, *(["group_rewards_for_tests:Rank"] if whole else []))
     texts = ["fine", "raise", "part", "large", "fine"]
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await (put_whole if whole else put)(ledgers.train, 0, texts)
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [0])
-            await eventually(lambda: (role.status.get("scored"), role.status.get("failed")) == (2, 3))
+            await until(lambda: (role.status.get("scored"), role.status.get("failed")) == (2, 3))
             shown = orjson.loads(role.status["rewards"])["spoilt"]
         found, causes = await scores(ledgers.train, 0)
         assert set(found) == {0, 4}
@@ -41,7 +40,7 @@ async def test_its_samples_die_and_the_worker_lives(redis_run, make_config, monk
         assert not await faults(ledgers.train)
 
 
-async def test_reasons_reach_redis_whatever_is_in_them(redis_run, make_config):  # noqa: F811
+async def test_reasons_reach_redis_whatever_is_in_them(redis_run, make_config):
     async with open_ledgers(make_config(SPOILT), redis_run.run_dir) as ledgers:
         train = ledgers.train
         await admit(train, 0, samples=2, min_group=1)

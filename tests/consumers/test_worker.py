@@ -1,87 +1,18 @@
 """The reward worker against a real Redis, in this process and as processes that are killed."""
 
 import asyncio
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import orjson
 import pytest
 
 from streamrl import wire
-from streamrl.config import RunConfig
-from streamrl.consumers.worker import run_reward_worker
-from streamrl.queues import Role, open_ledgers
-from streamrl.runfile import LoadedConfig, save
+from streamrl.queues import open_ledgers
 from tests.consumers.samples import prompt, response
-from tests.queues.ledger_kit import admit, faults, lease
+from tests.consumers.worker_kit import Workers, put, scores, until_closed, values, worker
+from tests.queues.ledger_kit import admit, faults, lease, until
 
 BY_TEXT = "rewards_for_tests:by_text"
-
-
-@pytest.fixture
-def make_config(redis_run, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def make(use="exact_match", lease_seconds=15.0, **worker):
-        options = {"deadline": 0.2, "attempts": 2, "backoff": 0.01, "concurrency": 16} | worker
-        return RunConfig.model_validate(
-            {
-                "name": "t",
-                "redis": redis_run.config.model_dump(),
-                "rewards": [{"use": use}],
-                "reward_worker": options,
-                "lease": {"seconds": lease_seconds, "max_deliveries": 3},
-                "plugin_paths": [str(Path(__file__).parent)],
-            }
-        )
-
-    return make
-
-
-async def put(ledger, cursor, texts, **fields):
-    """Admit a group and emit one response for each text (bytes go as they are)."""
-    await admit(ledger, cursor, samples=len(texts), prompt=wire.encode(prompt(**fields)))
-    (held,) = await lease(ledger, "prompts")
-    for number, text in enumerate(texts):
-        payload = text if isinstance(text, bytes) else wire.encode(response(text))
-        assert await ledger.emit(held, number, payload)
-
-
-@contextlib.asynccontextmanager
-async def worker(config, run_dir, ledgers):
-    role = Role("reward.0", config, run_dir, ledgers)
-    task = asyncio.create_task(run_reward_worker(role))
-    try:
-        yield role
-        role.stop.set()
-        await asyncio.wait_for(task, 30)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        role.close()
-
-
-async def until_closed(ledger, gids, seconds=60):
-    async with asyncio.timeout(seconds):
-        while not set(gids) <= set(await ledger.closed()):
-            await ledger.wait_closed(0.2)
-
-
-async def eventually(condition, seconds=30):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (another process, or a status that nobody announces)
-            await asyncio.sleep(0.01)
-
-
-async def scores(ledger, gid):
-    group = await ledger.read_group(gid)
-    found = {number: wire.decode(score, wire.Score) for number, (_, score) in group.samples.items()}
-    return found, group.causes
 
 
 async def test_samples_of_both_ledgers_are_scored(redis_run, make_config):
@@ -98,7 +29,7 @@ async def test_samples_of_both_ledgers_are_scored(redis_run, make_config):
                 assert found[0].seconds >= 0
                 assert not causes
             assert role.is_ready
-            await eventually(lambda: role.status.get("scored") == 4)
+            await until(lambda: role.status.get("scored") == 4)
         assert not await faults(ledgers.train)
     (line,) = [
         line for line in map(orjson.loads, (redis_run.run_dir / "metrics" / "reward.0.jsonl").read_bytes().splitlines())
@@ -108,13 +39,13 @@ async def test_samples_of_both_ledgers_are_scored(redis_run, make_config):
 
 
 async def test_a_reward_that_raises_hangs_or_returns_nonsense_kills_the_sample_and_nothing_else(redis_run, make_config):
-    config = make_config(BY_TEXT)
+    config = make_config(BY_TEXT, deadline=0.2)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "raise", "hang", "nan", "string", "5"])
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [0])
             found, causes = await scores(ledgers.train, 0)
-            await eventually(lambda: role.status.get("failed") == 4)
+            await until(lambda: role.status.get("failed") == 4)
         assert {number: score.value for number, score in found.items()} == {0: 1.0, 5: 0.0}
         assert set(causes) == {1, 2, 3, 4}
         assert "ValueError: the judge is not amused" in causes[1]
@@ -125,16 +56,6 @@ async def test_a_reward_that_raises_hangs_or_returns_nonsense_kills_the_sample_a
         assert {letter.stage for letter in letters.values()} == {"reward"}
         assert "Traceback" in letters[1].detail
         assert not await faults(ledgers.train)
-
-
-async def test_a_sync_reward_that_hangs_does_not_hold_up_the_others(redis_run, make_config):
-    config = make_config("rewards_for_tests:hangs_in_a_thread", attempts=1)
-    async with open_ledgers(config, redis_run.run_dir) as ledgers:
-        await put(ledgers.train, 0, ["hang"] * 4 + ["fine"] * 20)
-        async with worker(config, redis_run.run_dir, ledgers):
-            await until_closed(ledgers.train, [0])
-        found, causes = await scores(ledgers.train, 0)
-        assert (len(found), set(causes)) == (20, {0, 1, 2, 3})
 
 
 async def test_bytes_that_are_no_message_are_a_dead_letter_at_once(redis_run, make_config):
@@ -161,17 +82,17 @@ async def test_a_prompt_that_cannot_be_decoded_kills_its_group_and_not_the_worke
         await put(ledgers.train, 1, ["4"])
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_closed(ledgers.train, [1])
-            await eventually(lambda: role.status.get("failed") == 1)
+            await until(lambda: role.status.get("failed") == 1)
         assert (await ledgers.train.state()).live == 1
         assert {letter.gid for letter in await ledgers.train.dead_letters()} == {0}
 
 
 async def test_a_drain_finishes_what_is_in_hand(redis_run, make_config, tmp_path):
-    config = make_config("rewards_for_tests:waits_in_the_middle", deadline=60)
+    config = make_config("rewards_for_tests:waits_in_the_middle")
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["a", "b"], metadata={"folder": str(tmp_path)})
         async with worker(config, redis_run.run_dir, ledgers) as role:
-            await eventually(lambda: list(tmp_path.glob("in-*")))
+            await until(lambda: list(tmp_path.glob("in-*")))
             role.stop.set()
             (tmp_path / "go").touch()
         assert await ledgers.train.closed() == [0]
@@ -181,16 +102,12 @@ async def test_a_drain_finishes_what_is_in_hand(redis_run, make_config, tmp_path
 
 
 async def test_a_drain_ends_within_its_share_and_hands_back_what_is_in_hand(redis_run, make_config, tmp_path):
-    config = make_config("rewards_for_tests:waits_in_the_middle", deadline=60)
+    config = make_config("rewards_for_tests:waits_in_the_middle")
     config = config.model_copy(update={"supervisor": config.supervisor.model_copy(update={"drain_deadline": 2.0})})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["a"], metadata={"folder": str(tmp_path)})
-        role = Role("reward.0", config, redis_run.run_dir, ledgers)
-        task = asyncio.create_task(run_reward_worker(role))
-        await eventually(lambda: list(tmp_path.glob("in-*")))
-        role.stop.set()
-        await asyncio.wait_for(task, 20)
-        role.close()
+        async with worker(config, redis_run.run_dir, ledgers):
+            await until(lambda: list(tmp_path.glob("in-*")))
         [row] = await ledgers.connection.read("XPENDING", ledgers.train.keys.rollouts, "g", "-", "+", 10)
         assert (row[1], row[3]) == (b"handed-back", 0)
 
@@ -207,53 +124,19 @@ async def test_redis_that_is_killed_and_restarted_costs_no_sample(redis_run, mak
         assert not await faults(ledgers.train)
 
 
-class Workers:
-    """Reward workers as processes, started again when they die, as the supervisor would."""
-
-    def __init__(self, config, run_dir):
-        save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
-        self.run_dir = run_dir
-        self.deaths = 0
-        self.processes = {}
-
-    def start(self, index):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMRL_")}
-        self.processes[index] = subprocess.Popen(
-            [sys.executable, "-P", "-m", "streamrl.runtime", "reward", str(index), str(self.run_dir)],
-            env=environ, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def keep(self):
-        for index, process in self.processes.items():
-            if process.poll() is not None:
-                self.deaths += 1
-                self.start(index)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-
-
 async def test_a_worker_killed_in_the_middle_of_a_sample_loses_nothing(redis_run, make_config, tmp_path):
-    config = make_config("rewards_for_tests:waits_in_the_middle", lease_seconds=1.0, deadline=60)
+    config = make_config("rewards_for_tests:waits_in_the_middle", lease_seconds=1.0)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         with Workers(config, redis_run.run_dir) as workers:
             await put(ledgers.train, 0, ["a", "b", "c"], metadata={"folder": str(tmp_path)})
-            workers.start(0)
-            await eventually(lambda: list(tmp_path.glob("in-*")))
-            workers.processes[0].send_signal(signal.SIGKILL)
-            workers.processes[0].wait()
+            workers.start()
+            await until(lambda: list(tmp_path.glob("in-*")))
+            workers.kill()
             (tmp_path / "go").touch()
-            workers.start(0)
+            workers.start()
             await until_closed(ledgers.train, [0])
-            workers.processes[0].terminate()
-            assert workers.processes[0].wait(30) == 0
-        found, causes = await scores(ledgers.train, 0)
-        assert (len(found), causes) == (3, {})
+            assert workers.end() == 0
+        assert len(await values(ledgers.train, 0)) == 3
         assert not await faults(ledgers.train)
 
 

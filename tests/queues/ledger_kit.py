@@ -14,14 +14,14 @@ from streamrl.queues.records import Admission
 GROUP = "g"
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait for a condition that other tasks make true; `TimeoutError` after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.005)
 
 
-async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> None:
+async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> None:
     """Like `until`, for a condition that has to be asked for."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 - what is waited for has no event

@@ -4,23 +4,17 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from streamrl import wire
-from streamrl.config import RunConfig
-from streamrl.consumers.worker import run_reward_worker
-from streamrl.queues import Role, open_ledgers
-from streamrl.runfile import LoadedConfig, save
+from streamrl.queues import open_ledgers
 from tests.consumers.gateway.kit import Program
-from tests.consumers.samples import prompt, response
+from tests.consumers.worker_kit import Workers, put, scores, until_closed, values, worker
 from tests.needs import need_programs
-from tests.queues.ledger_kit import admit, faults, lease
+from tests.queues.ledger_kit import faults, until
 
 RENEWALS = 4
 """A lease is renewed at every third of it: this is longer than one."""
@@ -28,68 +22,33 @@ PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
 
 @pytest.fixture
-def make_config(redis_run):
-    def make(*others, lease_seconds=15.0, args=None, **worker):
-        return RunConfig.model_validate(
-            {
-                "name": "t",
-                "redis": redis_run.config.model_dump(),
-                "rewards": [*others, {"use": "gateway", "weight": 2.0, "args": args or {}}],
-                "reward_worker": {"gateway_port": 0, "concurrency": 16, "backoff": 0.01, **worker},
-                "lease": {"seconds": lease_seconds, "max_deliveries": 3},
-            }
-        )
+def make_config(make_config):
+    def make(*others, args=None, **keys):
+        return make_config(*others, {"use": "gateway", "weight": 2.0, "args": args or {}}, gateway_port=0, **keys)
 
     return make
 
 
-async def put(ledger, cursor, texts, **fields):
-    await admit(ledger, cursor, samples=len(texts), prompt=wire.encode(prompt(**fields)))
-    (held,) = await lease(ledger, "prompts")
-    for number, text in enumerate(texts):
-        assert await ledger.emit(held, number, wire.encode(response(text)))
-
-
-@contextlib.asynccontextmanager
-async def worker(config, run_dir, ledgers, role=None):
-    """A worker in this process; yields the URL of its gateway."""
-    role = role or Role("reward.0", config, run_dir, ledgers)
-    task = asyncio.create_task(run_reward_worker(role))
-    try:
-        yield await url_of(run_dir, task)
-        role.stop.set()
-        await asyncio.wait_for(task, 30)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        role.close()
-
-
-async def url_of(run_dir, running=None):
+async def url_of(run_dir):
     """The URL of the gateway once it is open."""
     file = run_dir / "rewards" / "gateway" / "reward.0.url"
-    async with asyncio.timeout(60):
-        while not file.exists():
-            assert running is None or not running.done(), running.exception()
-            await asyncio.sleep(0.01)
+    await until(file.exists)
     return file.read_text().strip()
 
 
 @contextlib.asynccontextmanager
-async def a_program(url):
+async def a_program(run_dir):
+    """A program that has found the gateway of the run."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90)) as session:
-        yield Program(url, session)
+        yield Program(await url_of(run_dir), session)
 
 
-async def until_closed(ledger, gids, seconds=60):
-    async with asyncio.timeout(seconds):
-        while not set(gids) <= set(await ledger.closed()):
-            await ledger.wait_closed(0.2)
-
-
-async def scores(ledger, gid):
-    group = await ledger.read_group(gid)
-    return {number: wire.decode(score, wire.Score) for number, (_, score) in group.samples.items()}, group.causes
+async def answered(program, count, **end):
+    """The program ends so many samples in this way."""
+    while count > 0:
+        for given in await program.lease(8, wait=30):
+            await program.post({"lease": given["lease"], **end})
+            count -= 1
 
 
 async def test_all_scores_of_a_run_come_from_a_program(redis_run, make_config):
@@ -97,7 +56,7 @@ async def test_all_scores_of_a_run_come_from_a_program(redis_run, make_config):
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5", "6"])
         await put(ledgers.evaluation, 0, ["4"], evaluation=True)
-        async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
+        async with worker(config, redis_run.run_dir, ledgers), a_program(redis_run.run_dir) as program:
             seen = []
             while len(seen) < 4:
                 for given in await program.lease(8, wait=30):
@@ -119,12 +78,8 @@ async def test_what_a_program_posts_is_one_part_among_others(redis_run, make_con
     config = make_config({"use": "exact_match"})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5"])
-        async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
-            done = 0
-            while done < 2:
-                for given in await program.lease(8, wait=30):
-                    await program.post({"lease": given["lease"], "value": 0.25})
-                    done += 1
+        async with worker(config, redis_run.run_dir, ledgers), a_program(redis_run.run_dir) as program:
+            await answered(program, 2, value=0.25)
             await until_closed(ledgers.train, [0])
         found, _ = await scores(ledgers.train, 0)
         assert {number: score.value for number, score in found.items()} == {0: 1.5, 1: 0.5}
@@ -135,7 +90,7 @@ async def test_a_failure_that_a_program_posts_ends_as_a_cause_and_never_as_a_zer
     config = make_config(attempts=2)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5", "bad", "worse"])
-        async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
+        async with worker(config, redis_run.run_dir, ledgers), a_program(redis_run.run_dir) as program:
             fates = []
             while len(fates) < 5:  # the bad one comes twice, the worse one must not be tried again
                 for given in await program.lease(8, wait=30):
@@ -158,7 +113,7 @@ async def test_the_ledger_lease_is_held_while_a_program_takes_its_time(redis_run
     config = make_config(lease_seconds=0.9)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4"])
-        async with worker(config, redis_run.run_dir, ledgers) as url, a_program(url) as program:
+        async with worker(config, redis_run.run_dir, ledgers), a_program(redis_run.run_dir) as program:
             (given,) = await program.lease(1, wait=30, seconds=600)
             renewals, idle = 0, 0
             async with asyncio.timeout(60):
@@ -178,72 +133,36 @@ async def test_samples_wait_while_no_program_asks_and_none_of_them_dies(redis_ru
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         for cursor in range(3):
             await put(ledgers.train, cursor, ["4", "4"])
-        role = Role("reward.0", config, redis_run.run_dir, ledgers)
-        async with worker(config, redis_run.run_dir, ledgers, role) as url, a_program(url) as program:
-            async with asyncio.timeout(60):
-                while "no program has asked" not in str(role.status.get("rewards")):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            done = 0
-            while done < 6:
-                for given in await program.lease(8, wait=30):
-                    await program.post({"lease": given["lease"], "value": 1})
-                    done += 1
+        async with worker(config, redis_run.run_dir, ledgers) as role, a_program(redis_run.run_dir) as program:
+            await until(lambda: "no program has asked" in str(role.status.get("rewards")))
+            await answered(program, 6, value=1)
             await until_closed(ledgers.train, [0, 1, 2])
         for cursor in range(3):
-            found, causes = await scores(ledgers.train, cursor)
-            assert [score.value for score in found.values()] == [2.0, 2.0]
-            assert not causes
+            assert await values(ledgers.train, cursor) == {0: 2.0, 1: 2.0}
         assert not await ledgers.train.dead_letters()
-
-
-class Worker:
-    """A reward worker as a process, to be killed."""
-
-    def __init__(self, config, run_dir):
-        save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
-        self.run_dir = run_dir
-
-    def __enter__(self):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMRL_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "streamrl.runtime", "reward", "0", str(self.run_dir)],
-            env=environ, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *error):
-        self.process.kill()
-        self.process.wait()
 
 
 async def test_a_worker_that_is_killed_offers_its_samples_again_elsewhere(redis_run, make_config):
     config = make_config(lease_seconds=1.0)
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5"])
-        with Worker(config, redis_run.run_dir) as killed:
-            file = redis_run.run_dir / "rewards" / "gateway" / "reward.0.url"
-            async with a_program(await url_of(redis_run.run_dir)) as program:
+        with Workers(config, redis_run.run_dir) as workers:
+            workers.start()
+            async with a_program(redis_run.run_dir) as program:
                 taken = []
                 while len(taken) < 2:
                     taken += await program.lease(2, wait=30, seconds=600)
-                killed.process.send_signal(signal.SIGKILL)
-                killed.process.wait()
-                file.unlink()
+                workers.kill()
                 with pytest.raises(aiohttp.ClientConnectionError):
                     await program.post({"lease": taken[0]["lease"], "value": 1})
-        with Worker(config, redis_run.run_dir) as second:
-            async with a_program(await url_of(redis_run.run_dir)) as program:
+            (redis_run.run_dir / "rewards" / "gateway" / "reward.0.url").unlink()
+            workers.start()
+            async with a_program(redis_run.run_dir) as program:
                 assert (await program.post({"lease": taken[0]["lease"], "value": 1}))["lost"] == [taken[0]["lease"]]
-                done = 0
-                while done < 2:
-                    for given in await program.lease(2, wait=30):
-                        await program.post({"lease": given["lease"], "value": 0.5})
-                        done += 1
+                await answered(program, 2, value=0.5)
                 await until_closed(ledgers.train, [0])
-            second.process.terminate()
-            assert second.process.wait(60) == 0
-        found, causes = await scores(ledgers.train, 0)
-        assert ({number: score.value for number, score in found.items()}, causes) == ({0: 1.0, 1: 1.0}, {})
+            assert workers.end() == 0
+        assert await values(ledgers.train, 0) == {0: 1.0, 1: 1.0}
         assert not await faults(ledgers.train)
 
 
@@ -280,7 +199,8 @@ async def test_the_programs_of_the_page_score_a_run(redis_run, make_config, tmp_
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         for cursor in range(3):
             await put(ledgers.train, cursor, ["4", "5", "6", "4"])
-        async with worker(config, redis_run.run_dir, ledgers) as url:
+        async with worker(config, redis_run.run_dir, ledgers):
+            url = await url_of(redis_run.run_dir)
             with running([command, str(example(language, tmp_path)), url], stderr) as program:
                 closed = asyncio.create_task(until_closed(ledgers.train, [0, 1, 2], 90))
                 while not closed.done():
@@ -288,6 +208,4 @@ async def test_the_programs_of_the_page_score_a_run(redis_run, make_config, tmp_
                     await asyncio.wait([closed], timeout=0.2)
                 closed.result()
         for cursor in range(3):
-            found, causes = await scores(ledgers.train, cursor)
-            assert {number: score.value for number, score in found.items()} == {0: 2.0, 1: 0.0, 2: 0.0, 3: 2.0}
-            assert not causes
+            assert await values(ledgers.train, cursor) == {0: 2.0, 1: 0.0, 2: 0.0, 3: 2.0}

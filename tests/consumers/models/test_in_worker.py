@@ -5,81 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.consumers.models.rendering import Renderer
-from streamrl.consumers.worker import run_reward_worker
-from streamrl.queues import Ledger, Ledgers, Role, open_ledgers
+from streamrl.queues import Ledger, open_ledgers
 from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
 from tests.consumers.models.test_rendering import make_tokenizer
-from tests.consumers.samples import prompt, response, seen
-from tests.queues.ledger_kit import admit, faults, lease, until_async
+from tests.consumers.samples import seen
+from tests.consumers.worker_kit import config_of, put, until_closed, values, worker
+from tests.queues.ledger_kit import faults, until
 
 SAMPLES = 4
 
 
-def config_of(redis: Any, urls: list[str], model: Path, **worker: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "t",
-            "redis": redis.model_dump(),
-            "rewards": [{"use": "reward_model", "name": "critic", "args": {"model": "critic"}}],
-            "reward_models": {"critic": {"url": urls, "model": str(model)}},
-            "reward_worker": {"deadline": 60.0, "backoff": 0.01, "concurrency": 8, **worker},
-        }
-    )
+def config_for(redis: Any, urls: list[str], model: Path, **worker: Any) -> RunConfig:
+    critic = {"use": "reward_model", "name": "critic", "args": {"model": "critic"}}
+    models = {"critic": {"url": urls, "model": str(model)}}
+    return config_of(redis, critic, reward_models=models, **{"deadline": 60.0, "attempts": 3, **worker})
 
 
-@contextlib.asynccontextmanager
-async def working(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledgers]:
-    """A worker in this process."""
-    async with open_ledgers(config, run_dir) as ledgers:
-        role = Role("reward.0", config, run_dir, ledgers)
-        task = asyncio.create_task(run_reward_worker(role))
-        try:
-            yield ledgers
-            role.stop.set()
-            await asyncio.wait_for(task, 60)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            role.close()
-
-
-async def put(ledger: Ledger, gid: int) -> None:
-    await admit(ledger, gid, samples=SAMPLES, prompt=wire.encode(prompt()))
-    (held,) = await lease(ledger, "prompts")
-    for number in range(SAMPLES):
-        assert await ledger.emit(held, number, wire.encode(response(f"It is {gid}, {number}.")))
-
-
-async def closed(ledger: Ledger, gids: range) -> None:
-    async def all_are() -> bool:
-        return set(gids) <= set(await ledger.closed())
-
-    await until_async(all_are, 100)
-
-
-async def said(words: str, caplog: pytest.LogCaptureFixture) -> bool:
-    return words in caplog.text
+def texts(gid: int) -> list[str]:
+    return [f"It is {gid}, {number}." for number in range(SAMPLES)]
 
 
 async def check(ledger: Ledger, gids: range, model: Path) -> None:
     """Every score is the model's."""
     renderer = Renderer.load(str(model))
     for gid in gids:
-        group = await ledger.read_group(gid)
-        assert group is not None
-        assert not group.causes
-        found = {number: wire.decode(score, wire.Score).value for number, (_, score) in group.samples.items()}
-        texts = [f"It is {gid}, {number}." for number in range(SAMPLES)]
-        assert found == {number: score_of(renderer.ids(seen(text))) for number, text in enumerate(texts)}
+        wanted = {number: score_of(renderer.ids(seen(text))) for number, text in enumerate(texts(gid))}
+        assert await values(ledger, gid) == wanted
     assert await ledger.dead_letters() == []
     assert not await faults(ledger)
 
@@ -91,22 +47,23 @@ async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp
     async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as mortal:
         moody, added = await stack.enter_async_context(servers([lambda _: draw.choice(acts)], ["well"]))
         dying = await mortal.enter_async_context(serving(FaultyServer()))
-        config = config_of(redis_run.config, [moody.url, dying.url], tmp_path / "model")
-        ledgers = await stack.enter_async_context(working(config, redis_run.run_dir))
+        config = config_for(redis_run.config, [moody.url, dying.url], tmp_path / "model")
+        ledgers = await stack.enter_async_context(open_ledgers(config, redis_run.run_dir))
+        await stack.enter_async_context(worker(config, redis_run.run_dir, ledgers))
         train, listed = ledgers.train, ledgers.reward_servers
         for gid in range(8):
-            await put(train, gid)
+            await put(train, gid, texts(gid))
         await dying.has(3)
         await mortal.aclose()
         await listed.enlist("critic", added.url, present=True)
-        await closed(train, range(8))
+        await until_closed(train, range(8), 100)
         await listed.enlist("critic", moody.url, present=False)
         await listed.enlist("critic", dying.url, present=False)
         gid = 8
         async with asyncio.timeout(100):
             while not added.asked:  # the worker looks at the list every two seconds
-                await put(train, gid)
-                await closed(train, range(gid, gid + 1))
+                await put(train, gid, texts(gid))
+                await until_closed(train, [gid])
                 gid += 1
         await check(train, range(gid), tmp_path / "model")
 
@@ -117,11 +74,11 @@ async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, m
     one = FaultyServer()
     async with serving(one):
         pass
-    config = config_of(redis_run.config, [one.url], tmp_path / "model", deadline=1.0, on_failure="retry")
-    async with working(config, redis_run.run_dir) as ledgers:
-        await put(ledgers.train, 0)
-        await until_async(lambda: said("circuit open: samples wait for this reward", caplog), 60)
+    config = config_for(redis_run.config, [one.url], tmp_path / "model", deadline=1.0, on_failure="retry")
+    async with open_ledgers(config, redis_run.run_dir) as ledgers, worker(config, redis_run.run_dir, ledgers):
+        await put(ledgers.train, 0, texts(0))
+        await until(lambda: "circuit open: samples wait for this reward" in caplog.text)
         assert await ledgers.train.dead_letters() == []
         async with serving(one):
-            await closed(ledgers.train, range(1))
+            await until_closed(ledgers.train, [0], 100)
         await check(ledgers.train, range(1), tmp_path / "model")
