@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -318,6 +320,7 @@ async def test_logs_follow_new_lines(stopped_run: Path):
         "--run",
         str(stopped_run),
         stdout=asyncio.subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )
     assert process.stdout is not None
     try:
@@ -325,7 +328,7 @@ async def test_logs_follow_new_lines(stopped_run: Path):
         assert b"first" in await asyncio.wait_for(process.stdout.readline(), 20)
         path.write_bytes(path.read_bytes() + b'{"at": 2, "event": "second"}\n')
         assert b"second" in await asyncio.wait_for(process.stdout.readline(), 20)
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     finally:
         if process.returncode is None:

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import threading
-import time
 
 import pytest
 
 from streamrl.consumers import RewardSample, steps
+from streamrl.consumers import watch as watch_module
 from streamrl.consumers.calls import Together
 from streamrl.consumers.steps import Timed
-from streamrl.consumers.watch import LoopWatch
+from streamrl.consumers.watch import LoopWatch, held_by
 from tests.consumers.calls_kit import calls_of, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
 
@@ -78,12 +78,21 @@ async def test_a_rule_and_a_group_reward_are_named_too(named):
     assert [record.reward for record in named.records] == ["rule", "compare"]
 
 
-async def test_who_does_not_call_a_reward_is_not_named(named):
+async def test_who_does_not_call_a_reward_is_not_named(named, monkeypatch):
+    looks = threading.Semaphore(0)
+
+    def look(frame):
+        looks.release()
+        return held_by(frame)
+
+    monkeypatch.setattr(watch_module, "held_by", look)
+
     async def reward(sample):
         return 1.0
 
     async def somebody_else():
-        time.sleep(1.0)  # noqa: ASYNC251
+        for _ in range(2):  # the second look begins when the first has said all it had to say
+            assert looks.acquire(timeout=60)
 
     await watched(somebody_else(), calls_of(loaded(reward)))
     assert not named.records

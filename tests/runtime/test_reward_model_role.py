@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 from contextlib import asynccontextmanager, suppress
@@ -26,8 +27,10 @@ PATIENT = 60.0
 
 
 @pytest.fixture
-def make(redis_run, tmp_path):
-    """Makes the configuration of a run with one reward model whose server is played."""
+def make(redis_run, tmp_path, monkeypatch):
+    """Makes the configuration of a run with one reward model whose server is played, and which looks often."""
+    monkeypatch.setattr(module, "_LINGER", 0.2)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
 
     def configure(cpu=False, rollout=None, **model):
         folder = tmp_path / ("cpu" if cpu else "env")
@@ -64,6 +67,21 @@ async def ready(role, task):
     await until(lambda: role.is_ready or task.done(), PATIENT)
     if task.done():
         task.result()
+
+
+async def looked(role, times):
+    """Wait until the role has counted its work so many times more."""
+    servers, looks = role.ledgers.reward_servers, 0
+    waiting = servers.waiting
+
+    async def counted(*sizes):
+        nonlocal looks
+        looks += 1
+        return await waiting(*sizes)
+
+    servers.waiting = counted
+    await until(lambda: looks > times, PATIENT)
+    servers.waiting = waiting
 
 
 async def listed(role):
@@ -141,9 +159,8 @@ async def test_it_sleeps_without_work_and_wakes_for_enough_of_it(make, redis_run
             await until_async(asleep, PATIENT)
             assert [one.awake for one in await listed(role)] == [False], "nobody asks a server that sleeps"
             few = await put(held_out, turn, 2)
-            looks = module._LOOK_SECONDS * 4
-            await asyncio.sleep(looks)  # it has looked again, and does not wake for two
-            assert await asleep()
+            await looked(role, 3)
+            assert await asleep(), "two are not enough"
             rest = await put(train, turn, 1)
             await until_async(awake, PATIENT)
             assert role.status["wakes"] == turn + 1
@@ -192,7 +209,7 @@ async def test_a_server_that_refuses_to_sleep_stays_awake_and_says_so_once(make,
         await until(lambda: role.status["server"] == "ready", PATIENT)
         for sample in await put(role.ledgers.train, 0, 2):
             await sample.ledger.score(sample, b"score")
-        await asyncio.sleep(module._LINGER + 4 * module._LOOK_SECONDS)  # it would sleep again
+        await looked(role, 2 + math.ceil(module._LINGER / module._LOOK_SECONDS))  # it would sleep again
         assert len(said()) == 1
         assert [server.awake for server in await listed(role)] == [True]
         assert not task.done()

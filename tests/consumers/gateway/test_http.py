@@ -14,6 +14,7 @@ from streamrl.consumers.gateway.offers import ProgramsLost
 from streamrl.consumers.gateway.reward import GatewayReward
 from streamrl.errors import CannotCreate, ConfigError, RewardUnavailable
 from tests.consumers.gateway.kit import Program, configured, opened, scoring
+from tests.queues.ledger_kit import until
 
 NOW = {"wait": 0}
 
@@ -116,16 +117,24 @@ async def test_a_sample_that_the_worker_gives_up_is_gone(tmp_path):
         assert await program.lease(**NOW) == []
 
 
-async def test_without_programs_the_reward_is_unavailable_and_with_them_it_waits(tmp_path):
-    async with opened(tmp_path, patience=0.5) as (reward, program):
+async def test_without_programs_the_reward_is_unavailable_and_with_them_it_waits(tmp_path, monkeypatch):
+    def move_the_clock(seconds):
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+
+    async with opened(tmp_path, patience=60) as (reward, program):
         async with scoring(reward, "a") as (task,):
+            await until(lambda: reward._offers.waiting)
+            move_the_clock(61)
             with pytest.raises(RewardUnavailable, match="no program has asked"):
                 await asyncio.wait_for(task, 30)
         assert await program.lease(**NOW) == [], "who gives up takes the sample along"
         async with scoring(reward, "b") as (task,):
-            (given,) = await program.lease(seconds=60)
-            done, _ = await asyncio.wait([task], timeout=1)
-            assert not done, "a program has it, however long it takes"
+            (given,) = await program.lease(seconds=600)
+            move_the_clock(200)
+            await program.send("GET", "/v1")
+            assert not task.done(), "a program has it, however long it takes"
             await program.post({"lease": given["lease"], "value": 1})
             assert (await task).value == 1.0
 
