@@ -78,7 +78,9 @@ def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
                 f"reward {spec.use} cannot be built: {error}", "its class must need no arguments"
             ) from error
     if not callable(target):
-        raise PluginError(f"reward {spec.use} is a {type(target).__name__}", f"name a function for {spec.adapter}")
+        raise PluginError(
+            f"reward {spec.use} is of type {type(target).__name__}", f"name a function for {spec.adapter}"
+        )
     if spec.adapter == "trl":
         return _trl(target, spec, config)
     group = "solution_strs" in _parameters(target)

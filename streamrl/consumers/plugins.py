@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -26,6 +27,8 @@ from streamrl.consumers.reward import Reward, RewardLife
 from streamrl.errors import ConfigError, PluginError, StreamrlError
 
 GROUP: Final = "streamrl.rewards"
+_MARKS: Final = {"solution_str": "verl", "solution_strs": "verl", "completions": "trl"}
+"""Parameters that tell for which other system a function was written."""
 HOLD_SHARE: Final = 0.95
 """Part of `lease.max_hold` in which a worker is done with what it holds, or gives it back."""
 
@@ -130,7 +133,9 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
         call = functools.partial(target, **spec.args) if spec.args else target
         _check_signature(target, spec.args, spec)
     else:
-        raise PluginError(f"reward {spec.use} is a {type(target).__name__}", "name a class or a function of one sample")
+        raise PluginError(
+            f"reward {spec.use} is of type {type(target).__name__}", "name a class or a function of one sample"
+        )
     return LoadedReward(
         name=spec.name or spec.use,
         weight=spec.weight,
@@ -151,7 +156,9 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
     points = {point.name: point for point in metadata.entry_points(group=GROUP)}
     if use not in points:
         known = [*BUILT_IN, *points]
-        hint = _closest(use, known) or f"built in: {', '.join(BUILT_IN)}; your own: module:Name"
+        module, dot, name = use.rpartition(".")
+        meant = f"did you mean {module}:{name}?" if dot else f"built in: {', '.join(BUILT_IN)}; your own: module:Name"
+        hint = _closest(use, known) or meant
         raise PluginError(f"reward {use} is unknown", hint)
     try:
         return points[use].load()
@@ -187,7 +194,15 @@ def _import_module(use: str, name: str, paths: Sequence[Path]) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise PluginError(f"reward {use}: importing {name} fails: {_last(error)}") from error
+        raise PluginError(f"reward {use}: importing {name} fails: {_last(error)}", _import_hint(error)) from error
+
+
+def _import_hint(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"install it beside streamrl: {sys.executable} -m pip install {package}, if its package has that name"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised in {frame.filename}, line {frame.lineno}; streamrl --debug shows the traceback"
 
 
 def _build(target: Callable[..., Any], spec: RewardSpec) -> Any:
@@ -213,9 +228,11 @@ def _check_signature(call: Callable[..., Any], args: dict[str, Any], spec: Rewar
     try:
         inspect.signature(call).bind(None, **args)
     except TypeError as error:
-        raise PluginError(
-            f"reward {spec.use} does not take one sample: {error}", "its signature must be score(sample), args apart"
-        ) from error
+        other = next((name for mark, name in _MARKS.items() if mark in inspect.signature(call).parameters), None)
+        hint = "its signature must be score(sample), args apart"
+        if other is not None:
+            hint = f"is it a function for {other}? then say so with `adapter: {other}`"
+        raise PluginError(f"reward {spec.use} does not take one sample: {error}", hint) from error
     except ValueError:
         return  # no readable signature: the first sample is the check
 

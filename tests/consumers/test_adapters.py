@@ -145,7 +145,7 @@ async def test_results_that_do_not_fit_are_errors(name, error, why):
         ("gsm8k", "trl", {}, "is no function for TRL"),
         ("stateful", "trl", {}, "needs trainer_state: rewards are scored apart from the learner"),
         ("old_style", "trl", {"x": 1}, "takes no x"),
-        ("np", "verl", {}, "is a module"),
+        ("np", "verl", {}, "is of type module"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_start(name, adapter, args, why):

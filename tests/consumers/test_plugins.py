@@ -46,6 +46,12 @@ async def coroutine(sample):
 partial = functools.partial(coroutine)
 callable_object = Callable()
 constant = 3
+
+def of_verl(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def of_trl(prompts, completions, **kwargs):
+    return [1.0] * len(prompts)
 """
 
 
@@ -54,6 +60,7 @@ def folder(tmp_path, monkeypatch):
     name = f"my_rewards_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "raises_at_import.py").write_text("raise ValueError('bad day')")
+    (tmp_path / "imports_another.py").write_text("import no_such_package.inside")
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path, name
     sys.modules.pop(name, None)
@@ -94,12 +101,20 @@ async def test_args_weight_and_name_of_the_run_file(folder):
         ("MODULEs:Good", "there is no module", "did you mean MODULE?"),
         ("nothing_like_it:Good", "there is no module nothing_like_it", "looked in"),
         ("no.such.package:Good", "there is no module no.such.package", "looked in"),
-        ("raises_at_import:Good", "importing raises_at_import fails: ValueError: bad day", ""),
+        (
+            "raises_at_import:Good",
+            "importing raises_at_import fails: ValueError: bad day",
+            "raises_at_import.py, line 1;",
+        ),
         ("MODULE:Abstract", "is abstract", "implement score"),
         ("MODULE:NoScore", "no method score", "add `async def score"),
         ("MODULE:NoSample", "does not take one sample", "score(sample)"),
         ("MODULE:Broken", "cannot be built: RuntimeError: no such judge", ""),
-        ("MODULE:constant", "is a int", "a class or a function"),
+        ("MODULE:constant", "is of type int", "a class or a function"),
+        ("MODULE.Good", "is unknown", "did you mean MODULE:Good?"),
+        ("imports_another:Good", "No module named 'no_such_package'", "-m pip install no_such_package,"),
+        ("MODULE:of_verl", "does not take one sample", "`adapter: verl`"),
+        ("MODULE:of_trl", "does not take one sample", "`adapter: trl`"),
         ("MODULE:", "is no import path", "module:Name"),
         ("../evil:Name", "is no import path", "module:Name"),
     ],
