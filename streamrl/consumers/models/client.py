@@ -221,9 +221,7 @@ class ModelClient:
                 if request.last is not None and request.answered:
                     raise request.last
                 failed_servers().clear()  # nobody else was there in all this time
-                if self._router.busy(request.failed):
-                    raise self._busy(request) from request.last
-                raise self._unavailable() from request.last or next(iter(self._refused.values()), None)
+                raise self._too_late(request) from request.last or next(iter(self._refused.values()), None)
             avoided = request.avoided
             url = self._router.pick(now, avoided)
             if url is not None:
@@ -293,7 +291,7 @@ class ModelClient:
         Raises:
             BadRequest: it refuses the request.
             Lost: it had less time than answers usually take.
-            RewardBusy: most of the time was over before it had the request.
+            RewardUnavailable: most of the time was over before it had the request.
         """
         loop = asyncio.get_running_loop()
         outcome, why, rest = Outcome.CANCELLED, "", None
@@ -306,7 +304,7 @@ class ModelClient:
                 had = loop.time() - flight.began
                 if had < _FAIR_SHARE * request.seconds:
                     outcome = Outcome.CANCELLED
-                    raise self._busy(request) from error
+                    raise self._too_late(request) from request.last or error
                 if had < self._usual:
                     outcome = Outcome.CANCELLED
             rest = error.rest if isinstance(error, BadAnswer) else None
@@ -398,6 +396,10 @@ class ModelClient:
                 max_body=self.config.max_answer,
             )
         return self._sessions[url]
+
+    def _too_late(self, request: _Request) -> RewardUnavailable:
+        """What a request ends with whose time was over before a server had it: they work and are full, or are away."""
+        return self._busy(request) if self._router.busy(request.failed) else self._unavailable()
 
     def _busy(self, request: _Request) -> RewardBusy:
         return RewardBusy(

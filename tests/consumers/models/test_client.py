@@ -187,6 +187,15 @@ async def test_a_server_that_got_a_request_when_its_time_was_almost_over_is_not_
         assert row(client, one).in_flight == 0
 
 
+async def test_when_most_of_the_time_was_spent_on_servers_that_do_not_work_they_are_away_and_not_full(monkeypatch):
+    monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)
+    async with servers(["busy", "hangs"]) as (one,), client_of(one.url) as client:
+        with pytest.raises(RewardUnavailable, match="429") as caught:
+            await ask(client, deadline=1.0)
+        assert not isinstance(caught.value, RewardBusy)
+        assert (len(one.asked), row(client, one).failed) == (2, 0)
+
+
 async def test_a_server_that_had_less_time_than_its_answers_take_is_not_to_blame():
     """As the second try of a judge: it gets what the first one left."""
     async with servers(["well", "hangs"]) as (one,), client_of(one.url) as client:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import itertools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +16,82 @@ from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
+from streamrl.consumers.models.router import Standing, State
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
 from tests.consumers.models.faulty_server import Act, FaultyServer, score_of, servers, serving
 from tests.consumers.models.test_rendering import make_tokenizer
 from tests.consumers.samples import seen
+from tests.queues.ledger_kit import until
 
 LATE, NOBODY, ERROR, NO_ANSWER, REFUSED = "Lost", "RewardUnavailable", "BadAnswer", "WireError", "BadRequest"
 UNCLEAR = "UnclearScore"
-TABLE: dict[str, tuple[list[str], str]] = {
-    "answers nothing within the deadline": (["hangs"], LATE),
-    "refuses the connection": (["gone"], NOBODY),
-    "closes the connection": (["closes"], NOBODY),
-    "breaks off in the middle of its answer": (["half"], NOBODY),
-    "answers 429 or 503": (["busy", "503"], NOBODY),
-    "answers 500 or 502": (["500", "502"], ERROR),
-    "answers 401, 403, 404, 405 or 501": (["401", "403", "404", "405", "501"], NOBODY),
-    "answers 400, 409, 413, 415 or 422": (["400", "409", "413", "415", "422"], REFUSED),
-    "answers half a JSON, or a list": (["half json", "a list"], NO_ANSWER),
-    "answers NaN, infinity, null, text or true": (["nan", "huge number", "null", "text", "true"], NO_ANSWER),
+FAULT, BUSY, RIGHT = "a fault", "busy", "right"
+TABLE: dict[str, tuple[list[str], str, str]] = {
+    "answers nothing within the deadline": (["hangs"], FAULT, LATE),
+    "refuses the connection": (["gone"], FAULT, NOBODY),
+    "closes the connection": (["closes"], FAULT, NOBODY),
+    "breaks off in the middle of its answer": (["half"], FAULT, NOBODY),
+    "answers 429 or 503": (["busy", "503"], BUSY, NOBODY),
+    "answers 401, 403, 404, 405 or 501": (["401", "403", "404", "405", "501"], FAULT, NOBODY),
+    "answers 500 or 502": (["500", "502"], FAULT, ERROR),
+    "answers half a JSON, or a list": (["half json", "a list"], FAULT, NO_ANSWER),
+    "answers NaN, infinity, null, text or true": (["nan", "huge number", "null", "text", "true"], FAULT, NO_ANSWER),
     "answers in another shape": (
         ["no data", "other data", "wrong shape", "no list", "empty list", "error in 200"],
+        FAULT,
         NO_ANSWER,
     ),
-    "answers with several numbers, and `label` does not say which": (["several"], UNCLEAR),
-    "answers more than `max_answer`": (["too long"], NO_ANSWER),
+    "answers with several numbers, and `label` does not say which": (["several"], FAULT, UNCLEAR),
+    "answers more than `max_answer`": (["too long"], FAULT, NO_ANSWER),
+    "answers 400, 409, 413, 415 or 422": (["400", "409", "413", "415", "422"], RIGHT, REFUSED),
 }
-CASES = [(act, end) for acts, end in TABLE.values() for act in acts]
+CASES = [(act, to_router, end) for acts, to_router, end in TABLE.values() for act in acts]
 SAMPLES = 6
 PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
 
 
-async def scored(urls: list[str], model: Path, deadline: float, samples: int, attempts: int = 2) -> list[Any]:
-    """What becomes of some samples, one after the other."""
+async def scored(
+    *asked: FaultyServer,
+    model: Path,
+    deadline: float,
+    samples: int,
+    attempts: int = 2,
+    begun: Callable[[], Awaitable[object]] | None = None,
+) -> tuple[list[Any], str]:
+    """What becomes of some samples, one after the other, and what the first server is to the router then.
+
+    Args:
+        asked: the servers.
+        model: directory of the tokenizer.
+        deadline: of an attempt.
+        samples: number of them.
+        attempts: of each.
+        begun: what happens once all servers work.
+    """
     keys = {
         "name": "t",
         "rewards": [{"use": "reward_model", "args": {"model": "critic"}}],
-        "reward_models": {"critic": {"url": urls, "model": str(model), "max_answer": 100_000}},
+        "reward_models": {"critic": {"url": [one.url for one in asked], "model": str(model), "max_answer": 100_000}},
         "reward_worker": {"deadline": deadline, "attempts": attempts, "backoff": 0.001},
     }
     config = RunConfig.model_validate(keys)
     found: list[Any] = []
+    rows: list[Standing] = []
     async with open_models(config) as models, open_scorer(config, RewardContext(config, model, models)) as scorer:
+        client = models["critic"]
+        await until(lambda: [row.state for row in client.standings()] == [State.SERVING] * len(asked))
+        if begun is not None:
+            await begun()
         for index in range(samples):
             try:
                 found.append((await scorer.score(seen(f"It is {index}."))).value)
             except ScoringFailed as error:
                 found.append(error)
-        assert all(row.in_flight == 0 for row in models["critic"].standings())
-    return found
+        rows = client.standings()
+    assert all(row.in_flight == 0 for row in rows)
+    if rows[0].failed:
+        return found, FAULT
+    return found, BUSY if rows[0].why else RIGHT
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +101,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache  # it would keep the loop from the samples of other servers
 def ids_of(model: Path, count: int) -> list[list[int]]:
     renderer = Renderer.load(str(model))
     return [renderer.ids(seen(f"It is {index}.")) for index in range(count)]
@@ -80,53 +113,67 @@ def but_well_at_first(act: str, model: Path) -> Act:
     return lambda ids: act if ids in samples else "well"
 
 
-async def gone() -> str:
-    """The URL of a server that was there."""
-    async with serving(FaultyServer()) as one:
-        return one.url
-
-
 async def test_alone_a_server_that_fails_gives_no_score(model):
     """All at once: most of them go on until their deadline."""
     async with asyncio.TaskGroup() as tasks:
-        for act, end in CASES:
-            tasks.create_task(fails_alone(model, act, end), name=act)
+        for act, to_router, end in CASES:
+            tasks.create_task(fails_alone(model, act, to_router, end), name=act)
 
 
-async def fails_alone(model: Path, act: str, end: str) -> None:
-    deadline, attempts = (5.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
-    async with servers([but_well_at_first(act, model)]) as (one,):
-        url = await gone() if act == "gone" else one.url
-        (failed,) = await scored([url], model, deadline, 1, attempts)
+async def fails_alone(model: Path, act: str, to_router: str, end: str) -> None:
+    deadline, attempts = (10.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(serving(FaultyServer([but_well_at_first(act, model)])))
+        leaves = stack.aclose if act == "gone" else None
+        (failed,), was = await scored(one, model=model, deadline=deadline, samples=1, attempts=attempts, begun=leaves)
         asked = [ids for ids in one.asked if ids in ids_of(model, 1)]
     assert isinstance(failed, ScoringFailed), f"{act}: a failure is never a number"
     assert failed.message.startswith(end), act
+    assert was == to_router, act
     if end == REFUSED:
         assert len(asked) == 1, act
     elif attempts == 2:
         assert len(asked) == 2, f"{act}: once in each attempt"
 
 
-OTHERS = [(act, end) for act, end in CASES if end != REFUSED]
-
-
-@pytest.mark.parametrize(("act", "end"), OTHERS, ids=[act for act, _ in OTHERS])
-async def test_beside_a_server_that_works_one_that_fails_costs_no_sample(model, act, end):
+@pytest.mark.parametrize(("act", "to_router", "end"), CASES, ids=[act for act, _, _ in CASES])
+async def test_beside_a_server_that_works_one_that_fails_costs_no_sample(model, act, to_router, end):
+    """Unless it refuses the sample: then nobody else is asked."""
     deadline = 3.0 if end == LATE else 60.0  # two attempts: the one that hangs, and the one that goes elsewhere
-    async with servers([but_well_at_first(act, model)], ["well"]) as (bad, good):
-        urls = [await gone() if act == "gone" else bad.url, good.url]
-        assert await scored(urls, model, deadline, SAMPLES) == [score_of(ids) for ids in ids_of(model, SAMPLES)]
-        assert len(good.asked) >= SAMPLES // 2
-        assert act == "gone" or [ids for ids in bad.asked if ids in ids_of(model, SAMPLES)], "it was asked, and failed"
+    async with contextlib.AsyncExitStack() as stack:
+        (good,) = await stack.enter_async_context(servers(["well"]))
+        mortal = await stack.enter_async_context(contextlib.AsyncExitStack())
+        bad = await mortal.enter_async_context(serving(FaultyServer([but_well_at_first(act, model)])))
+        leaves = mortal.aclose if act == "gone" else None
+        found, was = await scored(bad, good, model=model, deadline=deadline, samples=SAMPLES, begun=leaves)
+    samples = ids_of(model, SAMPLES)
+    asked = [ids for ids in bad.asked if ids in samples]
+    assert was == to_router
+    assert act == "gone" or asked, "it was asked, and failed"
+    refused = asked if end == REFUSED else []
+    assert [ids for ids in good.asked if ids in samples] == [ids for ids in samples if ids not in refused]
+    for ids, end_of_sample in zip(samples, found, strict=True):
+        if ids in refused:
+            assert end_of_sample.message.startswith(end)
+        else:
+            assert end_of_sample == score_of(ids)
+
+
+def row_of(fault: str, to_router: str, end: str) -> str:
+    """The line of the page about a fault."""
+    routers = {
+        LATE: "a fault; none if it had less time than its answers usually take",
+        REFUSED: "right: the request is refused",
+    }
+    router = routers.get(end, "busy: it rests" if to_router == BUSY else to_router)
+    beside = {LATE: "the next attempt goes there", REFUSED: "`BadRequest`, nobody else is asked"}.get(end, "the score")
+    more = {NOBODY: ", after going on until the deadline", REFUSED: ", no other attempt"}.get(end, "")
+    return f"| {fault} | {router} | {beside} | `{end}`{more} |"
 
 
 def test_the_table_of_the_documentation_is_this_one():
-    rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    first = rows.index("| a server | is to the router | beside a server that works | alone, the attempt ends with |")
-    found = {}
-    for row in rows[first + 1 : first + 1 + len(TABLE)]:
-        fault, _, beside, alone = (cell.strip() for cell in row.strip("| ").split(" | "))
-        found[fault] = (beside, alone.split("`")[1])
-    others = {LATE: "the next attempt goes there", REFUSED: "`BadRequest`, nobody else is asked"}
-    assert found == {fault: (others.get(end, "the score"), end) for fault, (_, end) in TABLE.items()}
-    assert rows[first + 1 + len(TABLE)].count(" | ") != rows[first].count(" | "), "and no more of them"
+    lines = PAGE.read_text("utf-8").splitlines()
+    head = "| a server | is to the router | beside a server that works | alone, the attempt ends with |"
+    first = lines.index(head) + 2
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[first:]))
+    assert rows == [row_of(fault, to_router, end) for fault, (_, to_router, end) in TABLE.items()]
