@@ -21,15 +21,15 @@ BUILT_IN: Final[dict[str, str]] = {
     "judge": "streamrl.consumers.judge.reward:Judge",
     "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
 }
-_ASKING: Final = frozenset({"reward_model", "judge"})
-"""Those that ask a model."""
+ASKING: Final = frozenset({"reward_model", "judge"})
+"""Those that ask a model: `args.model` is its name in `reward_models`."""
 
 
 def models_asked(
     rewards: Sequence[RewardSpec], models: Mapping[str, RewardModelConfig]
 ) -> Mapping[str, RewardModelConfig]:
     """The models that some rewards may ask: all, where one of them did not come along, or names no model."""
-    named = {str(spec.args.get("model")) for spec in rewards if spec.use in _ASKING}
+    named = {str(spec.args.get("model")) for spec in rewards if spec.use in ASKING}
     if not all(spec.use in BUILT_IN for spec in rewards) or not named <= models.keys():
         return models
     return {name: model for name, model in models.items() if name in named}

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from streamrl.config import RewardSpec, RewardWorkerConfig, RunConfig
 from streamrl.consumers.adapters import Adapted, adapt
-from streamrl.consumers.built_in import BUILT_IN
-from streamrl.consumers.reward import Reward, RewardLife
+from streamrl.consumers.built_in import ASKING, BUILT_IN
+from streamrl.consumers.reward import Reward, RewardLife, check_model
 from streamrl.errors import ConfigError, PluginError, StreamrlError
 
 GROUP: Final = "streamrl.rewards"
@@ -75,7 +75,8 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
 
     Raises:
         PluginError: a reward cannot be found, imported or built, or does not take one sample.
-        ConfigError: one attempt of each, one gate after the other, takes longer than a sample may be held.
+        ConfigError: a model that is asked is not in `reward_models`; or one attempt of each, one gate after the other,
+            takes longer than a sample may be held.
     """
     paths = [*config.plugin_paths, Path.cwd()]
     for path in map(str, paths):
@@ -83,6 +84,9 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
             sys.path.append(path)
     importlib.invalidate_caches()
     rewards = [_load(spec, config, paths) for spec in config.rewards]
+    for spec in config.rewards:
+        if spec.use in ASKING:
+            check_model(str(spec.args["model"]), config.reward_models)
     _check_deadlines(rewards, config)
     return rewards
 

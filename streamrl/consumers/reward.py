@@ -27,7 +27,7 @@ from __future__ import annotations
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -214,12 +214,21 @@ class RewardContext:
 
     def model(self, name: str) -> AskedModel:
         """The entry of `reward_models` with this name; `ConfigError` when there is none."""
-        if name not in self.models:
-            close = difflib.get_close_matches(name, self.models, n=1)
-            known = ", ".join(self.models) or "none"
-            hint = f"did you mean {close[0]}?" if close else f"reward_models has: {known}"
-            raise ConfigError(f"there is no reward model {name!r}", hint)
+        check_model(name, self.models)
         return self.models[name]
+
+
+def check_model(name: str, known: Iterable[str]) -> None:
+    """See that `reward_models` has a model.
+
+    Raises:
+        ConfigError: there is none with this name among the `known` ones.
+    """
+    names = list(known)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"reward_models has: {', '.join(names) or 'none'}"
+        raise ConfigError(f"there is no reward model {name!r}", hint)
 
 
 class RewardLife:

@@ -4,7 +4,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers.plugins import load_rewards
-from streamrl.errors import PluginError
+from streamrl.errors import ConfigError, PluginError
 from tests.consumers.samples import seen
 
 MODULE = """
@@ -152,3 +152,13 @@ def test_plugin_directories_come_after_what_is_installed(folder):
     (folder[0] / "json.py").write_text("raise RuntimeError('shadowed')")
     load(folder, {"use": f"{folder[1]}:Good"})
     assert sys.path.index(str(folder[0])) > 0
+
+
+@pytest.mark.parametrize("use", ["judge", "reward_model"])
+def test_a_model_that_the_run_file_does_not_have_is_refused_before_anything_runs(use):
+    model = {"kind": "openai", "model": "any", "url": ["http://127.0.0.1:9"]}
+    asked = {"use": use, "args": {"model": "critc"}}
+    config = RunConfig.model_validate({"rewards": [asked], "reward_models": {"critic": model}})
+    with pytest.raises(ConfigError, match="no reward model 'critc'") as caught:
+        load_rewards(config)
+    assert caught.value.hint == "did you mean critic?"
