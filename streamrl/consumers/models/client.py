@@ -173,7 +173,6 @@ class ModelClient:
             logger.info("reward server added", extra={"model": self.name, "url": url})
         for url in removed:
             logger.info("reward server leaves", extra={"model": self.name, "url": url})
-            self._refused.pop(url, None)
         for url in [url for url in self._sessions if url not in self._router.known]:
             await self._sessions.pop(url).close()
         if removed:
@@ -221,7 +220,7 @@ class ModelClient:
                 if request.last is not None and request.answered:
                     raise request.last
                 failed_servers().clear()  # nobody else was there in all this time
-                raise self._too_late(request) from request.last or next(iter(self._refused.values()), None)
+                raise self._too_late(request) from request.last or self._refusal()
             avoided = request.avoided
             url = self._router.pick(now, avoided)
             if url is not None:
@@ -299,6 +298,7 @@ class ModelClient:
             found = (read(await self._answer(request, flight)),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             error.message = without(error.message, self._api_key)
+            error.args = (error.message, error.hint)
             outcome, why = _outcome(error), error.message
             if isinstance(error, Lost) and error.late:
                 had = loop.time() - flight.began
@@ -366,13 +366,14 @@ class ModelClient:
     async def _check(self, url: str) -> None:
         """Check the health of one server; a check that fails is no error of ours."""
         why = ""
-        self._refused.pop(url, None)
         try:
             await self._session(url).call(self._health, HEALTH_SECONDS, retry=False)
         except (Unreachable, BadRequest, WireError) as error:
             why = error.message
             if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
-                self._refused[url] = error  # it gets no requests that would find this out
+                self._refused[url] = error
+        if not why:
+            self._refused.pop(url, None)
         now = asyncio.get_running_loop().time()
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
@@ -396,6 +397,10 @@ class ModelClient:
                 max_body=self.config.max_answer,
             )
         return self._sessions[url]
+
+    def _refusal(self) -> BadAnswer | None:
+        """What a server said whose health check wants another key: it gets no request that could find this out."""
+        return next((error for url, error in self._refused.items() if url in self._router.urls), None)
 
     def _too_late(self, request: _Request) -> RewardUnavailable:
         """What a request ends with whose time was over before a server had it: they work and are full, or are away."""
