@@ -75,8 +75,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.loop = asyncio.new_event_loop()
-        # a rewrite of the append-only file outlives its server for a moment
-        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.folder = tempfile.TemporaryDirectory()
         self.redis = RedisRun(Path(self.folder.name) / "run", find_version(self.version))
         self.redis.start()
         self.stack = contextlib.AsyncExitStack()
