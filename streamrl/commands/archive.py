@@ -13,7 +13,7 @@ from streamrl.commands import output
 from streamrl.commands.archive_rows import Format, export_rows
 from streamrl.commands.rundir import find_run
 from streamrl.errors import ConfigError, ExitCode, UsageError, WireError
-from streamrl.monitor.lines import duration, size
+from streamrl.monitor.lines import date_time, duration, size
 from streamrl.queues.archived import ArchivedGroup, ArchiveReading, archive_files, read_archive
 from streamrl.queues.recording import read_file
 
@@ -38,7 +38,7 @@ def ls(chosen: Path | None, source: Path | None, *, json: bool) -> int:
         return code
     for found in files:
         kind = "held-out groups" if found["evaluation"] else "groups"
-        when = f"{_day(found['from'])} to {_day(found['to'])}" if found["from"] else "time unknown"
+        when = f"{date_time(found['from'])} to {date_time(found['to'])}" if found["from"] else "time unknown"
         line = f"{found['file']}  {size(found['bytes'])}  {found['groups']} {kind}  {found['samples']} samples  {when}"
         output.write(line + (f"  DAMAGED: {found['problem']}" if found["problem"] else ""))
     return code
@@ -134,7 +134,3 @@ def note_problems(reading: ArchiveReading) -> None:
     """Say on stderr what of an archive could not be read."""
     for problem in reading.problems:
         output.note(f"warning: {problem}")
-
-
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

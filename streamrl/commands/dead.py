@@ -13,7 +13,7 @@ from streamrl.commands.attach import ledgers
 from streamrl.commands.letters import letter_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
-from streamrl.monitor.lines import printable
+from streamrl.monitor.lines import date_time, printable
 from streamrl.queues.records import DeadLetter, ReplayOutcome
 
 LIST_SCHEMA = "streamrl.dead/1"
@@ -33,7 +33,7 @@ def ls(chosen: Path | None, *, limit: int, evaluation: bool, json: bool) -> int:
         who = "whole group" if letter.sample is None else f"sample {letter.sample}"
         output.write(f"{letter.entry:18}  group {letter.gid}  {who}  {letter.stage}  {printable(letter.why)}")
     if len(letters) > len(shown):
-        output.note(f"{len(letters) - len(shown)} more; -n shows them")
+        output.note(f"{len(letters) - len(shown)} more; -n {len(letters)} shows all")
     if not letters:
         output.note("no dead letters")
     return 0
@@ -49,7 +49,7 @@ def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> in
         return 0
     for key, value in data.items():
         if key not in ("detail", "prompt") and value is not None:
-            output.write(f"{key:10}  {value}")
+            output.write(f"{key:10}  {date_time(value) if key == 'at' else value}")
     for key, value in (data["prompt"] or {}).items():
         output.write(f"prompt {key}  {value!r}")
     if letter.detail:

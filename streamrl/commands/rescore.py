@@ -117,6 +117,7 @@ def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
         output.write("\n".join(report(data, comparison, options.threshold)))
     if options.picture is not None and comparison is not None:
         draw(options.picture, options.into, comparison, outcome.old, outcome.new)
+        output.note(f"wrote {options.picture}")
     return int(ExitCode.FAILURE if outcome.failures or problems else ExitCode.OK)
 
 

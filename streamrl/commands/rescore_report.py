@@ -68,7 +68,7 @@ def _two(value: float | None) -> str:
 def _histogram(bins: Sequence[Bin]) -> list[str]:
     most = max(max(each.old, each.new) for each in bins)
     labels = [f"{each.low:.4g}" if each.low == each.high else f"{each.low:.3g} .. {each.high:.3g}" for each in bins]
-    width = max(map(len, labels))
+    width = max(map(len, ["score", *labels]))
     lines = [f"{'score':{width}}  {'old':{_BAR + 8}} new"]
     for label, each in zip(labels, bins, strict=True):
         sides = [f"{bar(count / most, _BAR)} {count:<7}" for count in (each.old, each.new)]

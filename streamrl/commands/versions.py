@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +12,7 @@ from streamrl.commands import output
 from streamrl.commands.attach import live_probe
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import Unreachable, UsageError
+from streamrl.monitor.lines import date_time
 from streamrl.queues.rollback import Request, parse
 from streamrl.queues.snapshot import take
 
@@ -200,7 +200,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _at(row: dict[str, Any]) -> str:
-    return "" if row["at"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"]))
+    return "" if row["at"] is None else date_time(row["at"])
 
 
 def _bytes(row: dict[str, Any]) -> str:

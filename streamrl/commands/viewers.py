@@ -87,7 +87,9 @@ def describe(event: Event) -> tuple[str, bool]:
         if record.get("level") in _LOUD:
             # What ended a role stands in the supervisor's own line.
             details = ("server", "why") if record["level"] == "warning" else ("server",)
-            words = [str(record.get("event", "")), *(_ends(record[key]) for key in details if record.get(key))]
+            named = " ".join(f"{key} {record[key]}" for key in ("group", "sample") if record.get(key) is not None)
+            what = str(record.get("event", "")) + (f" ({named})" if named else "")
+            words = [what, *(_ends(record[key]) for key in details if record.get(key))]
             return printable(f"{event.role}: {', '.join(words)}"), record["level"] != "warning"
     return "", False
 

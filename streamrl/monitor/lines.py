@@ -66,6 +66,11 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at)) if at > 0 else " " * 8
 
 
+def date_time(at: float) -> str:
+    """Date and time of day here, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def log_line(role: str, at: float, record: Mapping[str, Any], width: int) -> str:
     """Render one record of a role's log: `12:01:33 rollout.0 | WARNING event words key=value`, exception below."""
     level = str(record.get("level", "info")).upper()

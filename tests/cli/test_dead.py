@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from streamrl.monitor.lines import date_time
 from streamrl.queues import embedded, open_ledgers
 
 from .run_kit import admit, cli, data_of, fill, make_run
@@ -35,7 +36,11 @@ async def test_ls_and_show_name_group_stage_cause_and_prompt(live_run: Path):
     shown = (await run("dead", "show", some, "--run", str(live_run))).stdout
     assert "line two" in shown
     assert "\x1b" not in shown
-    assert len((await run("dead", "ls", "-n", "1", "--run", str(live_run))).stdout.splitlines()) == 1
+    assert date_time(data["at"]) in shown
+    count = len(await letters(live_run))
+    first = await run("dead", "ls", "-n", "1", "--run", str(live_run))
+    assert len(first.stdout.splitlines()) == 1
+    assert f"{count - 1} more; -n {count} shows all" in first.stderr
 
 
 async def test_a_letter_that_is_not_there_is_2(live_run: Path):

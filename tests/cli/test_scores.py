@@ -325,7 +325,8 @@ def test_a_picture_where_there_is_matplotlib(run_dir, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     out = tmp_path / "both.png"
     arguments = ("--reward", "rescore_rewards:Longest", "--into", "drawn", "--picture", str(out))
-    assert rescore(run_dir, *arguments).returncode == 0
+    done = rescore(run_dir, *arguments)
+    assert (done.returncode, f"wrote {out}" in done.stderr) == (0, True)
     assert out.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr("streamrl.commands.rescore_report.find_spec", lambda name: None)
     done = rescore(run_dir, *arguments)

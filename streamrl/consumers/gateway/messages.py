@@ -84,7 +84,8 @@ def parse(data: bytes, kind: type[_Request]) -> _Request:
     try:
         request = msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        fields = ", ".join(kind.__struct_fields__)
+        inside = kind is ScoresRequest and "`$.scores[" in str(error)
+        fields = ", ".join((Posted if inside else kind).__struct_fields__)
         raise Refusal(422, "invalid", str(error), f"fields: {fields}; see docs/rewards.md, the gateway") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refusal(400, "no_json", f"the body is no JSON: {error}", "send one JSON object") from error

@@ -159,6 +159,7 @@ async def test_a_mistake_changes_nothing_and_is_explained(tmp_path):
             error = await program.error(422, "POST", "/v1/scores", {"scores": [good, bad]})
             assert error["code"] == "invalid"
             assert said in error["message"]
+            assert "either" in said or "value, parts, tokens" in error["hint"]
         for raw, status in [
             (b'{"scores": [{"lease": "%s", "value": NaN}]}' % lease.encode(), 400),
             (b'{"scores": [{"lease": "%s", "value": 1e999}]}' % lease.encode(), 422),
