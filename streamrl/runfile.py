@@ -119,7 +119,8 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{origin} {key}: {parent} is no section", _SCHEMA_HINT)
+            hint = f"{parent} is a list, which is set as a whole" if isinstance(child, list) else _SCHEMA_HINT
+            raise ConfigError(f"{origin} {key}: {parent} is no section", hint)
         node = child
     node[last] = value
     origins[key] = origin

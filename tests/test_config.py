@@ -160,3 +160,10 @@ def test_saved_configuration_reads_back_the_same(tmp_path: Path):
     (tmp_path / "run.json").write_text('{"config": {"unknown": 1}, "origins": {}}')
     with pytest.raises(ConfigError, match="does not fit"):
         read_saved(tmp_path / "run.json")
+
+
+def test_an_entry_of_a_list_cannot_be_set_alone(tmp_path: Path):
+    path = write(tmp_path, "rewards: [{use: exact_match}]")
+    with pytest.raises(ConfigError, match="rewards is no section") as caught:
+        load(path, ["rewards.0.weight=2"], {})
+    assert caught.value.hint == "rewards is a list, which is set as a whole"

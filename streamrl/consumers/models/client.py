@@ -327,7 +327,8 @@ class ModelClient:
         try:
             answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
             if not isinstance(answer, dict):
-                raise WireError(f"{flight.url}{request.call.path} answered no JSON object: {str(answer)[:100]!r}")
+                what = "text (its Content-Type names no JSON)" if isinstance(answer, str) else "no JSON object"
+                raise WireError(f"{flight.url}{request.call.path} answered {what}: {str(answer)[:100]!r}")
             used = used_tokens(answer, request.tokens)
         except BadAnswer as error:
             used = 0 if error.status in _NOT_NOW else used

@@ -81,6 +81,8 @@ class FaultyServer:
         match act:
             case "well":
                 return web.Response(body=whole, content_type="application/json")
+            case "text":
+                return web.Response(body=whole, content_type="text/plain")
             case "held" | "hangs":
                 await self.let_go.wait()
                 return web.Response(body=whole, content_type="application/json")

@@ -344,6 +344,12 @@ async def test_servers_that_stay_busy_are_no_failure_of_the_sample():
         assert not isinstance(caught.value, RewardBusy)
 
 
+async def test_json_that_is_said_to_be_text_is_refused_with_the_reason():
+    async with servers(["text"]) as (one,), client_of(one.url) as client:
+        with pytest.raises(WireError, match="Content-Type names no JSON"):
+            await ask(client, deadline=1.0)
+
+
 async def test_an_ejected_server_comes_back_through_one_request():
     async with servers(["500", "500", "500", "held", "well"]) as (one,), client_of(one.url) as client:
         for _ in range(3):
