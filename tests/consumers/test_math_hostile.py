@@ -1,8 +1,6 @@
 """Responses that want all of the time or the memory of the host, or whatever breaks a parser."""
 
 import asyncio
-import contextlib
-from pathlib import Path
 
 import pytest
 
@@ -55,30 +53,16 @@ HOSTILE = {
 }
 
 
-async def watch(rule: MathAnswer, peaks: dict[int, int]) -> None:
-    """Note the largest address space that each process of the rule ever had."""
-    while True:
-        for process in {*rule._pool._idle, *rule._pool._busy}:
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-                    if line.startswith("VmPeak"):
-                        peaks[process.pid] = int(line.split()[1]) << 10
-        await asyncio.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_hostile_responses_are_wrong_and_nothing_else_happens():
-    """No input gets more than 0 or spoils the next one, no process has more than its memory, and all ends are counted.
+    """No input gets more than 0 or spoils the next one, and all ends are counted.
 
-    How much processor time a call can take at most is seen in `test_processes.py`.
+    How much processor time and memory a call can take at most is seen in `test_processes.py`.
     """
     assert len(HOSTILE) > 30
-    peaks: dict[int, int] = {}
     async with opened(MathAnswer(seconds=0.5, memory_mib=MEMORY >> 20, processes=2)) as rule, asyncio.timeout(350):
-        watcher = asyncio.create_task(watch(rule, peaks))
         scores = await asyncio.gather(*(rule.score(seen(text, "42")) for text in HOSTILE.values()))
-        watcher.cancel()
         assert (await rule.score(seen("$42$", "42"))).value == 1.0
         counts = rule.counts()
     found = dict(zip(HOSTILE, scores, strict=True))
@@ -87,7 +71,6 @@ async def test_hostile_responses_are_wrong_and_nothing_else_happens():
     assert {"tower in a box", "factorials of factorials"} <= set(expensive), expensive
     assert counts["too_long"] + counts["too_large"] == len(expensive)
     assert counts["lost"] == 0
-    assert max(peaks.values()) <= MEMORY
 
 
 @pytest.mark.parametrize("name", ["tower", "deep parentheses", "control characters", "unfinished LaTeX"])

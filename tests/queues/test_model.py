@@ -476,4 +476,4 @@ TestLedgerOn70.settings = thorough(8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [LedgerMachine, LedgerMachine70])
 def test_the_ledger_thoroughly(machine):
-    run_state_machine_as_test(machine, settings=thorough(100))
+    run_state_machine_as_test(machine, settings=thorough(50))

@@ -101,4 +101,4 @@ TestWholeOn70.settings = thorough(8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [WholeMachine, WholeMachine70])
 def test_whole_groups_thoroughly(machine):
-    run_state_machine_as_test(machine, settings=thorough(40))  # the other rules have a hundred in test_model
+    run_state_machine_as_test(machine, settings=thorough(40))  # the other rules have more in test_model
