@@ -13,15 +13,14 @@ import orjson
 import psutil
 import pytest
 
-from streamrl import wire
 from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ExitCode
 from streamrl.queues import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from streamrl.runtime.instance import State
 from streamrl.runtime.plan import plan
-from tests.consumers.samples import prompt, response
-from tests.queues.ledger_kit import admit, faults, lease
+from tests.consumers.worker_kit import put, until_closed
+from tests.queues.ledger_kit import faults
 from tests.runtime.test_supervisor import Run
 
 REWARDS = Path(__file__).parent.parent / "consumers"
@@ -102,12 +101,7 @@ def test_what_a_restart_cannot_mend_is_said_and_has_its_exit_code(redis_run, tmp
 
 def test_the_second_sigterm_cancels_and_sigusr1_shows_the_stacks(redis_run, tmp_path):
     config = save_run(make_config(redis_run.config, "rewards_for_tests:waits_in_the_middle"), redis_run.run_dir)
-
-    async def put():
-        async with open_ledgers(config, redis_run.run_dir) as ledgers:
-            await put_group(ledgers.train, 0, ["a"], metadata={"folder": str(tmp_path)})
-
-    asyncio.run(put())
+    asyncio.run(put_one(config, redis_run.run_dir, tmp_path))
     with role("reward", redis_run.run_dir) as (process, status, _):
         assert status.readline() == "READY=1\n"
         end = time.monotonic() + 30
@@ -135,12 +129,7 @@ def test_a_role_ends_when_its_lifeline_is_cut(redis_run):
 def test_a_role_that_hangs_without_its_supervisor_is_killed_after_the_grace(redis_run, tmp_path):
     config = make_config(redis_run.config, "rewards_for_tests:waits_in_the_middle", supervisor={"term_grace": 0.3})
     save_run(config, redis_run.run_dir)
-
-    async def put():
-        async with open_ledgers(config, redis_run.run_dir) as ledgers:
-            await put_group(ledgers.train, 0, ["a"], metadata={"folder": str(tmp_path)})
-
-    asyncio.run(put())
+    asyncio.run(put_one(config, redis_run.run_dir, tmp_path))
     with role("reward", redis_run.run_dir) as (process, _, line):
         end = time.monotonic() + 30
         while not list(tmp_path.glob("in-*")):
@@ -157,17 +146,10 @@ def test_a_wrong_command_line_is_usage():
     assert done.returncode == ExitCode.USAGE
 
 
-async def put_group(ledger, cursor, texts, **fields):
-    await admit(ledger, cursor, samples=len(texts), prompt=wire.encode(prompt(**fields)))
-    (held,) = await lease(ledger, "prompts")
-    for number, text in enumerate(texts):
-        assert await ledger.emit(held, number, wire.encode(response(text)))
-
-
-async def until_closed(ledger, gid, seconds=60):
-    async with asyncio.timeout(seconds):
-        while gid not in await ledger.closed():
-            await ledger.wait_closed(0.2)
+async def put_one(config, run_dir, folder):
+    """A group of one sample, which waits in the middle."""
+    async with open_ledgers(config, run_dir) as ledgers:
+        await put(ledgers.train, 0, ["a"], metadata={"folder": str(folder)})
 
 
 def supervised(config, run_dir, *kinds, **supervisor):
@@ -189,8 +171,8 @@ async def test_redis_that_is_killed_comes_back_with_its_data_and_the_worker_ride
         await run.until(lambda: run.now("reward.0") is State.READY)
         async with open_ledgers(config, run_dir) as ledgers:
             for cursor in range(3):
-                await put_group(ledgers.train, cursor, ["4", "5"])
-                await until_closed(ledgers.train, cursor)
+                await put(ledgers.train, cursor, ["4", "5"])
+                await until_closed(ledgers.train, [cursor])
                 redis = run.pid("redis")
                 os.kill(redis, signal.SIGKILL)
                 await run.until(lambda redis=redis: run.now("redis") is State.READY and run.pid("redis") != redis)
@@ -212,8 +194,8 @@ async def test_a_reward_that_blocks_the_loop_is_killed_until_its_sample_is_dead(
     async with supervised(config, run_dir, "redis", "reward", liveness_deadline=2.5) as run:
         await run.until(lambda: run.now("reward.0") is State.READY)
         async with open_ledgers(config, run_dir) as ledgers:
-            await put_group(ledgers.train, 0, ["fine", "block", "fine"])
-            await until_closed(ledgers.train, 0)
+            await put(ledgers.train, 0, ["fine", "block", "fine"])
+            await until_closed(ledgers.train, [0], seconds=100)  # three times silence, death and start
             group = await ledgers.train.read_group(0)
             assert (set(group.samples), set(group.causes)) == ({0, 2}, {1})
     log = (run_dir / "logs" / "reward.0.jsonl").read_text()
