@@ -271,8 +271,8 @@ class Play:
         """A process takes work and is never heard of again."""
         for stream in (self.train.keys.prompts, self.train.keys.rollouts):
             name = f"killed-{uuid4().hex[:8]}"
-            command = ("XREADGROUP", "GROUP", GROUP, name, "COUNT", 1, "BLOCK", 50, "STREAMS", stream, ">")
-            self.counts["killed"] += bool(await self.ledgers.connection.block(*command, milliseconds=50))
+            command = ("XREADGROUP", "GROUP", GROUP, name, "COUNT", 1, "BLOCK", 500, "STREAMS", stream, ">")
+            self.counts["killed"] += bool(await self.ledgers.connection.block(*command, milliseconds=500))
 
     async def look_after_the_dead(self) -> None:
         """Replay the oldest dead group, drop all other letters."""
