@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import yaml
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
+from streamrl.commands.attach import ledgers, live_probe
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
 from streamrl.consumers.built_in import BUILT_IN, models_asked
-from streamrl.errors import UsageError
+from streamrl.errors import Unreachable, UsageError
 from streamrl.monitor.lines import printable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ async def opened(
     Raises:
         BaseExceptionGroup: around what the block raises.
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
-        Unreachable: the Redis of the run does not answer, and it is asked.
+        Unreachable: the Redis of the run does not answer, and it is asked; or the run does not run.
     """
     from streamrl.consumers.patience import PatientScorer
     from streamrl.consumers.reward import RewardContext
@@ -101,7 +101,8 @@ async def opened(
 
     async with contextlib.AsyncExitStack() as stack:
         found: Ledgers | None = None
-        if run is not None and started_models(config):
+        if run is not None and (lacking := started_models(config)):
+            _expect_running(run, config, lacking[0])
             found = await stack.enter_async_context(ledgers(run))
         models = await stack.enter_async_context(models_of(config, found))
         context = RewardContext(config=config, run_dir=run_dir, models=models)
@@ -110,6 +111,22 @@ async def opened(
         telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="who is waited for")
         yield scorer
         telling.cancel()
+
+
+def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
+    """See that a run whose servers are asked is there: without its own Redis none of them is.
+
+    Raises:
+        Unreachable: it is not, and the rewards, which came along, ask a model.
+    """
+    probe = live_probe(run)
+    if probe is not None:
+        probe.close()
+    elif all_built_in(config):  # nobody knows whether a reward of somebody else asks it
+        raise Unreachable(
+            f"run {run.name} is not running, and with it the servers of reward_models.{model}",
+            "do this while it runs, or give the model a url in a file for --file",
+        )
 
 
 def started_models(config: RunConfig) -> list[str]:

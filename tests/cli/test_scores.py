@@ -321,6 +321,18 @@ def test_nothing_since_then_is_said(run_dir):
     assert "nothing to compare" in done.stdout
 
 
+def test_the_servers_of_a_run_that_does_not_run_are_not_waited_for(run_dir, tmp_path):
+    file = tmp_path / "asks.yaml"
+    file.write_text(
+        "rewards: [{use: reward_model, args: {model: critic}}]\nreward_models: {critic: {model: any/one}}\n"
+    )
+    done = rescore(run_dir, "--file", str(file), "--into", "asked")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert "run demo is not running, and with it the servers of reward_models.critic" in done.stderr
+    own = ("--file", str(file), "--set", f"plugin_paths=[{HERE}]", "--reward", "rescore_rewards:Longest")
+    assert rescore(run_dir, *own, "--into", "own").returncode == 0
+
+
 def test_a_picture_where_there_is_matplotlib(run_dir, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     out = tmp_path / "both.png"
