@@ -72,10 +72,10 @@ $(CROSSCHECKED):
 test: setup
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu"
 
-# Servers and chaos want the machine for themselves: alone, and not in parallel.
+# Chaos wants the machine for itself.
 test-slow: environments crosscheck
 	$(BIN)/pytest -n $(WORKERS) -m "slow and not chaos and not engines and not gpu"
-	$(BIN)/pytest -m "engines and not gpu"
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "engines and not gpu"
 	$(BIN)/pytest -m "chaos and not engines and not gpu"
 
 test-all: test test-slow

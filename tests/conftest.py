@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.by_server import ByServer
 from tests.redis_kit import RedisRun
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
+    """With `--dist loadscope` a scope is a server."""
+    return ByServer(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.fixture
