@@ -149,9 +149,8 @@ async def test_a_text_that_is_too_long_is_refused_and_the_server_goes_on(live):
         assert (await reward.score(seen("4"))).value == pytest.approx(live.judge.numbers("2 + 2 =", "4")[0], abs=CLOSE)
 
 
+@pytest.mark.parametrize("live", ["vllm"], indirect=True)  # SGLang serves one model under any name
 async def test_a_model_of_another_name_is_refused_at_the_start(live, monkeypatch):
-    if live.kind != "vllm":
-        pytest.skip("SGLang serves one model under any name")
     monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
     with pytest.raises(ConfigError, match="answered 404"):
         async with live.reward(live.keys(model="another"), label=0, tokenizer=str(live.model)):

@@ -22,7 +22,7 @@ from streamrl.producers.servers.vllm import PLUGIN
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
-CLOSE = 0.04  # of log-probabilities in bfloat16: one of some thousand is off by 0.02, and other weights move most by tenths
+CLOSE = 0.04  # of log-probabilities in bfloat16; one of a thousand is off by 0.02, other weights move most by 0.5
 PROMPT = [5, 6, 7, 8, 9] * 8
 FAULT = """
 import os
