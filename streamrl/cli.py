@@ -75,12 +75,22 @@ class Stage(StrEnum):
 RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file.")]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from streamrl.commands.version import version as command
+
+        raise typer.Exit(command(json=False))
+
+
 @app.callback()
 def options(
     colour: Annotated[
         ColourChoice, typer.Option("--color", envvar="STREAMRL_COLOR", help="Colour on stdout and stderr.")
     ] = ColourChoice.auto,
     debug: Annotated[bool, typer.Option("--debug", envvar="STREAMRL_DEBUG", help="Tracebacks of errors.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="As the command `version`.")
+    ] = False,
 ) -> None:
     """Asynchronous, off-policy, streaming reinforcement learning of language models."""
     from streamrl.commands.output import choose_colour

@@ -119,6 +119,7 @@ class RewardCalls:
         self._counts = life.counts
         self._concurrency = spec.concurrency or life.concurrency
         self._room = life.room
+        self._away = life.away
         self._places = Places(lambda: self.places)
         self._circuit_moved = asyncio.Event()
 
@@ -127,6 +128,11 @@ class RewardCalls:
         """Calls that may run at the same time now; None: any number."""
         limits = [limit for limit in (self._concurrency, self._room()) if limit is not None]
         return max(1, min(limits)) if limits else None
+
+    @property
+    def away(self) -> str:
+        """Why nobody scores now; empty: somebody does, or nobody has found out yet."""
+        return self.circuit.why if self.circuit.since is not None else utf8(self._away()[:WHY_CHARACTERS])
 
     @property
     def deadline(self) -> float:

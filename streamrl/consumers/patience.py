@@ -73,9 +73,8 @@ class PatientScorer:
             await asyncio.sleep(TELL_SECONDS)
             for calls in self.calls:
                 name, refused = calls.reward.name, calls.figures.failures["unavailable"]
-                if calls.circuit.since is not None:
-                    seconds = time.monotonic() - calls.circuit.since
-                    say(f"waiting for {name}, {seconds:.0f} of at most {self._limit:.0f} s: {calls.circuit.why}")
+                if away := calls.away:
+                    say(f"waiting for {name}, {self._limit:.0f} s at most while nothing is scored: {away}")
                 elif refused > before[name]:
                     say(f"waiting for {name}: those who score are busy")
                 before[name] = refused

@@ -154,6 +154,10 @@ class AskedModel(Protocol):
     def room(self) -> int:
         """Requests that its servers take from this process at the same time, as they are now; at least 1."""
 
+    @property
+    def away(self) -> str:
+        """Why none of its servers can be asked now; empty while one can, or before one was found."""
+
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Mapping[str, Any]:
         """Post `body` as JSON to `path` of a server that can take it, and return its answer.
 
@@ -259,6 +263,10 @@ class RewardLife:
         Never more than `concurrency`, whatever this says. It must be cheap and not fail.
         """
         return None
+
+    def away(self) -> str:
+        """Why nobody can score now, for the screens; empty: somebody can, or it is not known. Cheap; must not fail."""
+        return ""
 
     def counts(self) -> Mapping[str, int]:
         """Counts of its own since the process began, by name; they are shown with the metrics of the reward."""

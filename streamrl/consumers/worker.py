@@ -233,9 +233,10 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
     """The figures of one reward, with what is wrong with it now, in words."""
     line = calls.figures.line()
     trouble = []
-    line["away"] = int(calls.circuit.since is not None)
-    if calls.circuit.since is not None:
-        trouble.append(f"nobody scores: {calls.circuit.why}")
+    away = calls.away
+    line["away"] = int(bool(away))
+    if away:
+        trouble.append(f"nobody scores: {away}")
     if calls.figures.blocked:
         trouble.append(f"held the event loop {calls.figures.blocked}x, up to {calls.figures.blocked_seconds:.1f} s")
     if calls.figures.leaks:

@@ -98,7 +98,9 @@ def test_config_schema_is_a_json_schema():
 def test_version():
     data = data_of(cli("version", "--json").stdout, "streamrl.version/1")
     assert data["streamrl"]
-    assert cli("version").stdout.startswith(f"streamrl {data['streamrl']}\n")
+    said = cli("version").stdout
+    assert said.startswith(f"streamrl {data['streamrl']}\n")
+    assert cli("--version").stdout == said
 
 
 def test_a_password_in_the_url_is_never_shown(tmp_path: Path):

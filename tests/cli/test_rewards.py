@@ -223,7 +223,7 @@ def test_who_cannot_be_had_now_is_waited_for_to_a_limit(folder: tuple[Path, str]
     ended = cli(*reward, "--arg", "looks=1000000", *limits, cwd=folder[0])
     assert (ended.returncode, ended.stdout) == (69, "")
     assert "waiting for" in ended.stderr
-    assert "of at most 3 s: RewardUnavailable: the model is asleep" in ended.stderr
+    assert "3 s at most while nothing is scored: RewardUnavailable: the model is asleep" in ended.stderr
     assert "nothing could be scored for" in ended.stderr
 
 

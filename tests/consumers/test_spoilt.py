@@ -1,10 +1,12 @@
 """Rewards that say what cannot be written down: it costs their samples, and no worker."""
 
+from dataclasses import replace
+
 import orjson
 import pytest
 
 from streamrl import wire
-from streamrl.consumers import Score
+from streamrl.consumers import Reward, Score
 from streamrl.consumers.calls import ScoringFailed, Together
 from streamrl.consumers.worker import line_of
 from streamrl.errors import RewardUnavailable
@@ -70,6 +72,19 @@ async def test_a_circuit_says_why_in_what_can_be_written():
     assert "no ?" in caught.value.message
     assert caught.value.detail.encode()
     assert b"nobody scores: RewardUnavailable: no ?" in orjson.dumps(line_of(calls))
+
+
+def test_a_reward_that_knows_that_nobody_is_there_says_so_before_it_is_asked():
+    class Asks(Reward):
+        def away(self):
+            return f"no {HALF} answers"
+
+        async def score(self, sample):
+            return 1.0
+
+    reward = Asks()
+    line = line_of(calls_of(replace(loaded(reward.score), life=reward)))
+    assert (line["away"], line["trouble"]) == (1, "nobody scores: no ? answers")
 
 
 async def test_counts_that_fail_are_said_once_and_may_recover(caplog):

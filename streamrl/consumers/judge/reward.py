@@ -178,6 +178,10 @@ class Judge(Reward):
             return None
         return max(1, self._model.room // self._requests)
 
+    def away(self) -> str:
+        """Why none of the servers can be asked now."""
+        return "" if self._model is None else self._model.away
+
     async def score(self, sample: RewardSample) -> Score:
         """Ask for the votes on one response, and make one number of them.
 

@@ -119,6 +119,14 @@ class ModelClient:
         """Requests that its servers take from this process at the same time, as they are now; at least 1."""
         return self._router.room
 
+    @property
+    def away(self) -> str:
+        """Why none of its servers can be asked now; empty while one can, or before one was found."""
+        rows = self.standings()
+        if any(row.state in {State.SERVING, State.TRIAL} or not row.why for row in rows):
+            return ""
+        return "; ".join(row.why for row in rows)
+
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Answer:
         """Post `body` to a server and return its answer, a JSON object. See `ask`."""
         return await self.ask(path, body, lambda answer: answer, deadline=deadline, tokens=tokens)

@@ -146,6 +146,10 @@ class RewardModel(Reward):
         """Requests that the servers take now."""
         return None if self._model is None else self._model.room
 
+    def away(self) -> str:
+        """Why none of the servers can be asked now."""
+        return "" if self._model is None else self._model.away
+
     async def score(self, sample: RewardSample) -> Score:
         """Ask a server for the score of one response.
 
