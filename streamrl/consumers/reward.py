@@ -231,7 +231,8 @@ def check_model(name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"reward_models has: {', '.join(names) or 'none'}"
+        known_ones = f"reward_models has: {', '.join(names)}" if names else f"add it: reward_models: {{{name}: {{...}}}}"
+        hint = f"did you mean {close[0]}?" if close else known_ones
         raise ConfigError(f"there is no reward model {name!r}", hint)
 
 

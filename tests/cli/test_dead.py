@@ -65,6 +65,16 @@ async def test_replay_admits_the_group_again_under_a_new_attempt(live_run: Path)
     assert (audit["dead"], audit["live"], audit["lost"]) == (0, 5, 0)
 
 
+async def test_replay_in_a_run_that_does_not_run_says_how_it_goes_on(tmp_path: Path):
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path):
+        await fill(config, tmp_path)
+        letter = await whole(tmp_path)
+    done = await run("dead", "replay", letter["id"], "--run", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "group 1: replayed\n")
+    assert f"streamrl up --resume --run {tmp_path}" in done.stderr
+
+
 async def test_replay_without_room_says_so_and_loses_nothing(tmp_path: Path):
     config = make_run(tmp_path, "max_staleness=0")
     async with embedded.running(config.redis, tmp_path):
