@@ -260,7 +260,7 @@ def test_a_model_that_the_run_does_not_have_is_a_clear_error(tmp_path):
     reward = RewardModel("critic")
     with pytest.raises(ConfigError, match="no reward model 'critic'") as caught:
         asyncio.run(reward.open(RewardContext(run_of({"model": "critic"}), tmp_path)))
-    assert "reward_models has: none" in caught.value.hint
+    assert caught.value.hint.startswith("add it: reward_models: {")
 
 
 def full(**metadata: Any) -> RewardSample:
