@@ -7,6 +7,7 @@ before they are put where workers look, so nothing but scoring is timed: from th
 
 rule      one worker with `exact_match`, next to a process that leases, reads and scores as fast as the ledger lets it
           and looks at nothing. Goal: 60 %. The same in processor time, which other work on the machine does not change.
+          Then one worker with `regex`, which matches in processes that can be killed (their time is not counted).
 scaling   1, 2 and 4 workers, with `exact_match` and with a reward that waits 50 ms and has 16 places in each worker.
 http      one worker with `reward_model` on a server that takes 32 requests at a time for 50 ms, next to sixty-four
           connections that send the same requests to the same server and wait for the answers. Goal: 90 %.
@@ -76,10 +77,12 @@ def main() -> None:
 async def rule(rounds: int, groups: int) -> dict[str, Any]:
     """One worker with a trivial rule, and the ledger alone, in turn."""
     config = config_of({"use": "exact_match"})
-    bare, worker = [], []
+    killable = config_of({"use": "regex", "args": {"pattern": TEXT}})
+    bare, worker, beside = [], [], []
     for _ in range(rounds):
         bare.append(await measured(config, groups, bare_process, 1))
         worker.append(await measured(config, groups, worker_process, 1))
+        beside.append(await measured(killable, groups, worker_process, 1))
     pairs = list(zip(worker, bare, strict=True))
     return {
         "ledger_per_second": spread([found.rate for found in bare]),
@@ -88,6 +91,8 @@ async def rule(rounds: int, groups: int) -> dict[str, Any]:
         "ledger_cpu_us": spread([1e6 * found.cpu for found in bare]),
         "worker_cpu_us": spread([1e6 * found.cpu for found in worker]),
         "worker_to_ledger_by_cpu": spread([theirs.cpu / ours.cpu for ours, theirs in pairs]),
+        "in_processes_per_second": spread([found.rate for found in beside]),
+        "in_processes_cpu_us": spread([1e6 * found.cpu for found in beside]),
     }
 
 
@@ -175,6 +180,7 @@ async def measured(config: RunConfig, groups: int, start: Callable[[int, Path], 
                 computed = sum(map(cpu_seconds, started)) - computed
             closed = len(await ledgers.train.closed())
             assert closed == groups, f"{closed} of {groups} groups are scored"
+            assert not await ledgers.train.dead_letters(), "some were not scored"
     return Found(groups * SAMPLES / seconds, computed / (groups * SAMPLES))
 
 
