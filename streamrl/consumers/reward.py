@@ -231,8 +231,9 @@ def check_model(name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        known_ones = f"reward_models has: {', '.join(names)}" if names else f"add it: reward_models: {{{name}: {{...}}}}"
-        hint = f"did you mean {close[0]}?" if close else known_ones
+        hint = f"did you mean {close[0]}?" if close else f"reward_models has: {', '.join(names)}"
+        if not names:
+            hint = f"add it: reward_models: {{{name}: {{...}}}}"
         raise ConfigError(f"there is no reward model {name!r}", hint)
 
 
