@@ -61,6 +61,8 @@ def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, jso
     """Admit the groups of dead letters again under a new attempt; 1 when one of them was not."""
     run = find_run(chosen)
     probe = live_probe(run)
+    if probe is not None:
+        probe.close()
     outcomes = asyncio.run(_replay(run, entries, evaluation=evaluation))
     if json:
         output.write_json(REPLAY_SCHEMA, [{"group": gid, "outcome": outcome.value} for gid, outcome in outcomes])
@@ -69,8 +71,6 @@ def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, jso
             output.write(f"group {gid}: {outcome.value}{_advice(outcome)}")
         if probe is None and any(outcome is ReplayOutcome.REPLAYED for _, outcome in outcomes):
             output.note(f"nobody takes them until the run goes on: streamrl up --resume --run {run.path}")
-    if probe is not None:
-        probe.close()
     done = all(outcome in {ReplayOutcome.REPLAYED, ReplayOutcome.LIVE} for _, outcome in outcomes)
     return int(ExitCode.OK if done else ExitCode.FAILURE)
 

@@ -132,7 +132,14 @@ class RewardCalls:
     @property
     def away(self) -> str:
         """Why nobody scores now; empty: somebody does, or nobody has found out yet."""
-        return self.circuit.why if self.circuit.since is not None else utf8(self._away()[:WHY_CHARACTERS])
+        if self.circuit.since is not None:
+            return self.circuit.why
+        try:
+            return utf8(str(self._away() or "")[:WHY_CHARACTERS])
+        except Exception:
+            logger.warning("a reward cannot say who is away", extra={"reward": self.reward.name}, exc_info=True)
+            self._away = str  # it is not asked again
+            return ""
 
     @property
     def deadline(self) -> float:
@@ -197,7 +204,8 @@ class RewardCalls:
                 cause = others.fault if faults else error
                 others.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
                 raise others.failure from error
-            except RewardImpossible:
+            except RewardImpossible as error:
+                others.failure = ScoringFailed(error.message)  # the worker ends: nobody needs to try for longer
                 raise
             except Exception as error:
                 if others.failure is not None:

@@ -206,7 +206,10 @@ def _import_hint(error: Exception) -> str:
         package = error.name.partition(".")[0]
         return f"install it beside streamrl: {sys.executable} -m pip install {package}, if its package has that name"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised in {frame.filename}, line {frame.lineno}; streamrl --debug shows the traceback"
+    file, line = frame.filename, frame.lineno
+    if isinstance(error, SyntaxError):
+        file, line = error.filename or file, error.lineno
+    return f"raised in {file}, line {line}; streamrl --debug shows the traceback"
 
 
 def _build(target: Callable[..., Any], spec: RewardSpec) -> Any:

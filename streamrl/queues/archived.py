@@ -113,6 +113,7 @@ class ArchiveReading:
             try:
                 found[group.attempt] = _opened(header, group)
             except WireError as error:
+                found.pop(group.attempt, None)
                 self.problems.append(f"group {gid}: {error.message}")
         self.problems += lost.values()
         return [found[attempt] for attempt in sorted(found)]

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from streamrl.config import LeaseConfig
-from streamrl.errors import StreamrlError
+from streamrl.errors import RewardImpossible, StreamrlError
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.keys import GROUP, WHOLE
@@ -222,8 +222,8 @@ class Leases:
         except NotNow as why:
             await self._give_back(held, str(why))
             return
-        except Exception:
-            held.guilty = True
+        except Exception as error:
+            held.guilty = not isinstance(error, RewardImpossible)  # any other sample would have met it
             extra = {"gid": held.lease.gid, "sample": held.lease.sample, "deliveries": held.lease.deliveries}
             logger.exception("handler failed", extra=extra)
             raise
@@ -357,7 +357,8 @@ class Leases:
         while True:
             await asyncio.sleep(self._config.seconds / 3)
             found: set[_Place] = set()
-            ended, self._ended = self._ended, set()  # what ends from here on may not be in the replies
+            self._unsettled |= self._ended
+            self._ended = set()  # what ends from here on may not be in the replies
             for stream in self._streams:
                 try:
                     await self._expire(stream)
@@ -365,7 +366,7 @@ class Leases:
                 except ReplyError as error:
                     await self._remake(error)
             self._suspects = found
-            self._unsettled = (self._unsettled | ended) & found
+            self._unsettled &= found
 
     async def _renew(self, stream: str) -> set[_Place]:
         """Renew all leases of a stream; return the entries that are ours and not held here."""

@@ -61,6 +61,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "raises_at_import.py").write_text("raise ValueError('bad day')")
     (tmp_path / "imports_another.py").write_text("import no_such_package.inside")
+    (tmp_path / "is_no_python.py").write_text("\ndef broken(:\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path, name
     sys.modules.pop(name, None)
@@ -106,6 +107,7 @@ async def test_args_weight_and_name_of_the_run_file(folder):
             "importing raises_at_import fails: ValueError: bad day",
             "raises_at_import.py, line 1;",
         ),
+        ("is_no_python:Good", "importing is_no_python fails: SyntaxError", "is_no_python.py, line 2;"),
         ("MODULE:Abstract", "is abstract", "implement score"),
         ("MODULE:NoScore", "no method score", "add `async def score"),
         ("MODULE:NoSample", "does not take one sample", "score(sample)"),

@@ -87,6 +87,22 @@ def test_a_reward_that_knows_that_nobody_is_there_says_so_before_it_is_asked():
     assert (line["away"], line["trouble"]) == (1, "nobody scores: no ? answers")
 
 
+@pytest.mark.parametrize("answer", [None, "", ZeroDivisionError("no")])
+def test_a_reward_that_cannot_say_who_is_away_ends_nothing(answer, caplog):
+    def away():
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def fine(sample):
+        return 1.0
+
+    calls = calls_of(loaded(fine))
+    calls._away = away
+    assert [line_of(calls)["trouble"] for _ in range(2)] == ["", ""]
+    assert len(caplog.records) == isinstance(answer, Exception)
+
+
 async def test_counts_that_fail_are_said_once_and_may_recover(caplog):
     async def fine(sample):
         return 1.0

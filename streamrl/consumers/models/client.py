@@ -112,7 +112,8 @@ class ModelClient:
         self._choosy: dict[asyncio.Future[None], None] = {}
         self._health = _health_call(config.kind)
         self._usual = 0.0
-        self._refused: dict[str, BadAnswer] = {}
+        self._unhealthy: dict[str, BadAnswer] = {}
+        self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
     @property
     def room(self) -> int:
@@ -228,7 +229,7 @@ class ModelClient:
                 if request.last is not None and request.answered:
                     raise request.last
                 failed_servers().clear()  # nobody else was there in all this time
-                raise self._too_late(request) from request.last or self._refusal()
+                raise self._too_late(request) from self._why(request)
             avoided = request.avoided
             url = self._router.pick(now, avoided)
             if url is not None:
@@ -308,6 +309,8 @@ class ModelClient:
             error.message = without(error.message, self._api_key)
             error.args = (error.message, error.hint)
             outcome, why = _outcome(error), error.message
+            if isinstance(error, BadAnswer | BadRequest) and _refuses(error):
+                self._refusing[flight.url] = error
             if isinstance(error, Lost) and error.late:
                 had = loop.time() - flight.began
                 if had < _FAIR_SHARE * request.seconds:
@@ -322,6 +325,7 @@ class ModelClient:
             return None
         else:
             outcome = Outcome.OK
+            self._refusing.pop(flight.url, None)
             seconds = loop.time() - flight.began
             self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
             return found
@@ -336,7 +340,9 @@ class ModelClient:
             answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
             if not isinstance(answer, dict):
                 what = "text (its Content-Type names no JSON)" if isinstance(answer, str) else "no JSON object"
-                raise WireError(f"{flight.url}{request.call.path} answered {what}: {str(answer)[:100]!r}")
+                raise WireError(
+                    f"{flight.url}{request.call.path} answered {what}: {without(str(answer), self._api_key)[:100]!r}"
+                )
             used = used_tokens(answer, request.tokens)
         except BadAnswer as error:
             used = 0 if error.status in _NOT_NOW else used
@@ -380,9 +386,9 @@ class ModelClient:
         except (Unreachable, BadRequest, WireError) as error:
             why = error.message
             if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
-                self._refused[url] = error
+                self._unhealthy[url] = error
         if not why:
-            self._refused.pop(url, None)
+            self._unhealthy.pop(url, None)
         now = asyncio.get_running_loop().time()
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
@@ -407,9 +413,15 @@ class ModelClient:
             )
         return self._sessions[url]
 
-    def _refusal(self) -> BadAnswer | None:
-        """What a server said whose health check wants another key: it gets no request that could find this out."""
-        return next((error for url, error in self._refused.items() if url in self._router.urls), None)
+    def _why(self, request: _Request) -> StreamrlError | None:
+        """What a request ends with. A refusal only if all refuse: one server says nothing of those that are loading.
+
+        One whose health check wants another key gets no request that could find this out.
+        """
+        if request.last is not None and not _refuses(request.last):
+            return request.last
+        refusals = [self._refusing.get(url) or self._unhealthy.get(url) for url in self._router.urls]
+        return refusals[0] if refusals and all(refusals) else None
 
     def _too_late(self, request: _Request) -> RewardUnavailable:
         """What a request ends with whose time was over before a server had it: they work and are full, or are away."""
@@ -457,6 +469,11 @@ def _is_away(error: StreamrlError) -> bool:
     """Whether a fault says nothing of the request: the server is not there, or is the wrong one."""
     if isinstance(error, Lost):
         return not error.late
+    return _refuses(error)
+
+
+def _refuses(error: StreamrlError) -> bool:
+    """Whether a server refuses whatever it is asked: it is the wrong one, or wants another key."""
     return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
 
 

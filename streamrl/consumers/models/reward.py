@@ -16,7 +16,16 @@ from streamrl.consumers.models.opening import places
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.template import Template, conversation
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, Score
-from streamrl.errors import ConfigError, DataError, PluginError, RewardImpossible, RewardUnavailable, StreamrlError
+from streamrl.errors import (
+    ConfigError,
+    DataError,
+    PluginError,
+    RewardBusy,
+    RewardImpossible,
+    RewardUnavailable,
+    StreamrlError,
+    Unreachable,
+)
 from streamrl.http import BadAnswer, BadRequest
 
 logger = logging.getLogger(__name__)
@@ -24,6 +33,8 @@ logger = logging.getLogger(__name__)
 _SHARE: Final = 0.95
 """Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
 _PROBE_SECONDS: Final = 10.0
+_SCORED_SECONDS: Final = 1.0
+"""Longest time of asking whether the run has scores: an attempt that has just failed has little left."""
 _NEVER: Final = frozenset({401, 403, 404, 405, 501})
 """What a server answers that no repeat will mend: another key is needed, or it has no such route."""
 _LONG: Final = 20_000
@@ -50,7 +61,7 @@ class FirstAnswer:
     Attributes:
         model: its name in `reward_models`.
         scored: whether the run has scores: then the servers have done before what they refuse now.
-        came: it could read one.
+        came: it could read one, or the run has scores.
     """
 
     model: str
@@ -67,10 +78,19 @@ class FirstAnswer:
         Raises:
             RewardImpossible: so it is.
         """
+        if self.came or isinstance(error, RewardBusy):
+            return
         cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
         never = isinstance(cause, UnclearScore) or (probe and isinstance(cause, DataError))
         never = never or (isinstance(cause, BadAnswer | BadRequest) and cause.status in _NEVER)
-        if isinstance(cause, StreamrlError) and never and not self.came and not await self.scored():
+        if not isinstance(cause, StreamrlError) or not never:
+            return
+        try:
+            async with asyncio.timeout(_SCORED_SECONDS):
+                self.came = await self.scored()
+        except (TimeoutError, Unreachable):
+            return  # nobody knows now: the next answer decides
+        if not self.came:
             raise RewardImpossible(f"reward model {self.model} cannot be asked: {cause.message}", cause.hint) from error
 
 

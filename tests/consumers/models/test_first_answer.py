@@ -20,7 +20,7 @@ from streamrl.consumers.models.reward import RewardModel
 from streamrl.consumers.models.router import State
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.worker import run_reward_worker
-from streamrl.errors import ConfigError, RewardImpossible, RewardUnavailable, unwrap
+from streamrl.errors import ConfigError, RewardImpossible, RewardUnavailable, Unreachable, unwrap
 from streamrl.queues import Role, open_ledgers
 from tests.consumers.models.faulty_server import FaultyServer, servers, serving
 from tests.consumers.models.test_rendering import make_tokenizer
@@ -48,9 +48,11 @@ async def yes() -> bool:
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str, tokenizer: Path, deadline: float = 3.0, **context: Any) -> AsyncIterator[RewardModel]:
+async def opened(
+    url: str | list[str], tokenizer: Path, deadline: float = 3.0, **context: Any
+) -> AsyncIterator[RewardModel]:
     spec = {"use": "reward_model", "args": {"model": "critic"}}
-    models = {"critic": {"url": [url], "model": str(tokenizer)}}
+    models = {"critic": {"url": url if isinstance(url, list) else [url], "model": str(tokenizer)}}
     config = RunConfig.model_validate({"name": "t", "rewards": [spec], "reward_models": models})
     (loaded,) = load_rewards(config)
     reward = loaded.life
@@ -97,6 +99,27 @@ async def test_after_a_score_the_same_answer_is_a_bad_moment(tokenizer, act, _):
 async def test_a_worker_that_starts_in_a_run_that_has_scored_waits(tokenizer, act, caplog):
     async with servers([act]) as (one,), opened(one.url, tokenizer, 60.0, scored=yes) as reward:
         assert "reward model does not answer yet" in caplog.text
+        one.acts = ["well"]
+        assert isinstance((await reward.score(seen())).value, float)
+
+
+async def test_one_server_that_refuses_says_nothing_of_another_that_is_loading(tokenizer):
+    async with (
+        servers(["401"]) as (one,),
+        gone("well") as two,
+        opened([one.url, two.url], tokenizer, 60.0) as reward,
+        back(two, reward),
+    ):
+        assert one.asked
+        assert isinstance((await reward.score(seen())).value, float)
+
+
+async def test_while_nobody_knows_whether_the_run_has_scores_nothing_is_decided(tokenizer):
+    async def silent() -> bool:
+        raise Unreachable("redis is away")
+
+    async with servers(["401", "well"]) as (one,), opened(one.url, tokenizer, 60.0, scored=silent) as reward:
+        assert one.asked
         one.acts = ["well"]
         assert isinstance((await reward.score(seen())).value, float)
 
