@@ -173,6 +173,7 @@ def main() -> None:
     ranks = Ranks.from_environment(config)
     play(model, out, ranks)
     leave(ranks, out)
+    os._exit(0)  # as a role ends: with a process group that is broken, the end of the interpreter may abort
 
 
 if __name__ == "__main__":

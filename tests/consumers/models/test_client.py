@@ -404,17 +404,6 @@ async def test_servers_come_and_go_while_requests_run():
         assert [row.url for row in client.standings()] == [new.url]
 
 
-async def test_it_says_why_when_no_server_is_there_and_before_anybody_asked():
-    async with servers(["well"]) as (here,), client_of("http://127.0.0.1:9") as client:
-        assert "127.0.0.1:9" in client.away
-        await client.follow(["http://127.0.0.1:9", here.url])
-        assert client.away == "", "nobody has looked at the new one"
-        await client.check()
-        assert client.away == ""
-        await client.follow([])
-        assert client.away == "", "those of a run may just not be there yet"
-
-
 async def test_a_request_whose_last_server_was_removed_waits_for_another():
     async with servers(["closes"], ["well"]) as (old, new), client_of(old.url) as client:
         waiting = asyncio.create_task(ask(client))

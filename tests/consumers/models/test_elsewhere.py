@@ -70,3 +70,14 @@ async def test_a_server_that_failed_the_sample_is_forgiven_when_no_other_had_roo
             with pytest.raises(BadAnswer):
                 await ask(client, deadline=0.5)
         assert row(client, once).state is State.SERVING
+
+
+async def test_it_says_why_when_no_server_is_there_and_before_anybody_asked():
+    async with servers(["well"]) as (here,), client_of("http://127.0.0.1:9") as client:
+        assert "127.0.0.1:9" in client.away
+        await client.follow(["http://127.0.0.1:9", here.url])
+        assert client.away == "", "nobody has looked at the new one"
+        await client.check()
+        assert client.away == ""
+        await client.follow([])
+        assert client.away == "", "those of a run may just not be there yet"
