@@ -60,6 +60,15 @@ def live_probe(run: RunDirectory) -> Probe | None:
         return None
 
 
+def is_running(run: RunDirectory) -> bool:
+    """Whether the run's Redis is there as it is; always for a foreign one. Errors as of `live_probe`."""
+    probe = live_probe(run)
+    if probe is None:
+        return False
+    probe.close()
+    return True
+
+
 @contextlib.contextmanager
 def _borrowed(run: RunDirectory) -> Iterator[str]:
     """Start the run's server for this block; its asyncio loop lives in a thread of its own."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers, live_probe
+from streamrl.commands.attach import is_running, ledgers
 from streamrl.commands.letters import letter_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
@@ -60,16 +60,14 @@ def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> in
 def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, json: bool) -> int:
     """Admit the groups of dead letters again under a new attempt; 1 when one of them was not."""
     run = find_run(chosen)
-    probe = live_probe(run)
-    if probe is not None:
-        probe.close()
+    running = is_running(run)
     outcomes = asyncio.run(_replay(run, entries, evaluation=evaluation))
     if json:
         output.write_json(REPLAY_SCHEMA, [{"group": gid, "outcome": outcome.value} for gid, outcome in outcomes])
     else:
         for gid, outcome in outcomes:
             output.write(f"group {gid}: {outcome.value}{_advice(outcome)}")
-        if probe is None and any(outcome is ReplayOutcome.REPLAYED for _, outcome in outcomes):
+        if not running and any(outcome is ReplayOutcome.REPLAYED for _, outcome in outcomes):
             output.note(f"nobody takes them until the run goes on: streamrl up --resume --run {run.path}")
     done = all(outcome in {ReplayOutcome.REPLAYED, ReplayOutcome.LIVE} for _, outcome in outcomes)
     return int(ExitCode.OK if done else ExitCode.FAILURE)

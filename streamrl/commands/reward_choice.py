@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import yaml
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers, live_probe
+from streamrl.commands.attach import is_running, ledgers
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
 from streamrl.consumers.built_in import BUILT_IN, models_asked
 from streamrl.errors import Unreachable, UsageError
@@ -119,10 +119,7 @@ def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
     Raises:
         Unreachable: it is not, and the rewards, which came along, ask a model.
     """
-    probe = live_probe(run)
-    if probe is not None:
-        probe.close()
-    elif all_built_in(config):  # nobody knows whether a reward of somebody else asks it
+    if not is_running(run) and all_built_in(config):  # nobody knows whether a reward of somebody else asks it
         raise Unreachable(
             f"run {run.name} is not running, and with it the servers of reward_models.{model}",
             "do this while it runs, or give the model a url in a file for --file",
@@ -131,4 +128,4 @@ def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
 
 def started_models(config: RunConfig) -> list[str]:
     """Models whose servers a run starts, so that only its Redis knows where they are."""
-    return [name for name, model in config.reward_models.items() if not model.url]
+    return [name for name, model in config.reward_models.items() if model.managed]

@@ -284,12 +284,12 @@ class RunConfig(Section):
         """How many servers streamrl starts of each reward model that has no URL; none where nothing is scored."""
         if self.recording.mode == "read":
             return {}
-        return {name: model.servers for name, model in self.reward_models.items() if not model.url}
+        return {name: model.servers for name, model in self.reward_models.items() if model.managed}
 
     @property
     def turn_deadline(self) -> float:
         """Seconds that the learner waits for devices it shares: a server on them may be loading its model."""
-        loads = [model.start_deadline for model in self.reward_models.values() if model.sleep and not model.url]
+        loads = [model.start_deadline for model in self.reward_models.values() if model.sleep and model.managed]
         if self.engine.managed:
             loads.append(self.engine.start_deadline)
         return self.weights.deadline + max(loads, default=0.0)

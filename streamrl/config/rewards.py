@@ -127,6 +127,11 @@ class RewardModelConfig(Section):
     wake_after: Duration = Field(5.0, description="longest time that fewer samples let them sleep on")
     max_answer: Size = Field(8 << 20, description="largest answer that is read")
 
+    @property
+    def managed(self) -> bool:
+        """Whether streamrl starts the servers."""
+        return not self.url
+
     @model_validator(mode="after")
     def _check(self) -> RewardModelConfig:
         if self.kind in {"openai", "template"} and not self.url:

@@ -47,7 +47,7 @@ def look_at_reward_models(config: RunConfig) -> str:
     """
     found = []
     for name, model in config.reward_models.items():
-        if not model.url:
+        if model.managed:
             server = model_server(name, model)
             if not server.cpu and not environments.has_gpu():
                 raise ConfigError(

@@ -154,7 +154,7 @@ def _rewards(config: RunConfig) -> str:
 def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
     """See that the rewards can measure versions when the run is over; only those that `open` can ask a model."""
     asking = [reward.spec for reward in rewards if getattr(type(reward.life), "open", None) not in (None, Reward.open)]
-    started = [name for name, model in models_asked(asking, config.reward_models).items() if not model.url]
+    started = [name for name, model in models_asked(asking, config.reward_models).items() if model.managed]
     if started:
         raise ConfigError(
             f"evaluation.final_prompts measures after the servers of reward_models.{started[0]} have ended",
