@@ -315,7 +315,7 @@ class ModelClient:
                 had = loop.time() - flight.began
                 if had < _FAIR_SHARE * request.seconds:
                     outcome = Outcome.CANCELLED
-                    raise self._too_late(request) from request.last or error
+                    raise self._too_late(request) from self._why(request) or error
                 if had < self._usual:
                     outcome = Outcome.CANCELLED
             rest = error.rest if isinstance(error, BadAnswer) else None
