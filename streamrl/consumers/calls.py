@@ -194,6 +194,7 @@ class RewardCalls:
         """Make the attempts of `score`."""
         faults, rounds, began = 0, 0, time.monotonic()
         while True:
+            asked, waits = time.monotonic(), False
             try:
                 return await self._attempt(subject, others.until)
             except NoTime as error:
@@ -211,7 +212,7 @@ class RewardCalls:
                 if others.failure is not None:
                     raise others.failure from error
                 if isinstance(error, RewardUnavailable) and others.leased:
-                    began, others.fault = time.monotonic(), None  # what went before says nothing of what comes
+                    waits, others.fault = True, None
                 else:
                     faults, others.fault = faults + 1, error
                     if self._is_last(error, faults, time.monotonic() - began):
@@ -222,6 +223,8 @@ class RewardCalls:
             left = max(0.0, others.until - self._deadline - time.monotonic())
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
+            if waits:
+                began += time.monotonic() - asked  # `retry_for` is the time in which somebody could score
 
     def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
         if isinstance(error, ConfigError):  # refused: by a server, or by the reward itself

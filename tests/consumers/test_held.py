@@ -59,6 +59,24 @@ async def test_failures_count_as_attempts_whatever_comes_between_them():
         await score(calls_of(loaded(reward), attempts=2))
 
 
+async def test_retry_ends_with_the_time_of_its_failures_whatever_comes_between_them(monkeypatch):
+    clock, passed, failures = time.monotonic, [0.0], []
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + passed[0])
+
+    async def reward(sample):
+        if len(failures) % 2:
+            failures.append(RewardBusy("full"))
+            passed[0] += 500
+        else:
+            failures.append(ValueError("no"))
+            passed[0] += 100
+        raise failures[-1]
+
+    with pytest.raises(ScoringFailed, match="no"):
+        await score(calls_of(loaded(reward, on_failure="retry"), retry_for=350), leased(1e6))
+    assert len(failures) == 7, "four failures of 100 s, and three waits that do not count"
+
+
 @pytest.mark.parametrize("on_failure", ["drop_sample", "dead", "retry"])
 async def test_a_sample_that_nobody_could_score_goes_back_before_its_lease_ends(on_failure):
     reward, made = failing(RewardUnavailable("all away"))

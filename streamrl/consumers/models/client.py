@@ -2,9 +2,9 @@
 
 A request goes to the server with the least to do. What fails there (no answer in time, a broken connection, an error of
 the server, an answer that is none) is a fault of that server, and the request goes to another one, as long as there is
-time; it never goes back to a server that has failed it. The next attempt for the same sample goes elsewhere, too, as
-long as another server works (`attempts`). A server that says "not now" (429, 503) rests. What a server refuses (400)
-every server would refuse: that ends the request.
+time; it never goes back to a server that has failed it. The next attempt for the same sample goes elsewhere, too, when
+another server works and has room before long (`attempts`). A server that says "not now" (429, 503) rests. What a server
+refuses (400) every server would refuse: that ends the request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from streamrl.config import RewardModelConfig
 from streamrl.consumers.attempts import failed_servers
@@ -31,6 +31,9 @@ HEALTH_SECONDS: Final = 5.0
 """Longest time of a health check."""
 _FAIR_SHARE: Final = 0.5
 """Part of the time of a request that a server has to have had before it is its fault that there was no answer."""
+_CHOOSY: Final = 0.4
+"""Part of the time of a request in which it waits for a server that has not failed the sample. What is left is more
+than `_FAIR_SHARE`, so that a server that gets it then can fail it, and the wait does not come again for ever."""
 _NEWS: Final = 0.1
 """Weight of the last answer in the time that answers usually take."""
 _FIRST_PAUSE: Final = 0.1
@@ -52,9 +55,10 @@ class _Request:
         call: what is sent.
         seconds: that it may take.
         end: when its time is over.
+        choosy_until: when it stops waiting for a server that has not failed the sample.
         tokens: that it will cost.
         before: servers that have failed earlier attempts for the sample, the latest failure last: they are asked when
-            no other works.
+            no other works, and after `choosy_until`.
         failed: servers that have failed it and are not asked again.
         last: what the last of them failed with.
         answered: some server tried, and failed it all the same.
@@ -65,6 +69,7 @@ class _Request:
     call: Call
     seconds: float
     end: float
+    choosy_until: float
     tokens: int
     before: list[str]
     failed: set[str] = field(default_factory=set)
@@ -159,9 +164,9 @@ class ModelClient:
             WireError: likewise; the last answer makes no sense.
             BadRequest: the server refuses the request itself: asking again does not help.
         """
-        loop = asyncio.get_running_loop()
+        now = asyncio.get_running_loop().time()
         call, before = Call("POST", path, body, pooled=True), list(failed_servers())
-        request = _Request(call, deadline, loop.time() + deadline, tokens, before)
+        request = _Request(call, deadline, now + deadline, now + _CHOOSY * deadline, tokens, before)
         try:
             while True:
                 flight = await self._place(request)
@@ -219,31 +224,30 @@ class ModelClient:
         The turn comes first, so that no place is held while a request waits for it.
 
         Raises:
-            StreamrlError: there is none: what the request failed with, else `RewardBusy` or `RewardUnavailable`.
+            StreamrlError: there is none; as of `_too_late`.
         """
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
             if now >= request.end:
                 self._wake_one()
-                if request.last is not None and request.answered:
-                    raise request.last
-                failed_servers().clear()  # nobody else was there in all this time
-                raise self._too_late(request) from self._why(request)
+                self._too_late(request)
             avoided = request.avoided
             url = self._router.pick(now, avoided)
             if url is not None:
                 if await self._take_turn(request):
                     continue  # meanwhile others may have taken the place
                 return self._router.began(url, now, max(1, request.tokens))
-            if avoided and not self._router.waits(now, avoided):
-                if request.before:
-                    del request.before[0]
-                else:
-                    await self._all_failed(request)
+            others = self._router.waits(now, avoided)
+            if request.before and (not others or now >= request.choosy_until):
+                del request.before[0]
                 continue
-            wakes = self._router.wakes(now, avoided)
-            until = request.end if wakes is None else min(request.end, wakes)
+            if request.failed and not others:
+                await self._all_failed(request)
+                continue
+            until = request.choosy_until if request.before else request.end
+            if (wakes := self._router.wakes(now, avoided)) is not None:
+                until = min(until, wakes)
             await self._turn(until - now, self._choosy if avoided else self._line)
 
     async def _all_failed(self, request: _Request) -> None:
@@ -299,7 +303,7 @@ class ModelClient:
         Raises:
             BadRequest: it refuses the request.
             Lost: it had less time than answers usually take.
-            RewardUnavailable: most of the time was over before it had the request.
+            StreamrlError: most of the time was over before it had the request; as of `_too_late`.
         """
         loop = asyncio.get_running_loop()
         outcome, why, rest = Outcome.CANCELLED, "", None
@@ -315,7 +319,7 @@ class ModelClient:
                 had = loop.time() - flight.began
                 if had < _FAIR_SHARE * request.seconds:
                     outcome = Outcome.CANCELLED
-                    raise self._too_late(request) from self._why(request) or error
+                    self._too_late(request, error)
                 if had < self._usual:
                     outcome = Outcome.CANCELLED
             rest = error.rest if isinstance(error, BadAnswer) else None
@@ -423,9 +427,16 @@ class ModelClient:
         refusals = [self._refusing.get(url) or self._unhealthy.get(url) for url in self._router.urls]
         return refusals[0] if refusals and all(refusals) else None
 
-    def _too_late(self, request: _Request) -> RewardUnavailable:
-        """What a request ends with whose time was over before a server had it: they work and are full, or are away."""
-        return self._busy(request) if self._router.busy(request.failed) else self._unavailable()
+    def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
+        """End a request whose time is over; `late` is of a server that had too little of it.
+
+        Raises:
+            StreamrlError: what it failed with, else `RewardBusy` or `RewardUnavailable`: the servers are full, or away.
+        """
+        if request.last is not None and request.answered:
+            raise request.last
+        end = self._busy(request) if self._router.busy(request.failed) else self._unavailable()
+        raise end from self._why(request) or late
 
     def _busy(self, request: _Request) -> RewardBusy:
         return RewardBusy(

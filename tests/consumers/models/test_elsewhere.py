@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from streamrl.consumers.attempts import attempts, failed_servers
+from streamrl.consumers.models import client as module
 from streamrl.consumers.models.router import State
-from streamrl.errors import RewardBusy
 from streamrl.http import BadAnswer, Lost
 from tests.consumers.models.faulty_server import score_of, servers
 from tests.consumers.models.test_client import IDS, ask, client_of, row, until
@@ -56,20 +56,51 @@ async def test_when_all_have_failed_the_latest_failure_is_forgotten_last():
         assert (len(first.asked), len(last.asked)) == (2, 1)
 
 
-async def test_a_server_that_failed_the_sample_is_forgiven_when_no_other_had_room_for_a_whole_attempt():
-    """And they are busy, not away: no circuit opens while a server works."""
+async def test_a_server_that_failed_the_sample_is_asked_again_when_no_other_has_room_for_long():
+    """And each attempt ends with what it failed with: a wait for the others would end none."""
     async with (
-        servers(["500", "well"], ["busy"]) as (once, full),
-        client_of(once.url, full.url, concurrency=1) as client,
+        servers(["500"], ["held"]) as (bad, full),
+        client_of(bad.url, full.url, concurrency=1) as client,
+    ):
+        holds = asyncio.create_task(_ask_only(client, full, bad))
+        await full.has(1)
+        with attempts():
+            for count in (1, 2, 3):
+                with pytest.raises(BadAnswer, match=bad.url):
+                    await ask(client, deadline=1.0)
+                assert len(bad.asked) == count
+        assert row(client, bad).state is State.EJECTED
+        full.let_go.set()
+        assert await holds == score_of(IDS)
+
+
+async def test_one_that_hangs_gets_time_enough_to_fail_again(monkeypatch):
+    assert module._CHOOSY + module._FAIR_SHARE < 1
+    monkeypatch.setattr(module, "_FAIR_SHARE", 0.0)  # so that a busy machine takes nothing from its share
+    async with (
+        servers(["hangs"], ["busy"]) as (bad, full),
+        client_of(bad.url, full.url, concurrency=1) as client,
     ):
         with attempts():
-            failed_servers()[once.url] = None
-            with pytest.raises(RewardBusy):
-                await ask(client, deadline=0.5)
-            assert once.asked == []
-            with pytest.raises(BadAnswer):
-                await ask(client, deadline=0.5)
-        assert row(client, once).state is State.SERVING
+            failed_servers()[bad.url] = None
+            with pytest.raises(Lost, match=bad.url):
+                await ask(client, deadline=1.0)
+        assert len(bad.asked) == 1
+
+
+async def test_what_a_server_failed_counts_also_when_the_next_one_has_too_little_time(monkeypatch):
+    monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)  # as if the place had come late
+    async with servers(["500"], ["hangs"]) as (bad, slow), client_of(bad.url, slow.url) as client:
+        with pytest.raises(BadAnswer, match=bad.url):
+            await ask(client, deadline=0.5)
+        assert (len(bad.asked), len(slow.asked), row(client, slow).failed) == (1, 1, 0)
+
+
+async def _ask_only(client, server, other):
+    """A request that `server` gets."""
+    with attempts():
+        failed_servers()[other.url] = None
+        return await ask(client)
 
 
 async def test_it_says_why_when_no_server_is_there_and_before_anybody_asked():
