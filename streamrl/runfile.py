@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
+from streamrl.config.base import MODEL, Section
 from streamrl.config.presets import lay_beneath
 from streamrl.errors import ConfigError
 
@@ -187,15 +188,8 @@ def _said(message: str) -> str:
 def _anchor(config: RunConfig, folder: Path) -> RunConfig:
     """Make the paths of a run file absolute; a model is a path only when something is there."""
 
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else (folder / path).resolve()
-
-    def model(name: str | None) -> str | None:
-        return str((folder / name).resolve()) if name is not None and (folder / name).exists() else name
-
     def served(reward: RewardModelConfig) -> RewardModelConfig:
-        files = {"api_key_file": absolute(reward.api_key_file), "environment": absolute(reward.environment)}
-        return reward.model_copy(update=files if reward.url else files | {"model": model(reward.model)})
+        return reward if reward.url else reward.model_copy(update={"model": _model(reward.model, folder)})
 
     def asked(reward: RewardSpec) -> RewardSpec:
         args = {**reward.args}
@@ -203,32 +197,38 @@ def _anchor(config: RunConfig, folder: Path) -> RunConfig:
             if isinstance(args.get(name), str):
                 args[name] = str((folder / args[name]).resolve())
         if reward.use == "reward_model" and isinstance(args.get("tokenizer"), str):
-            args["tokenizer"] = model(args["tokenizer"])
+            args["tokenizer"] = _model(args["tokenizer"], folder)
         return reward.model_copy(update={"args": args})
 
-    engine = config.engine
-    files = {"api_key_file": absolute(engine.api_key_file), "environment": absolute(engine.environment)}
-
-    data = config.data.model_copy(
-        update={"train": absolute(config.data.train), "held_out": absolute(config.data.held_out)}
-    )
-    return config.model_copy(
+    placed: RunConfig = _placed(config, folder)
+    return placed.model_copy(
         update={
-            "data": data,
-            "model": config.model.model_copy(
-                update={"path": model(config.model.path), "tokenizer": model(config.model.tokenizer)}
-            ),
-            "redis": config.redis.model_copy(update={"password_file": absolute(config.redis.password_file)}),
-            "engine": engine.model_copy(update=files),
-            "recording": config.recording.model_copy(update={"path": absolute(config.recording.path)}),
             "rewards": tuple(map(asked, config.rewards)),
-            "reward_models": {name: served(reward) for name, reward in config.reward_models.items()},
-            "reward_worker": config.reward_worker.model_copy(
-                update={"gateway_token_file": absolute(config.reward_worker.gateway_token_file)}
-            ),
-            "plugin_paths": (folder, *((folder / path).resolve() for path in config.plugin_paths)),
+            "reward_models": {name: served(reward) for name, reward in placed.reward_models.items()},
+            "plugin_paths": (folder, *placed.plugin_paths),
         }
     )
+
+
+def _placed(value: Any, folder: Path) -> Any:
+    """`value` with all paths in it absolute; found by their types, so that no key can be forgotten."""
+    if isinstance(value, Path):
+        return (folder / value).resolve()
+    if isinstance(value, Section):
+        found = {}
+        for name, field in type(value).model_fields.items():
+            place = _model if MODEL in field.metadata else _placed
+            found[name] = place(getattr(value, name), folder)
+        return value.model_copy(update=found)
+    if isinstance(value, dict):
+        return {key: _placed(item, folder) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_placed(item, folder) for item in value)
+    return value
+
+
+def _model(name: str | None, folder: Path) -> str | None:
+    return str((folder / name).resolve()) if name and (folder / name).exists() else name
 
 
 _FILES_OF_REWARDS: Final = {"json_schema": ("file",), "reward_model": ("chat_template",)}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from streamrl.config import RunConfig
+from streamrl.config.base import MODEL, Section
 from streamrl.errors import ConfigError
 from streamrl.runfile import load, read_saved, save
 
@@ -135,6 +140,51 @@ def test_paths_are_relative_to_the_file_and_hub_names_stay(tmp_path: Path):
     assert config.data.train == tmp_path / "sub" / "t.jsonl"
     assert config.model.path == str(tmp_path / "models" / "tiny")
     assert config.model.tokenizer == "org/name"
+
+
+WITH = {
+    "engine.environment": ["engine.kind=vllm"],
+    "engine.api_key_file": ["engine.url=[http://a:1]"],
+    "recording.path": ["recording.mode=read"],
+}
+"""What else has to be set so that a key may be."""
+
+
+def places(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a run file; `m` is the name of each entry of a mapping."""
+    for name, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if is_section(kind)]
+        for kind in inner:
+            entry = ".m" if get_origin(field.annotation) is dict else ""
+            yield from places(kind, f"{prefix}{name}{entry}.")
+        if not inner:
+            yield prefix + name, field
+
+
+def is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+FILES = [key for key, field in places() if Path in (field.annotation, *get_args(field.annotation))]
+MODELS = [key for key, field in places() if MODEL in field.metadata]
+
+
+@pytest.mark.parametrize("key", [*FILES, *MODELS])
+def test_every_path_is_relative_to_the_run_file(tmp_path: Path, key: str):
+    (tmp_path / "here").touch()
+    value = "[here]" if key == "plugin_paths" else "here"
+    model = ["reward_models={m: {model: org/name}}"] if key.startswith("reward_models") else []
+    config = load(write(tmp_path, ""), [*model, *WITH.get(key, []), f"{key}={value}"], environ={}).config
+    found: Any = config.model_dump(mode="json")
+    for name in key.split("."):
+        found = found[name]
+    assert (found[-1] if isinstance(found, list) else found) == str(tmp_path / "here")
+
+
+def test_a_key_that_is_called_after_a_path_has_the_type_of_one():
+    called = {key for key, _ in places() if key.endswith(("file", "path", "paths", "directory", "folder"))}
+    assert called >= {"learner.reference.api_key_file", "learner.critic.path"}
+    assert called - {*FILES, *MODELS} == set()
 
 
 def test_files_in_the_args_of_rewards_are_relative_to_the_run_file_too(tmp_path: Path):

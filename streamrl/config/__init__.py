@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
+from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
@@ -36,8 +36,12 @@ class RedisConfig(Section):
 class ModelConfig(Section):
     """The policy: any Hugging Face causal language model."""
 
-    path: str = Field("model", description="directory or hub name of the model that training starts from")
-    tokenizer: str | None = Field(None, description="directory or hub name of the tokenizer; empty: the model's")
+    path: Annotated[str, MODEL] = Field(
+        "model", description="directory or hub name of the model that training starts from"
+    )
+    tokenizer: Annotated[str | None, MODEL] = Field(
+        None, description="directory or hub name of the tokenizer; empty: the model's"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while training")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the learner")
     context: Positive = Field(2048, description="longest prompt plus response in tokens")

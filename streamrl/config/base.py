@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 from urllib.parse import urlparse
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -71,6 +71,9 @@ Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
+
+MODEL: Final = "directory or hub name"
+"""Marks the name of a model in an annotation: a path when something is there. What is a `Path` always is one."""
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, ServerUrl
+from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl
 
 Coefficient = Annotated[float, Field(ge=0)]
 Preset = Literal["grpo", "ppo", "egpo", "scalerl", "high_staleness", "on_policy"]
@@ -93,7 +93,7 @@ class CriticConfig(Section):
     kind: Literal["none", "model", "head"] = Field(
         "none", description="model: a model of its own; head: a value head on the policy"
     )
-    path: str | None = Field(None, description="model that the critic starts from; empty: model.path")
+    path: Annotated[str | None, MODEL] = Field(None, description="model that the critic starts from; empty: model.path")
     lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the critic, or of the head alone")
     clip: Coefficient = Field(
         0.5, description="values move at most this far from those of the start of the step; 0: as far as they like"
@@ -110,7 +110,7 @@ class ReferenceConfig(Section):
     kind: Literal["none", "frozen", "base", "remote"] = Field(
         "none", description="frozen: a copy; base: the policy without its adapter (LoRA); remote: servers at `url`"
     )
-    path: str | None = Field(None, description="model of the copy; empty: model.path")
+    path: Annotated[str | None, MODEL] = Field(None, description="model of the copy; empty: model.path")
     offload: bool = Field(True, description="the copy is on the host while it is not used")
     url: tuple[ServerUrl, ...] = Field((), description="vLLM or SGLang servers that hold the reference")
     api_key_file: Path | None = Field(None, description="file with the key of those servers; it is in no argv or log")
