@@ -156,7 +156,7 @@ class AskedModel(Protocol):
 
     @property
     def away(self) -> str:
-        """Why none of its servers can be asked now; empty while one can, or before one was found."""
+        """Why none of its servers can be asked now; empty while one can, while they sleep, or before anybody looked."""
 
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Mapping[str, Any]:
         """Post `body` as JSON to `path` of a server that can take it, and return its answer.

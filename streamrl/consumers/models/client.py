@@ -18,10 +18,12 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from streamrl.config import RewardModelConfig
 from streamrl.consumers.attempts import failed_servers
+from streamrl.consumers.models.faults import NOT_NOW, is_away, outcome_of, refuses
 from streamrl.consumers.models.router import Flight, Outcome, Router, Standing, State
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, without
 from streamrl.queues.ratelimit import RateLimit, Turn
+from streamrl.queues.reward_servers import RewardServer
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +39,7 @@ than `_FAIR_SHARE`, so that a server that gets it then can fail it, and the wait
 _NEWS: Final = 0.1
 """Weight of the last answer in the time that answers usually take."""
 _FIRST_PAUSE: Final = 0.1
-_NOT_NOW: Final = frozenset({429, 503})
 _WHO_ARE_YOU: Final = 401
-_NO_ROUTE: Final = frozenset({404, 405})
-_NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
-"""What a server answers that has another model, or none that can be asked so, or that wants another key."""
 
 Answer = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -91,7 +89,7 @@ class _Request:
             of_sample.pop(url, None)
             of_sample[url] = None
             self.last = error
-            self.answered = self.answered or not _is_away(error)
+            self.answered = self.answered or not is_away(error)
 
 
 class ModelClient:
@@ -117,6 +115,7 @@ class ModelClient:
         self._choosy: dict[asyncio.Future[None], None] = {}
         self._health = _health_call(config.kind)
         self._usual = 0.0
+        self._bare = False
         self._unhealthy: dict[str, BadAnswer] = {}
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
@@ -127,8 +126,10 @@ class ModelClient:
 
     @property
     def away(self) -> str:
-        """Why none of its servers can be asked now; empty while one can, or before one was found."""
-        rows = self.standings()
+        """Why none of its servers can be asked now; empty while one can, while they sleep, or before anybody looked."""
+        if self._bare:
+            return f"reward model {self.name} has no server"
+        rows = [row for row in self.standings() if not row.leaving]
         if any(row.state in {State.SERVING, State.TRIAL} or not row.why for row in rows):
             return ""
         return "; ".join(row.why for row in rows)
@@ -199,15 +200,18 @@ class ModelClient:
             for url in self._router.quiet(now, LOOK_SECONDS):
                 tasks.create_task(self._check(url), name=f"health {url}")
 
-    async def watch(self, servers: Callable[[], Awaitable[Sequence[str]]]) -> None:
+    async def watch(self, servers: Callable[[], Awaitable[Sequence[RewardServer]]]) -> None:
         """Follow a list of servers and check their health, every `LOOK_SECONDS`. Runs until cancelled.
 
         Args:
-            servers: the list as it is now; while it cannot be read (`Unreachable`) the servers stay what they were.
+            servers: the list as it is now, with those that sleep; while it cannot be read (`Unreachable`) the servers
+                stay what they were.
         """
         while True:
             try:
-                await self.follow(await servers())
+                present = await servers()
+                self._bare = not present
+                await self.follow(server.url for server in present if server.awake)
             except Unreachable as error:
                 logger.warning("list of reward servers", extra={"model": self.name, "why": error.message})
             await self.check()
@@ -312,16 +316,14 @@ class ModelClient:
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             error.message = without(error.message, self._api_key)
             error.args = (error.message, error.hint)
-            outcome, why = _outcome(error), error.message
-            if isinstance(error, BadAnswer | BadRequest) and _refuses(error):
+            outcome, why = outcome_of(error), error.message
+            if refuses(error):
                 self._refusing[flight.url] = error
             if isinstance(error, Lost) and error.late:
-                had = loop.time() - flight.began
-                if had < _FAIR_SHARE * request.seconds:
-                    outcome = Outcome.CANCELLED
+                had, fair = loop.time() - flight.began, _FAIR_SHARE * request.seconds
+                outcome = Outcome.CANCELLED if had < max(fair, self._usual) else outcome
+                if had < fair:
                     self._too_late(request, error)
-                if had < self._usual:
-                    outcome = Outcome.CANCELLED
             rest = error.rest if isinstance(error, BadAnswer) else None
             if outcome in {Outcome.OK, Outcome.CANCELLED}:
                 raise
@@ -349,7 +351,7 @@ class ModelClient:
                 )
             used = used_tokens(answer, request.tokens)
         except BadAnswer as error:
-            used = 0 if error.status in _NOT_NOW else used
+            used = 0 if error.status in NOT_NOW else used
             raise
         except Lost as error:
             used = used if error.sent else 0
@@ -422,7 +424,7 @@ class ModelClient:
 
         One whose health check wants another key gets no request that could find this out.
         """
-        if request.last is not None and not _refuses(request.last):
+        if request.last is not None and not refuses(request.last):
             return request.last
         refusals = [self._refusing.get(url) or self._unhealthy.get(url) for url in self._router.urls]
         return refusals[0] if refusals and all(refusals) else None
@@ -435,16 +437,17 @@ class ModelClient:
         """
         if request.last is not None and request.answered:
             raise request.last
-        end = self._busy(request) if self._router.busy(request.failed) else self._unavailable()
-        raise end from self._why(request) or late
+        raise self._nobody(request) from self._why(request) or late
 
-    def _busy(self, request: _Request) -> RewardBusy:
-        return RewardBusy(
-            f"the servers of reward model {self.name} had no place for a request in most of {request.seconds:.1f} s",
-            f"more servers, a higher reward_models.{self.name}.concurrency if they can take it, or a longer deadline",
-        )
-
-    def _unavailable(self) -> RewardUnavailable:
+    def _nobody(self, request: _Request) -> RewardUnavailable:
+        """Why no server has had a request: those that work are full, or none works."""
+        if self._router.busy(request.failed):
+            return RewardBusy(
+                f"the servers of reward model {self.name} had no place for a request in most of"
+                f" {request.seconds:.1f} s",
+                f"more servers, a higher reward_models.{self.name}.concurrency if they can take it, or a longer"
+                " deadline",
+            )
         rows = self.standings()
         known = "; ".join(f"{row.url} is {row.state.value}{row.why and ': '}{row.why}" for row in rows) or "it has none"
         return RewardUnavailable(
@@ -465,27 +468,6 @@ def _wake(line: dict[asyncio.Future[None], None], count: int) -> None:
     for future in list(itertools.islice((future for future in line if not future.done()), count)):
         del line[future]
         future.set_result(None)
-
-
-def _outcome(error: StreamrlError) -> Outcome:
-    """What a failure says of the server that it came from."""
-    if isinstance(error, BadAnswer) and error.status in _NOT_NOW:
-        return Outcome.BUSY
-    if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
-        return Outcome.OK
-    return Outcome.FAULT
-
-
-def _is_away(error: StreamrlError) -> bool:
-    """Whether a fault says nothing of the request: the server is not there, or is the wrong one."""
-    if isinstance(error, Lost):
-        return not error.late
-    return _refuses(error)
-
-
-def _refuses(error: StreamrlError) -> bool:
-    """Whether a server refuses whatever it is asked: it is the wrong one, or wants another key."""
-    return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
 
 
 def _health_call(kind: str) -> Call:

@@ -12,6 +12,7 @@ from streamrl.consumers.reward import RewardContext
 from streamrl.http import read_key
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.ratelimit import LocalStore, Quota, RateLimit, RedisStore
+from streamrl.queues.reward_servers import RewardServer
 
 _WAITING_SHARE = 0.5
 """Part of a reward's deadline that its samples may wait for the rate limit of their model."""
@@ -80,13 +81,12 @@ def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> Rate
     return RateLimit(name, quota, store)
 
 
-def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Awaitable[Sequence[str]]]:
+def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Awaitable[Sequence[RewardServer]]]:
     """Where the list of a model's servers comes from."""
 
-    async def listed() -> Sequence[str]:
+    async def listed() -> Sequence[RewardServer]:
         if ledgers is None:
-            return client.config.url
-        servers = await ledgers.reward_servers.present(client.name, client.config.url)
-        return [server.url for server in servers if server.awake]
+            return [RewardServer(url, url) for url in client.config.url]
+        return await ledgers.reward_servers.present(client.name, client.config.url)
 
     return listed

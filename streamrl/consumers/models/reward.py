@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
+from streamrl.consumers.models.faults import refuses
 from streamrl.consumers.models.opening import places
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.template import Template, conversation
@@ -26,7 +27,6 @@ from streamrl.errors import (
     StreamrlError,
     Unreachable,
 )
-from streamrl.http import BadAnswer, BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ _SHARE: Final = 0.95
 _PROBE_SECONDS: Final = 10.0
 _SCORED_SECONDS: Final = 1.0
 """Longest time of asking whether the run has scores: an attempt that has just failed has little left."""
-_NEVER: Final = frozenset({401, 403, 404, 405, 501})
-"""What a server answers that no repeat will mend: another key is needed, or it has no such route."""
 _LONG: Final = 20_000
 """Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
 _CHARACTERS_PER_TOKEN: Final = 3
@@ -81,8 +79,7 @@ class FirstAnswer:
         if self.came or isinstance(error, RewardBusy):
             return
         cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
-        never = isinstance(cause, UnclearScore) or (probe and isinstance(cause, DataError))
-        never = never or (isinstance(cause, BadAnswer | BadRequest) and cause.status in _NEVER)
+        never = isinstance(cause, UnclearScore) or (probe and isinstance(cause, DataError)) or refuses(cause)
         if not isinstance(cause, StreamrlError) or not never:
             return
         try:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
+from streamrl.consumers.models import client as module
+from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.queues import Ledger, open_ledgers
 from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
@@ -16,6 +18,7 @@ from tests.consumers.models.test_rendering import make_tokenizer
 from tests.consumers.samples import seen
 from tests.consumers.worker_kit import config_of, put, until_closed, values, worker
 from tests.queues.ledger_kit import faults, until
+from tests.queues.test_reward_servers import beat
 
 SAMPLES = 4
 
@@ -82,3 +85,29 @@ async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, m
         async with serving(one):
             await until_closed(ledgers.train, [0], 100)
         await check(ledgers.train, range(1), tmp_path / "model")
+
+
+async def test_servers_that_have_left_redis_are_missed_before_anybody_asks_and_those_that_sleep_are_not(
+    redis_run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    config = config_for(redis_run.config, [], tmp_path / "model")
+    role = "reward_model.critic.0"
+    async with (
+        open_ledgers(config, redis_run.run_dir) as ledgers,
+        servers(["held"]) as (one,),
+        open_models(config, ledgers) as models,
+    ):
+        critic = models["critic"]
+        await until(lambda: critic.away == "reward model critic has no server")
+        await beat(ledgers, role, ttl=600, url=one.url)
+        await until(lambda: not critic.away)
+        asking = asyncio.create_task(critic.call("/classify", {"input": [1]}, deadline=60))
+        await one.has(1)
+        await beat(ledgers, role, ttl=600, url=one.url, server="asleep")
+        await until(lambda: all(row.leaving for row in critic.standings()))
+        assert critic.away == ""
+        await ledgers.connection.read("DEL", ledgers.train.keys.role(role))
+        await until(lambda: critic.away == "reward model critic has no server")
+        one.let_go.set()
+        await asking
