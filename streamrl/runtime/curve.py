@@ -10,6 +10,7 @@ from streamrl.errors import CannotCreate
 
 _ACCURACY = "#0b7a4b"
 _REWARD = "#7aa6c2"
+_ROOM = 0.1  # of the height, for a label
 
 
 def draw_curve(
@@ -51,15 +52,20 @@ def draw_curve(
             label="held-out accuracy, while training",
         )
     last = numbers[-1] if numbers else 0
-    ends = [(0, summary["accuracy_before"], "before", -20), (last, summary["accuracy_after"], "after", 12)]
-    for place, value, label, above in ends:
+    # Labels go inwards from the two ends, and the limits leave room for them: neither lies on an axis or the title.
+    ends = [
+        (0, summary["accuracy_before"], "before", (-6, -20), "left"),
+        (last, summary["accuracy_after"], "after", (8, 12), "right"),
+    ]
+    for place, value, label, offset, side in ends:
         if value is not None:
             axes.plot([place], [value], marker="*", ms=14, color="#c8502d", ls="none", zorder=5)
-            axes.annotate(
-                f"{label} {value:.3f}", (place, value), textcoords="offset points", xytext=(0, above), ha="center"
-            )
+            axes.annotate(f"{label} {value:.3f}", (place, value), textcoords="offset points", xytext=offset, ha=side)
     axes.set(xlabel="step of the learner", ylabel="share right / mean reward", title=_title(name, summary))
-    axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1]))
+    lowest, highest = min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1])
+    room = _ROOM * (highest - lowest)
+    known = [value for _, value, *_ in ends if value is not None]
+    axes.set_ylim(min([lowest, *(value - room for value in known)]), max([highest, *(value + room for value in known)]))
     axes.margins(x=0.06)
     axes.grid(visible=True, alpha=0.25)
     if numbers or rounds:
