@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import shutil
+import time
 from pathlib import Path
 
 import task
@@ -26,6 +27,7 @@ CACHE = Path(__file__).parent / "cache"
 STEPS, WARM_UP, DECAY_FROM, BATCH, LEARNING_RATE = 650, 100, 300, 64, 2e-3
 SHARE_RIGHT = 0.4
 TRAINING_PROMPTS, HELD_OUT_PROMPTS = 16384, 1024
+LINE_EVERY = 10.0  # seconds, where no terminal shows a bar
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -99,6 +101,7 @@ def warm_start(progress: Progress) -> Qwen2ForCausalLM:
     source, model = random.Random(0), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     bar = progress.add_task("warm start", total=STEPS, loss=float("nan"))
+    due = 0.0
     for step in range(STEPS):
         batch = lessons(source)
         count = sum(len(ids) - prompt for ids, prompt in batch)
@@ -113,6 +116,9 @@ def warm_start(progress: Progress) -> Qwen2ForCausalLM:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         progress.update(bar, advance=1, loss=total)
+        if progress.disable and time.monotonic() >= due:
+            due = time.monotonic() + LINE_EVERY
+            progress.console.print(f"warm start: step {step + 1}/{STEPS}, loss {total:.3f}")
     return model
 
 
@@ -127,16 +133,21 @@ def main() -> None:
     """Fill `cache/`, atomically: a half-made cache is never used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--force", action="store_true", help="make everything again")
-    if CACHE.exists() and not parser.parse_args().force:
-        Console(stderr=True).print(f"warm start: found in {CACHE} (make it again with prepare.py --force)")
+    force = parser.parse_args().force
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if CACHE.exists() and not force:
+        console.print(f"warm start: found in {CACHE} (make it again with prepare.py --force)")
         return
     draft = CACHE.with_name("cache.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
+    console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
     write_prompts(draft)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=Console(stderr=True)) as progress:
+    loss = TextColumn("loss {task.fields[loss]:.3f}")
+    with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
         model = warm_start(progress)
+    console.print(f"writing the model and its tokenizer to {CACHE}")
     model.save_pretrained(draft / "model")
     make_tokenizer().save_pretrained(draft / "model")
     shutil.rmtree(CACHE, ignore_errors=True)
