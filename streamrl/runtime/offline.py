@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 from streamrl import wire
 from streamrl.config import RunConfig
+from streamrl.consumers.patience import PatientScorer
 from streamrl.consumers.reward import RewardContext, RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
+from streamrl.consumers.scoring import ScoringFailed, models_of, open_scorer
 from streamrl.errors import StreamrlError
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Engine, Request
@@ -51,6 +52,7 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
 
     Raises:
         StreamrlError: no response could be scored, or model, data or rewards cannot be used.
+        Unreachable: as of `PatientScorer.score_group`.
     """
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
@@ -62,8 +64,8 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     await engine.start()
     try:
         async with models_of(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
-            progress = partial(on_progress, label)
-            values = await _scores(config, engine, tokenizer, scorer, prompts, on_progress=progress)
+            patient, progress = PatientScorer(scorer, config.lease), partial(on_progress, label)
+            values = await _scores(config, engine, tokenizer, patient, prompts, on_progress=progress)
     finally:
         await engine.close()
     if not values:
@@ -75,7 +77,7 @@ async def _scores(
     config: RunConfig,
     engine: Engine,
     tokenizer: Tokenizer,
-    scorer: Scorer,
+    scorer: PatientScorer,
     prompts: Sequence[wire.Prompt],
     *,
     on_progress: Callable[[int, int], None],
@@ -103,14 +105,18 @@ async def _scores(
                 finish=completion.finish,
                 text=tokenizer.decode(completion.tokens),
             )
-            try:
-                values.append((await scorer.score(RewardSample.of(prompt, sample))).value)
-            except ScoringFailed as error:
-                logger.warning("held-out response not scored", extra={"line": prompt.line, "why": error.message})
+            (score,) = await scorer.score_group([RewardSample.of(prompt, sample)])
+            if isinstance(score, ScoringFailed):
+                logger.warning("held-out response not scored", extra={"line": prompt.line, "why": score.message})
+            else:
+                values.append(score.value)
             done += 1
             on_progress(done, total)
 
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(total):
-            tasks.create_task(one(number, prompts[number % len(prompts)]))
+    async with asyncio.TaskGroup() as beside:
+        telling = beside.create_task(scorer.tell(logger.warning), name="who is waited for")
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(total):
+                tasks.create_task(one(number, prompts[number % len(prompts)]))
+        telling.cancel()
     return values

@@ -1,0 +1,59 @@
+"""Measuring versions when the run is over: the rewards are asked as in the run."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from streamrl.config import LeaseConfig, RunConfig
+from streamrl.consumers import patience
+from streamrl.consumers.patience import PatientScorer
+from streamrl.errors import RewardBusy, RewardUnavailable
+from streamrl.runtime.offline import _scores
+from tests.consumers.calls_kit import loaded, scorer
+from tests.consumers.samples import prompt, response
+
+
+class Engine:
+    """Has one completion for everything."""
+
+    async def generate(self, request):
+        sample = response("4")
+        return SimpleNamespace(
+            tokens=sample.token_ids, logprobs=[-1.0] * len(sample.token_ids), runs=sample.runs, finish=sample.finish
+        )
+
+
+async def measured(judge, **worker):
+    config = RunConfig.model_validate({"name": "t", "evaluation": {"samples": 2}})
+    patient = PatientScorer(scorer(loaded(judge), **worker), LeaseConfig())
+    decoder = SimpleNamespace(decode=lambda tokens: "4")
+    return await _scores(config, Engine(), decoder, patient, [prompt()], on_progress=lambda done, total: None)
+
+
+@pytest.mark.parametrize("kind", [RewardUnavailable, RewardBusy])
+async def test_a_wait_for_those_who_score_is_no_failed_attempt_and_is_said(kind, monkeypatch, caplog):
+    monkeypatch.setattr(patience, "TELL_SECONDS", 0.001)
+
+    async def judge(sample):
+        if "waiting for judge" not in caplog.text:
+            raise kind("all asleep")
+        return 1.0
+
+    with caplog.at_level(logging.WARNING):
+        assert await measured(judge, attempts=1) == [1.0, 1.0]
+
+
+async def test_a_failure_counts_neither_way(caplog):
+    ends = [1.0, ValueError("no")]
+
+    async def judge(sample):
+        end = ends.pop()
+        if isinstance(end, ValueError):
+            raise end
+        return end
+
+    assert await measured(judge, attempts=1) == [1.0]
+    assert "held-out response not scored" in caplog.text
