@@ -1,7 +1,7 @@
 """Leases of work: take, renew, take over from the dead, hand back.
 
 Consumers in Redis are named `role-nonce`, one name per process. What a process holds it renews at a third of the lease;
-what nobody renews for a whole lease is expired, and others take it over, one entry at a time:
+what nobody renews for a whole lease is expired, and others take it over, one entry at a time, fewest deaths first:
 
 * the first time together with other work;
 * after a second death alone in the process (probation), so that work that kills its holder kills no neighbours;
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 KEEPER: Final = "handed-back"
 """Consumer that owns work which was handed back, until somebody takes it."""
 _BLOCK_MS: Final = 250
-_LOOK: Final = 16
+_LOOK: Final = 32
 """Expired entries looked at in one go."""
 _TOGETHER: Final = 2
 """Deliveries up to which work runs next to other work."""
@@ -275,12 +275,14 @@ class Leases:
         start = "-"
         while True:
             rows = await self._connection.read("XPENDING", stream, GROUP, "IDLE", self._idle_ms, start, "+", _LOOK)
-            for entry, owner, _, deaths in rows:
+            # Else the neighbours of what kills its holder wait for as many restarts as it takes to bury it.
+            for entry, owner, _, deaths in sorted(rows, key=lambda row: row[3]):
                 place = (stream, entry.decode())
                 if self._stop.is_set() or place in self._held or (patient and owner.decode() != KEEPER):
                     continue
-                if await self._accept(place, deaths, deaths + 1):
-                    owners.add(owner.decode())
+                if not await self._accept(place, deaths, deaths + 1):
+                    break
+                owners.add(owner.decode())
             # What is not to be taken (its own, late to be renewed) must not hide what comes behind it.
             if len(rows) < _LOOK or self._stop.is_set() or len(self._held) >= self._width():
                 break

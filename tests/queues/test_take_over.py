@@ -119,6 +119,17 @@ async def test_after_one_death_work_runs_with_the_others(ledgers: Ledgers):
     assert sorted(found.deliveries for found in done) == [1, 2]
 
 
+async def test_what_killed_fewest_goes_first(ledgers: Ledgers):
+    """What kills its holder is older than its neighbours: they need not wait until it is buried."""
+    for cursor, deaths in enumerate((3, 2, 1, 1)):
+        await admit(ledgers.train, cursor)
+        await abandon(ledgers.train, deaths=deaths)
+    done: list[Lease] = []
+    async with working(ledgers, generating(done), width=1):
+        await until(lambda: len(done) == 4)
+    assert [(found.gid, found.deliveries) for found in done] == [(2, 2), (3, 2), (1, 3), (0, 4)]
+
+
 async def test_after_max_deliveries_work_is_buried(ledgers: Ledgers):
     await admit(ledgers.train, 0, samples=2, prompt=b"poison")
     await abandon(ledgers.train, deaths=QUICK.max_deliveries)
