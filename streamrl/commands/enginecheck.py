@@ -10,22 +10,30 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from streamrl.commands import output
-from streamrl.errors import ConfigError, ExitCode
+from streamrl.errors import ConfigError, ExitCode, UsageError
 from streamrl.producers.servers import environments
 
 SCHEMA: Final = "streamrl.engines.check/1"
 
 
-def check(kind: Literal["vllm", "sglang", "hf"], *, json: bool) -> int:
+def check(kind: Literal["vllm", "sglang", "hf"], given: Path | None, *, json: bool) -> int:
     """Start the engine on a tiny model, try all that a run may ask of it, and show what was found.
+
+    Args:
+        kind: of the engine.
+        given: environment of its servers; None: where runs look for it.
+        json: one envelope at the end instead of a line for each finding.
 
     Returns:
         0 all is well (also when it cannot do something that runs need not have), 1 something failed.
 
     Raises:
+        UsageError: `hf` with an environment.
         ConfigError: the environment is missing, or torch is.
     """
-    environment = None if kind == "hf" else environments.find_environment(None, kind)
+    if kind == "hf" and given is not None:
+        raise UsageError("hf runs in this process: --environment is of vllm and sglang")
+    environment = None if kind == "hf" else environments.find_environment(given, kind, key="--environment")
     missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the check needs {', '.join(missing)}", "pip install 'streamrl[train]'")
@@ -40,7 +48,7 @@ def check(kind: Literal["vllm", "sglang", "hf"], *, json: bool) -> int:
     if not json:
         output.write(f"{kind} in {environment or 'this process'}")
     with tempfile.TemporaryDirectory(prefix=f"streamrl-check-{kind}-") as folder:
-        findings = asyncio.run(Examination(kind, Path(folder), heard).run())
+        findings = asyncio.run(Examination(kind, Path(folder), heard, environment=environment).run())
     failed = any(finding.verdict == "failed" for finding in findings)
     if json:
         data: dict[str, Any] = {

@@ -53,12 +53,16 @@ def install(
 @engines_app.command("check")
 def check(
     kind: Annotated[CheckedKind, typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
+    environment: Annotated[
+        Path | None,
+        typer.Option("--environment", metavar="DIR", help="Environment of its servers; .engines/KIND if left out."),
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Start an engine on a tiny model, update its weights, and say what it can do. 1 when something fails."""
     from streamrl.commands.enginecheck import check as command
 
-    return command(kind.value, json=json)
+    return command(kind.value, environment, json=json)
 
 
 @engines_app.command("ls")

@@ -27,3 +27,14 @@ def test_without_an_environment_it_names_the_command_that_makes_one(tmp_path: Pa
     done = cli("engines", "check", "vllm", env={"STREAMRL_ENGINES": str(tmp_path)})
     assert done.returncode == 78
     assert "streamrl engines install vllm" in done.stderr
+
+
+def test_it_looks_at_the_environment_that_is_named(tmp_path: Path):
+    named = tmp_path / "elsewhere"
+    missing = cli("engines", "check", "vllm", "--environment", str(named))
+    assert missing.returncode == 78
+    assert f"--environment {named} is no virtual environment" in missing.stderr
+    assert f"streamrl engines install vllm --into {named}" in missing.stderr
+    other = cli("engines", "check", "hf", "--environment", str(named))
+    assert other.returncode == 2
+    assert "--environment is of vllm and sglang" in other.stderr

@@ -82,7 +82,7 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def find_environment(given: Path | None, kind: Kind, *, section: str = "engine") -> Path:
+def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.environment") -> Path:
     """Return the folder of the virtual environment that servers of `kind` run in.
 
     Looks at `given` alone when there is one; else at $STREAMRL_ENGINES/KIND, at `.engines/KIND` in the working
@@ -92,7 +92,7 @@ def find_environment(given: Path | None, kind: Kind, *, section: str = "engine")
     Args:
         given: by the configuration.
         kind: of the servers.
-        section: of the configuration, for messages.
+        key: that gave it, for messages.
 
     Raises:
         ConfigError: none is there, or the one that is there was never finished; the hint is the install command.
@@ -107,8 +107,8 @@ def find_environment(given: Path | None, kind: Kind, *, section: str = "engine")
             return folder.absolute()
     if given is not None:
         raise ConfigError(
-            f"{section}.environment {given} is no virtual environment: bin/python is missing",
-            f"{command} --into {given}, or leave out {section}.environment",
+            f"{key} {given} is no virtual environment: bin/python is missing",
+            f"{command} --into {given}, or leave out {key}",
         )
     raise ConfigError(f"there is no environment for {kind} servers: {looked[0]} does not exist", command)
 

@@ -60,7 +60,7 @@ class _Model:
     def __init__(self, name: str, config: RewardModelConfig) -> None:
         self._config = config
         self._section = f"reward_models.{name}"
-        self.environment = find_environment(config.environment, self.kind, section=self._section)
+        self.environment = find_environment(config.environment, self.kind, key=f"{self._section}.environment")
         marker = installed(self.environment)
         self.cpu = bool(marker["cpu"]) if marker is not None else not has_gpu()
         merged({}, config.flags, section=self._section)
