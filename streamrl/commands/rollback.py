@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from streamrl.commands import output
 from streamrl.commands.attach import ledgers
 from streamrl.commands.rundir import RunDirectory, find_run
-from streamrl.commands.versions import asked, root_of, size
+from streamrl.commands.versions import asked, number_of, root_of, size
 from streamrl.errors import ExitCode, Refused, UsageError
 from streamrl.queues.rollback import Answer, Request, RollbackDesk
 
@@ -25,9 +25,10 @@ ROLLBACK_SCHEMA: Final = "streamrl.weights.rollback/1"
 _ASK_SECONDS: Final = 0.25
 
 
-def pin(chosen: Path | None, number: int, *, json: bool) -> int:
+def pin(chosen: Path | None, version: str, *, json: bool) -> int:
     """Copy a version that is still there into the run directory, whole and durable."""
     run = find_run(chosen)
+    number = number_of(run, version)
     manifest = _pin(run, number)
     folder = run.path / "pinned" / manifest.folder
     if json:
@@ -37,12 +38,13 @@ def pin(chosen: Path | None, number: int, *, json: bool) -> int:
     return 0
 
 
-def unpin(chosen: Path | None, number: int, *, json: bool) -> int:
+def unpin(chosen: Path | None, version: str, *, json: bool) -> int:
     """Remove the pinned copy of a version."""
     from streamrl.weight_sync.catalog import PINNED, newest_with, versions
     from streamrl.weight_sync.pinned import unpin as remove
 
     run = find_run(chosen)
+    number = number_of(run, version)
     manifest = newest_with(number, versions(run.path / PINNED))
     if manifest is None:
         raise UsageError(f"version {number} is not pinned", "`streamrl weights ls` shows which are")
@@ -60,9 +62,10 @@ def unpin(chosen: Path | None, number: int, *, json: bool) -> int:
     return 0
 
 
-def rollback(chosen: Path | None, number: int, *, wait: float, json: bool) -> int:
+def rollback(chosen: Path | None, version: str, *, wait: float, json: bool) -> int:
     """Pin a version, ask the learner to go back to it, and wait until engines can get it under a new number."""
     run = find_run(chosen)
+    number = number_of(run, version)
     manifest = _pin(run, number)
     outcome = asyncio.run(_roll_back(run, manifest.pair, wait))
     if json:

@@ -39,9 +39,10 @@ def ls(chosen: Path | None, *, everything: bool, json: bool) -> int:
     return 0
 
 
-def show(chosen: Path | None, number: int, *, json: bool) -> int:
+def show(chosen: Path | None, version: str, *, json: bool) -> int:
     """Show one version: its figures, files and tensors."""
     run = find_run(chosen)
+    number = number_of(run, version)
     row = next((row for row in _rows(run) if row["version"] == number), None)
     if row is None:
         raise UsageError(f"there never was a version {number}", "`streamrl weights ls --all` shows all")
@@ -69,6 +70,22 @@ def show(chosen: Path | None, number: int, *, json: bool) -> int:
     if manifest is None:
         output.note("its files are gone: only the record is left")
     return 0
+
+
+def number_of(run: RunDirectory, version: str) -> int:
+    """The number of the version that a person names: by it, or as `newest` of those whose files are here.
+
+    Raises:
+        UsageError: it is neither, or no files are here.
+    """
+    if version == "newest":
+        found = _places(run)
+        if not found:
+            raise UsageError("no version is here", "`streamrl weights ls --all` lists those whose files are gone")
+        return max(found)[1]
+    if not (version.isascii() and version.isdigit()):
+        raise UsageError(f"{version} is no version", "name a number that `streamrl weights ls` shows, or newest")
+    return int(version)
 
 
 def root_of(run: RunDirectory) -> Path:

@@ -9,7 +9,9 @@ import typer
 from streamrl.commands.options import JsonOption, RunOption
 
 weights_app = typer.Typer(no_args_is_help=True, help="Versions of the weights: list, show, keep, go back to one.")
-VersionArgument = Annotated[int, typer.Argument(min=0, metavar="N", help="Number of the version (`weights ls`).")]
+VersionArgument = Annotated[
+    str, typer.Argument(metavar="VERSION", help="Its number (`weights ls`), or newest: of those whose files are here.")
+]
 
 
 @weights_app.command("ls")
@@ -29,15 +31,15 @@ def ls(
 
 
 @weights_app.command("show")
-def show(number: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
+def show(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Show one version with its files and tensors. 2 when there never was one."""
     from streamrl.commands.versions import show as command
 
-    return command(run, number, json=json)
+    return command(run, version, json=json)
 
 
 @weights_app.command("pin")
-def pin(number: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
+def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Keep a version: copy it to RUN_DIR/pinned, whole and durable, on the host of the learner.
 
     The copy is plain safetensors files, in the type that versions travel in (weights.dtype). A version can be pinned
@@ -45,20 +47,20 @@ def pin(number: VersionArgument, run: RunOption = None, json: JsonOption = False
     """
     from streamrl.commands.rollback import pin as command
 
-    return command(run, number, json=json)
+    return command(run, version, json=json)
 
 
 @weights_app.command("unpin")
-def unpin(number: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
+def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Remove the pinned copy of a version. 2 when it is not pinned, 78 while a rollback still needs it."""
     from streamrl.commands.rollback import unpin as command
 
-    return command(run, number, json=json)
+    return command(run, version, json=json)
 
 
 @weights_app.command("rollback")
 def rollback(
-    number: VersionArgument,
+    version: VersionArgument,
     run: RunOption = None,
     wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for the learner.")] = 300.0,
     json: JsonOption = False,
@@ -74,4 +76,4 @@ def rollback(
     """
     from streamrl.commands.rollback import rollback as command
 
-    return command(run, number, wait=wait, json=json)
+    return command(run, version, wait=wait, json=json)

@@ -103,6 +103,9 @@ def test_a_run_without_versions(tmp_path: Path):
     make_run(tmp_path / "run", *SETTINGS)
     done = cli("weights", "ls", "--run", str(tmp_path / "run"))
     assert (done.returncode, done.stdout, "no version is here" in done.stderr) == (0, "", True)
+    for word, said in (("newest", "no version is here"), ("latest", "latest is no version")):
+        refused = cli("weights", "pin", word, "--run", str(tmp_path / "run"))
+        assert (refused.returncode, said in refused.stderr) == (2, True)
 
 
 def test_pin_makes_whole_files_of_a_delta_and_unpin_removes_them(stopped: Path):
@@ -119,6 +122,8 @@ def test_pin_makes_whole_files_of_a_delta_and_unpin_removes_them(stopped: Path):
     assert data_of(cli("weights", "unpin", "4", *where, "--json").stdout, "streamrl.weights.unpin/1")["removed"]
     again = cli("weights", "unpin", "4", *where)
     assert (again.returncode, "is not pinned" in again.stderr) == (2, True)
+    assert "version 4 is in" in cli("weights", "pin", "newest", *where).stdout
+    assert cli("weights", "show", "newest", *where).stdout.split()[:2] == ["version", "4"]
     missing = cli("weights", "pin", "0", *where)
     assert (missing.returncode, "version 0 is neither in" in missing.stderr) == (2, True)
 
