@@ -171,7 +171,8 @@ class Intake:
 
     async def acquit(self, groups: Sequence[TrainGroup], version: int) -> None:
         """Clear the crash counter of groups whose forward and backward pass killed nobody."""
-        await self._ledger.consume(self._nonce, self.held, version, None, [group.gid for group in groups])
+        # What is held stays as it is: the last reading may be older than a retirement, or than a Redis from the past.
+        await self._ledger.consume(self._nonce, None, version, None, [group.gid for group in groups])
 
     async def release(self, groups: Sequence[TrainGroup], version: int) -> None:
         """Take groups out of the step untrained: they are candidates again."""

@@ -256,20 +256,20 @@ class Ledger(Rewarding):
         await self._fenced("begin", [self.keys.state, self.keys.scored, *map(self.keys.group, gids)], [nonce])
 
     async def consume(
-        self, nonce: str, held: int, version: int, manifest: bytes | None, trained: Sequence[int] = ()
+        self, nonce: str, held: int | None, version: int, manifest: bytes | None, trained: Sequence[int] = ()
     ) -> None:
         """A step is done: free its places in the budget and publish its version.
 
         Args:
             nonce: of `fence`.
             held: closed groups in Redis that this learner has trained and not retired; absolute, so that a repeat
-                changes nothing.
+                changes nothing. None: the number in Redis stays.
             version: number of the new version.
             manifest: of the new version; None publishes nothing. A version is published once.
             trained: groups of the step, whose crash counters are cleared.
         """
         keys = [self.keys.state, self.keys.scored, self.keys.weights, *map(self.keys.group, trained)]
-        await self._fenced("consume", keys, [nonce, held, version, manifest or b""])
+        await self._fenced("consume", keys, [nonce, "" if held is None else held, version, manifest or b""])
 
     async def drop(self, nonce: str, gid: int, why: str) -> bool:
         """Drop a closed group untrained (too stale); False when it is not closed (any more)."""

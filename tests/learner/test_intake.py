@@ -252,6 +252,22 @@ async def test_acquitted_and_released_groups_are_not_suspects(table):
     assert [group.crashes for group in again.choose(4, 0, last=False)] == [0, 0, 0, 0]
 
 
+async def test_an_acquittal_makes_no_room_with_groups_that_have_gone(table):
+    """Redis went back, or retired, after the last reading: what is held then is not what was read."""
+    intake = await table.intake()
+    await table.play()
+    await intake.refresh()
+    await intake.begin(intake.choose(4, 0, last=False))
+    await intake.consume(1, None, ids(intake.applied()))
+    groups = intake.choose(4, 0, last=False)
+    await intake.begin(groups)
+    await table.ledger.connection.read("HSET", table.ledger.keys.state, "held", 0)
+    await intake.acquit(groups, 1)
+    await table.play()
+    state = await table.ledger.state()
+    assert (state.held, state.live) == (0, 8)
+
+
 @pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.Score(value=1.0))])
 async def test_a_foreign_message_is_a_dead_letter(table, payload):
     table.player.spoil[0, 1] = payload
