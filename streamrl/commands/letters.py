@@ -6,6 +6,7 @@ from typing import Any
 
 from streamrl import wire
 from streamrl.errors import WireError
+from streamrl.monitor.lines import printable
 from streamrl.queues.records import DeadLetter
 
 
@@ -46,6 +47,11 @@ def sample_data(number: int, payload: bytes | None, score: bytes | None, cause: 
     if cause is not None:
         found["cause"] = cause
     return found
+
+
+def parts_line(parts: dict[str, float]) -> str:
+    """What each reward said, on one line."""
+    return "  ".join(f"{printable(name)} {value:g}" for name, value in parts.items())
 
 
 def letter_data(letter: DeadLetter) -> dict[str, Any]:

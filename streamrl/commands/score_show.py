@@ -10,7 +10,7 @@ from streamrl import wire
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
 from streamrl.commands.attach import ledgers
-from streamrl.commands.letters import letter_data, prompt_data, sample_data
+from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, StreamrlError
 from streamrl.monitor.lines import duration, printable, shortened
@@ -145,9 +145,7 @@ def _response(response: dict[str, Any], rescored: dict[str, dict[str, Any]], wid
         head.append("not generated yet")
     lines = ["  ".join(head)]
     if response.get("parts"):
-        lines.append(
-            "    parts  " + "  ".join(f"{printable(name)} {value:g}" for name, value in response["parts"].items())
-        )
+        lines.append(f"    parts  {parts_line(response['parts'])}")
     for name, scores in rescored.items():
         if (again := scores.get(str(response["sample"]))) is not None:
             lines.append(f"    {name}  score {again['score']:g}")

@@ -8,10 +8,10 @@ from typing import Any
 
 from streamrl.commands import output
 from streamrl.commands.attach import ledgers
-from streamrl.commands.letters import letter_data, prompt_data, sample_data
+from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, WireError
-from streamrl.monitor.lines import shortened
+from streamrl.monitor.lines import printable, shortened
 from streamrl.queues.records import LedgerState
 
 SCHEMA = "streamrl.trace/1"
@@ -93,7 +93,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines.extend("  " + _response(response) for response in found.get("responses", ()))
     for letter in found["letters"]:
         who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
-        lines.append(f"  dead {who} in {letter['stage']}: {letter['why']}  ({letter['id']})")
+        lines.append(f"  dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})")
     if found["record"] is not None:
         lines.append("  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid"))
     return lines
@@ -106,14 +106,15 @@ def _why(found: dict[str, Any]) -> str:
 def _response(response: dict[str, Any]) -> str:
     parts = [f"response {response['sample']}:"]
     if "cause" in response:
-        parts.append(f"dead, {response['cause']}")
+        parts.append(f"dead, {printable(response['cause'])}")
     if "tokens" in response:
         versions = ",".join(f"v{version}" for _, version in response["versions"])
         parts.append(f"{response['tokens']} tokens ({response['finish']}) by {versions}")
     elif "cause" not in response:
         parts.append("not generated yet")
     if "score" in response:
-        parts.append(f"score {response['score']:g}")
+        of = f" ({parts_line(response['parts'])})" if response["parts"] else ""
+        parts.append(f"score {response['score']:g}{of}")
     if "text" in response:
         parts.append(shortened(response["text"]))
     return "  ".join(parts)
