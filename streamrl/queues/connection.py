@@ -32,7 +32,6 @@ from streamrl.errors import ConfigError, StreamrlError, Unreachable
 from streamrl.queues.access import (
     Argument,
     ReplyError,
-    ask,
     check_server,
     connection_options,
     error_code,
@@ -230,8 +229,11 @@ class Connection:
         if not self._checked:
             await check_server(connection, self._url)
             self._checked = True
-        for script in load_scripts().values():
-            reply = await ask(connection, "SCRIPT", "LOAD", script.text)
+        # In one go: one after the other they would take longer than ROUND_TRIP where Redis is far away.
+        loads = [pack(("SCRIPT", "LOAD", script.text)) for script in load_scripts().values()]
+        await connection.send_packed_command(loads, check_health=False)
+        for _ in loads:
+            reply = await read_reply(connection)
             if isinstance(reply, ResponseError):
                 if error_code(error_text(reply)) in _LATER:
                     raise RedisConnectionError(error_text(reply))

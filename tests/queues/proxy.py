@@ -9,16 +9,25 @@ from pathlib import Path
 
 
 class Proxy:
-    """Forwards bytes; `lose` makes it swallow the reply to the next request with a marker, and hang up."""
+    """Forwards bytes.
+
+    `lose` makes it swallow the reply to the next request with a marker, and hang up; `hold` keeps requests back.
+    """
 
     def __init__(self, upstream: Path) -> None:
         self._upstream = upstream
         self._marker: bytes | None = None
+        self._held = b""
+        self._wanted = 0
         self.lost = 0
 
     def lose(self, marker: bytes) -> None:
         """Let the next request that contains `marker` reach Redis and be executed; its reply never arrives."""
         self._marker = marker
+
+    def hold(self, marker: bytes, count: int) -> None:
+        """Keep requests with `marker`, and what follows, from Redis until there are `count` of them."""
+        self._held, self._wanted = marker, count
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client connection."""
@@ -26,7 +35,12 @@ class Proxy:
         armed = asyncio.Event()
 
         async def forward() -> None:
+            kept = b""
             while data := await reader.read(1 << 16):
+                kept += data
+                if self._held and self._held in kept and kept.count(self._held) < self._wanted:
+                    continue
+                data, kept = kept, b""
                 if self._marker is not None and self._marker in data:
                     self._marker = None
                     armed.set()

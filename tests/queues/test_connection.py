@@ -17,6 +17,7 @@ from streamrl.queues import Ledgers, connection, embedded, open_ledgers
 from streamrl.queues.access import ReplyError, error_code
 from streamrl.queues.connection import open_connection
 from streamrl.queues.records import AdmitOutcome
+from streamrl.queues.scripts import load_scripts
 from tests.queues.ledger_kit import admit, close_group, faults, lease, until
 from tests.queues.proxy import open_proxy
 from tests.redis_kit import RedisRun
@@ -105,6 +106,16 @@ async def test_a_server_that_says_nothing_counts_as_gone(ledgers: Ledgers, run: 
     await until(lambda: ledgers.connection.since_error() < 60)
     run.wake()
     assert await call == []
+
+
+async def test_all_scripts_are_loaded_in_one_round_trip(run: RedisRun, tmp_path: Path):
+    """Redis may be so far away that one after the other they would never be there in time."""
+    path = tmp_path / "far.sock"
+    config = run.config.model_copy(update={"url": f"unix://{path}", "patience": 0.1})
+    async with open_proxy(embedded.socket_path(run.run_dir), path) as proxy:
+        proxy.hold(b"LOAD", len(load_scripts()))
+        async with open_connection(config, config.url) as found:
+            assert await found.read("PING") == b"PONG"
 
 
 async def test_a_lost_reply_is_asked_for_again(run: RedisRun, tmp_path: Path):
