@@ -46,6 +46,7 @@ INSTALL_HINT: Final = (
 _LONGEST_SOCKET_PATH: Final = 100
 _PR_SET_PDEATHSIG: Final = 1
 _POLL: Final = 0.01
+_VERSION_SECONDS: Final = 10.0
 CHECK_SECONDS: Final = 600.0
 """Longest check of an append-only file, which is read once from end to end."""
 
@@ -89,11 +90,20 @@ def _candidates() -> Iterator[Path]:
 
 
 def inspect_server(executable: Path) -> Server:
-    """Ask a server program for its version; `ConfigError` when it does not answer like one."""
+    """Ask a server program for its version.
+
+    Raises:
+        ConfigError: it does not answer like one.
+        DeadlineExceeded: it does not answer: the machine is too busy, which says nothing of the program.
+    """
     try:
         answer = subprocess.run(  # noqa: S603
-            [str(executable), "--version"], capture_output=True, text=True, timeout=10, check=True
+            [str(executable), "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=True
         ).stdout
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(
+            f"{executable} --version took longer than {_VERSION_SECONDS:g} s", "is the machine overloaded? try again"
+        ) from error
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{executable} does not run: {error}", INSTALL_HINT) from error
     match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", answer)
@@ -110,6 +120,7 @@ def find_server() -> Server:
 
     Raises:
         ConfigError: there is none; the hint says how to install one, the message what was found too old.
+        DeadlineExceeded: one does not say its version; another one may be unable to read what it wrote.
     """
     found: list[str] = []
     for executable in _candidates():

@@ -63,6 +63,16 @@ def test_no_server_says_how_to_install_one(tmp_path: Path, monkeypatch):
     assert "streamrl[embedded]" in caught.value.hint
 
 
+def test_a_server_that_does_not_answer_in_time_is_not_passed_over(tmp_path: Path, monkeypatch):
+    """On a machine that is too busy the role is started again: another server could not read the run's files."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(embedded, "_VERSION_SECONDS", 0.1)
+    program(tmp_path, "redis-server", "").write_text("#!/bin/sh\nexec sleep 1000\n")
+    with pytest.raises(DeadlineExceeded, match="--version took longer") as caught:
+        embedded.find_server()
+    assert caught.value.exit_code == 75
+
+
 def test_a_long_run_path_gets_a_short_private_socket(tmp_path: Path):
     long = tmp_path / ("x" * 100)
     path = embedded.socket_path(long)
