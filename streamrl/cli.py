@@ -38,7 +38,6 @@ app.add_typer(engines_app, name="engines")
 app.add_typer(reward_app, name="reward")
 app.add_typer(score_app, name="score")
 app.add_typer(archive_app, name="archive")
-app.command("rescore")(rescore)
 app.add_typer(weights_app, name="weights")
 
 
@@ -72,7 +71,7 @@ class Stage(StrEnum):
     player = "player"
 
 
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 
 
 def _show_version(asked: bool) -> None:
@@ -101,7 +100,7 @@ def options(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where; made when missing.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; made when missing.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
 ) -> int:
     """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example."""
@@ -185,7 +184,7 @@ def lag(
 @app.command()
 def logs(
     *,
-    roles: Annotated[list[str] | None, typer.Argument(metavar="[ROLE]...", help="rollout, rollout.0, ...")] = None,
+    roles: Annotated[list[str] | None, typer.Argument(metavar="ROLE", help="rollout, rollout.0, ...")] = None,
     run: RunOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of the past.")] = 100,
@@ -236,6 +235,9 @@ def export(
     return command(run, checkpoint, out, average=average, force=force, json=json)
 
 
+app.command("rescore")(rescore)
+
+
 @app.command()
 def version(json: JsonOption = False) -> int:
     """Show the version of streamrl and of what it stands on."""
@@ -245,7 +247,7 @@ def version(json: JsonOption = False) -> int:
 
 
 EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out groups instead of training groups.")]
-Letters = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids as `dead ls` shows them.")]
+Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead ls` shows them, or all.")]
 
 
 @dead_app.command("ls")
@@ -278,7 +280,7 @@ def dead_show(
 def dead_replay(
     letters: Letters, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False
 ) -> int:
-    """Admit dead groups again under a new attempt."""
+    """Admit dead groups again under a new attempt: generated and scored anew. 1 when one of them was not."""
     from streamrl.commands.dead import replay as command
 
     return command(run, letters, evaluation=evaluation, json=json)
@@ -292,7 +294,7 @@ def dead_drop(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Forget the detail of dead letters; their groups stay recorded as dead."""
+    """Throw dead letters away for good; whole groups count as dropped from then on."""
     from streamrl.commands.dead import drop as command
 
     return command(run, letters, evaluation=evaluation, yes=yes, json=json)

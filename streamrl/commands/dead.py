@@ -49,7 +49,7 @@ def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> in
         return 0
     for key, value in data.items():
         if key not in ("detail", "prompt") and value is not None:
-            output.write(f"{key:10}  {date_time(value) if key == 'at' else value}")
+            output.write(f"{key:10}  {date_time(value) if key == 'at' else printable(str(value))}")
     for key, value in (data["prompt"] or {}).items():
         output.write(f"prompt {key}  {value!r}")
     if letter.detail:
@@ -76,7 +76,7 @@ def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, jso
 def drop(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, yes: bool, json: bool) -> int:
     """Throw dead letters away; a whole group counts as dropped from then on. Asks on a terminal unless `yes`."""
     run = find_run(chosen)
-    if not yes and not _confirmed(len(entries)):
+    if not yes and not _confirmed(entries):
         return int(ExitCode.FAILURE)
     removed = asyncio.run(_drop(run, entries, evaluation=evaluation))
     if json:
@@ -127,8 +127,9 @@ def _advice(outcome: ReplayOutcome) -> str:
     return advice.get(outcome, "")
 
 
-def _confirmed(count: int) -> bool:
+def _confirmed(entries: Sequence[str]) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("dead drop throws letters away for good", "say --yes where nobody can be asked")
-    answer = input(f"throw {count} dead letters away for good? [y/N] ")
+    which = "all" if list(entries) == ["all"] else len(entries)
+    answer = input(f"throw {which} dead letters away for good? [y/N] ")
     return answer.strip().lower() in ("y", "yes")

@@ -15,7 +15,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the model
 
 @reward_servers_app.command("ls")
 def ls(
-    model: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Of one model; else of all.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="NAME", help="Of one model; else of all.")] = None,
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:

@@ -46,9 +46,7 @@ def new(
 def trial(
     reward: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[REWARD]", help="Built-in name, module:Name, or one of --file; left out: all of --file."
-        ),
+        typer.Argument(metavar="REWARD", help="Built-in name, module:Name, or one of --file; left out: all of --file."),
     ] = None,
     *,
     sample: Annotated[

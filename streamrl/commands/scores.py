@@ -77,8 +77,8 @@ def export(
 ) -> int:
     """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
 
-    A response that died has its cause and no score. Parquet needs `pip install 'streamrl[parquet]'`. 1 when a damaged
-    file was not read to its end.
+    A response that died has its cause and no score. Parquet needs pyarrow. 1 when a damaged file was not read to its
+    end.
     """
     from streamrl.commands.archive import export as command
 
@@ -100,7 +100,7 @@ def rescore(
     reward: Annotated[
         str | None,
         typer.Option(
-            "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run; left out: all of it."
+            "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run or --file; else all."
         ),
     ] = None,
     into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new scores: RUN_DIR/rescored/NAME.")],
@@ -138,9 +138,10 @@ def rescore(
 ) -> int:
     """Score recorded groups with another reward, and compare: agreement, correlation, histogram, what differs most.
 
-    The run is not touched. The new scores are a recording of their own, RUN_DIR/rescored/NAME: `--from` reads it, and
-    `streamrl up --train-only` trains it. The same call again goes on where it was stopped, and tries again what failed.
-    A sample that the reward fails on is listed and has no new score: never a 0. 1 when there was one.
+    `streamrl rescore --reward my_rewards:Stricter --into strict --since 2h`; the run is not touched. The new scores are
+    a recording, RUN_DIR/rescored/NAME: `--from` reads it, and `streamrl up --train-only` trains it. The same call again
+    goes on where it was stopped, and tries again what failed. A sample that the reward fails on is listed and has no
+    new score: never a 0. 1 when there was one.
     """
     from streamrl.commands.rescore import Options
     from streamrl.commands.rescore import rescore as command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 from streamrl.monitor.lines import date_time
 from streamrl.queues import embedded, open_ledgers
@@ -99,3 +100,13 @@ async def test_drop_wants_a_yes_and_keeps_the_group_accounted_for(live_run: Path
     assert (audit["dead"], audit["dropped"], audit["lost"]) == (0, 1, 0)
     trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
     assert trace["state"] == "dropped"
+
+
+async def test_drop_asks_on_a_terminal_and_says_how_many(live_run: Path, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "n")
+    before = await letters(live_run)
+    assert (await run("dead", "drop", "all", "--run", str(live_run))).returncode == 1
+    assert asked == ["throw all dead letters away for good? [y/N] "]
+    assert await letters(live_run) == before

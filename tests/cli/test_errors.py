@@ -188,11 +188,29 @@ def test_every_command_and_flag_is_documented():
     text = DOC.read_text()
     commands = dict(_commands(get_command(command_line.app), ""))
     assert len(commands) >= 16
-    for name, flags in commands.items():
+    for name, command in commands.items():
         row = re.search(rf"^\| `{name}[ `].*$", text, re.MULTILINE)
         assert row, f"{name} is not documented"
-        for flag in flags:
+        for flag in (flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")):
             assert flag in row.group() or flag in {"--run", "--lines", "--follow", "--yes"}, (name, flag)
+
+
+def test_every_command_that_is_written_of_exists():
+    root = DOC.parents[1]
+    for file in [*root.glob("*.md"), *DOC.parent.rglob("*.md"), *(root / "streamrl").rglob("*.py")]:
+        for said in re.findall(r"`streamrl ([a-z]+(?: [a-z]+)*)", file.read_text()):
+            command = get_command(command_line.app)
+            for word in said.split():
+                known = getattr(command, "commands", {word: None})
+                assert word in known, f"{file}: streamrl {said}"
+                command = known[word]
+
+
+def test_help_shows_all_that_it_says():
+    """What is written in brackets rich takes for its own markup, and leaves it out."""
+    for name, command in _commands(get_command(command_line.app), ""):
+        for said in (command.help, *(getattr(parameter, "help", None) for parameter in command.params)):
+            assert not re.search(r"\[[a-z]", said or ""), (name, said)
 
 
 def _commands(command, prefix: str):
@@ -200,7 +218,7 @@ def _commands(command, prefix: str):
         if hasattr(child, "commands"):
             yield from _commands(child, f"{prefix}{name} ")
         else:
-            yield prefix + name, [opt for param in child.params for opt in param.opts if opt.startswith("--")]
+            yield prefix + name, child
 
 
 @pytest.mark.parametrize("module", ["streamrl.cli", "streamrl.queues", "streamrl.consumers", "streamrl.monitor.screen"])
