@@ -93,18 +93,28 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 
 async def _lead(role: Role, crew: Crew) -> None:
-    checkpoints = Checkpoints(role.run_dir / "checkpoints")
-    start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
+    start: Start | None = None
     try:
         try:
+            start = await _begin(role, crew)
             await Leader(role, crew, start).run()
         except BaseExceptionGroup as group:
             raise unwrap(group) from group
     except Fenced as error:
         await crew.tell(Command.STOP)
-        if (await role.ledgers.train.state()).epoch < start.epoch:
+        if start is not None and (await role.ledgers.train.state()).epoch < start.epoch:
             raise Forgotten(f"Redis forgot epoch {start.epoch} of the learner", "start the learner again") from error
         raise
+
+
+async def _begin(role: Role, crew: Crew) -> Start:
+    """Take over. A large checkpoint is read for longer than the other ranks wait for a word: they get one meanwhile."""
+    checkpoints = Checkpoints(role.run_dir / "checkpoints")
+    async with asyncio.TaskGroup() as tasks:
+        talking = tasks.create_task(crew.keep_alive(role.config.learner.collective_deadline), name="keep alive")
+        start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
+        talking.cancel()
+    return start
 
 
 class Leader:

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from streamrl.config import RunConfig
+from streamrl.errors import Refused
+from streamrl.learner import loop
 from streamrl.learner.crew import Command, Crew, TorchThread
 
 
@@ -72,3 +75,18 @@ async def test_silence_is_broken_whatever_rank_0_waits_for(crew, line):
             await asyncio.sleep(0.001)
     talking.cancel()
     assert line.said[:3] == [[Command.IDLE]] * 3
+
+
+async def test_the_other_ranks_hear_of_rank_0_while_it_reads_checkpoints(crew, line, monkeypatch, tmp_path):
+    """Else they give up over a large one, and so does every learner after this one."""
+
+    async def read(*_, **__):
+        assert await asyncio.to_thread(line.entered.wait, 20)
+        raise Refused("there is none")
+
+    monkeypatch.setattr(loop, "take_over", read)
+    config = RunConfig.model_validate({"learner": {"collective_deadline": 0.04}})
+    role = SimpleNamespace(config=config, run_dir=tmp_path, ledgers=SimpleNamespace(train=None))
+    with pytest.raises(Refused):
+        await loop._lead(role, crew)
+    assert line.said[0] == [Command.IDLE]
