@@ -119,8 +119,9 @@ async def test_a_full_disk_delays_the_archive_which_then_lacks_no_group(disk, ca
         archive.add(closed(gid))
         await archive.sync()
         gid += 1
-    kept = list(read_archive(disk))
-    assert 0 < len(kept) < gid  # what was written before is whole
+    kept = [group.gid for group in read_archive(disk)]
+    assert kept[-1] in {gid - 2, gid - 1}  # the end of the disk may have cut off no more than a checksum
+    assert kept == list(range(len(kept)))
     assert command("mount", "-o", "remount,size=1m", disk)
     archive.add(closed(gid))
     await archive.close()
