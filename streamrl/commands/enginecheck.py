@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,8 @@ SCHEMA: Final = "streamrl.engines.check/1"
 
 def check(kind: Literal["vllm", "sglang", "hf"], given: Path | None, *, json: bool) -> int:
     """Start the engine on a tiny model, try all that a run may ask of it, and show what was found.
+
+    Its files are gone afterwards, unless something failed.
 
     Args:
         kind: of the engine.
@@ -47,9 +51,13 @@ def check(kind: Literal["vllm", "sglang", "hf"], given: Path | None, *, json: bo
 
     if not json:
         output.write(f"{kind} in {environment or 'this process'}")
-    with tempfile.TemporaryDirectory(prefix=f"streamrl-check-{kind}-") as folder:
-        findings = asyncio.run(Examination(kind, Path(folder), heard, environment=environment).run())
-    failed = any(finding.verdict == "failed" for finding in findings)
+    folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind}-"))
+    with contextlib.ExitStack() as left:
+        left.callback(shutil.rmtree, folder, ignore_errors=True)
+        findings = asyncio.run(Examination(kind, folder, heard, environment=environment).run())
+        failed = any(finding.verdict == "failed" for finding in findings)
+        if failed:
+            left.pop_all()  # the log that a finding names is in it
     if json:
         data: dict[str, Any] = {
             "kind": kind,

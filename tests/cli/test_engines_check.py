@@ -29,6 +29,21 @@ def test_without_an_environment_it_names_the_command_that_makes_one(tmp_path: Pa
     assert "streamrl engines install vllm" in done.stderr
 
 
+def test_the_log_that_a_failure_names_is_there(tmp_path: Path):
+    python = tmp_path / "broken" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho nothing works here; exit 1\n")
+    python.chmod(0o755)
+    named = str(python.parents[1])
+    done = process("engines", "check", "vllm", "--environment", named, "--json", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 1, done.stderr
+    data = data_of(done.stdout, "streamrl.engines.check/1")
+    assert (data["environment"], data["ok"]) == (named, False)
+    [finding] = data["findings"]
+    _, _, log = finding["detail"].partition("the whole log: ")
+    assert "nothing works here" in Path(log).read_text()
+
+
 def test_it_looks_at_the_environment_that_is_named(tmp_path: Path):
     named = tmp_path / "elsewhere"
     missing = cli("engines", "check", "vllm", "--environment", str(named))
