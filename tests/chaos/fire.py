@@ -243,6 +243,10 @@ class Fire:
         self.note("SIGINT supervisor")
         return self.supervisor.wait(120)
 
+    def last_words(self) -> str:
+        """The end of what `streamrl up` said: what the roles were at when the run stood still."""
+        return "\n".join((self.run_dir.parent / "up.log").read_text(errors="replace").splitlines()[-40:])
+
     def close(self) -> None:
         """Leave nothing behind, whatever happened."""
         if self.supervisor is not None and self.supervisor.poll() is None:

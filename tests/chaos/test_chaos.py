@@ -98,6 +98,7 @@ def under(fire: Fire, blows: list[Callable[[], None]], *, supervisor: bool) -> d
         fire.close()
         print(f"\nseed {SEED}, kills {dict(fire.kills)}, {fire.steps()} steps")
         print("\n".join(f"{seconds:8.1f}  {what}" for seconds, what in fire.log))
+        print(fire.last_words())
     print("audit", audit)
     _, letters = fire.streamrl("dead", "ls")
     guilty = {letter["group"] for letter in letters["letters"]}
