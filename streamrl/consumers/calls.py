@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import math
 import random
 import time
 import traceback
@@ -77,19 +76,14 @@ class Together:
 
     Attributes:
         until: when the lease of the sample ends, by `time.monotonic`: no attempt may last longer. Until then it waits
-            for somebody who can score, which is no attempt. Infinite: no lease, and then such a wait is an attempt.
+            for somebody who can score, which is no attempt.
         failure: the end that one of them came to; the others need not be tried again.
         fault: what an attempt failed with, of any reward, since somebody could score; None: its lease may end.
     """
 
-    until: float = math.inf
+    until: float
     failure: ScoringFailed | None = None
     fault: Exception | None = None
-
-    @property
-    def leased(self) -> bool:
-        """Whether there is a queue that the sample can go back to."""
-        return self.until < math.inf
 
 
 class RewardCalls:
@@ -211,7 +205,7 @@ class RewardCalls:
             except Exception as error:
                 if others.failure is not None:
                     raise others.failure from error
-                if isinstance(error, RewardUnavailable) and others.leased:
+                if isinstance(error, RewardUnavailable):
                     waits, others.fault = True, None
                 else:
                     faults, others.fault = faults + 1, error
@@ -254,7 +248,7 @@ class RewardCalls:
         """
         latest = until - self._deadline
         try:
-            await self._places.take(None if latest == math.inf else latest - time.monotonic())
+            await self._places.take(latest - time.monotonic())
         except TimeoutError as error:
             raise NoTime(f"no place for a call of {self.reward.name} in time") from error
         try:

@@ -23,7 +23,7 @@ class Places:
         self._taken = 0
         self._line: deque[asyncio.Event] = deque()
 
-    async def take(self, seconds: float | None = None) -> None:
+    async def take(self, seconds: float) -> None:
         """Wait for a place and take it; `give` gives it back. Cancelled, it leaves the line.
 
         Raises:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -61,7 +60,7 @@ class Scorer:
         """Attempts that were followed by another one, of all rewards."""
         return sum(calls.figures.retried for calls in self.calls)
 
-    async def score(self, sample: RewardSample, until: float = math.inf) -> wire.Score:
+    async def score(self, sample: RewardSample, until: float) -> wire.Score:
         """Return the score of one sample with every part; `docs/rewards.md` says how it is made.
 
         The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
@@ -85,9 +84,7 @@ class Scorer:
                 break
         return self._composed(scores, sample)
 
-    async def score_group(
-        self, samples: Sequence[RewardSample], until: float = math.inf
-    ) -> list[wire.Score | ScoringFailed]:
+    async def score_group(self, samples: Sequence[RewardSample], until: float) -> list[wire.Score | ScoringFailed]:
         """Score the samples of one group together: for each its score, or why it has none.
 
         Rewards of single samples are called for each. One that compares gets those that no gate has held back and no

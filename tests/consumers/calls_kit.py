@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from streamrl import wire
 from streamrl.config import RewardSpec, RewardWorkerConfig, ScoringConfig
 from streamrl.consumers import RewardSample
-from streamrl.consumers.calls import RewardCalls
+from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.threads import CallThreads
 from tests.consumers.samples import prompt, response
 
+LEASE = 600.0
 QUICK = {"attempts": 2, "backoff": 0.001, "deadline": 60.0}
 
 
@@ -31,10 +34,34 @@ def loaded(call: Callable[..., Any], *, instant: bool = False, group: bool = Fal
     )
 
 
-def scorer(*rewards: LoadedReward, scoring: dict[str, Any] | None = None, longest: int = 256, **worker: Any) -> Scorer:
+def lease_end(seconds: float = LEASE) -> float:
+    """When a lease ends that began now."""
+    return time.monotonic() + seconds
+
+
+def leased(seconds: float = LEASE) -> Together:
+    """A sample that is leased for so many seconds."""
+    return Together(lease_end(seconds))
+
+
+class HeldScorer(Scorer):
+    """Scores what is leased for `LEASE` where a test does not say for how long."""
+
+    async def score(self, sample: RewardSample, until: float | None = None) -> wire.Score:
+        return await super().score(sample, lease_end() if until is None else until)
+
+    async def score_group(
+        self, samples: Sequence[RewardSample], until: float | None = None
+    ) -> list[wire.Score | ScoringFailed]:
+        return await super().score_group(samples, lease_end() if until is None else until)
+
+
+def scorer(
+    *rewards: LoadedReward, scoring: dict[str, Any] | None = None, longest: int = 256, **worker: Any
+) -> HeldScorer:
     """A scorer of these rewards; `worker` are keys of `reward_worker`."""
     limits = RewardWorkerConfig(**{**QUICK, **worker})
-    return Scorer(rewards, limits, ScoringConfig(**(scoring or {})), longest)
+    return HeldScorer(rewards, limits, ScoringConfig(**(scoring or {})), longest)
 
 
 def calls_of(reward: LoadedReward, **worker: Any) -> RewardCalls:

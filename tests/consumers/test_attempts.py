@@ -3,8 +3,7 @@
 import asyncio
 
 from streamrl.consumers.attempts import failed_servers
-from streamrl.consumers.calls import Together
-from tests.consumers.calls_kit import calls_of, loaded
+from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.samples import seen
 
 
@@ -22,6 +21,6 @@ async def test_the_attempts_for_one_sample_know_who_failed_it_and_other_samples_
         return 1.0
 
     calls = calls_of(loaded(reward, attempts=3))
-    await asyncio.gather(*(calls.score(seen(text), Together()) for text in ("one", "two")))
+    await asyncio.gather(*(calls.score(seen(text), leased()) for text in ("one", "two")))
     assert sorted(known) == [(text, failed) for text in ("one", "two") for failed in ([], ["a", "b"], ["a", "b"])]
     assert failed_servers() == {}, "nothing is left of them"

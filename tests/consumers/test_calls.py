@@ -6,15 +6,15 @@ import pytest
 
 from streamrl.consumers import Score, circuit
 from streamrl.consumers import calls as module
-from streamrl.consumers.calls import ScoringFailed, Together
+from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.processes import CallFailed
 from streamrl.errors import DataError, RewardUnavailable
-from tests.consumers.calls_kit import calls_of, failing, loaded, numbered
+from tests.consumers.calls_kit import calls_of, failing, lease_end, leased, loaded, numbered
 from tests.consumers.samples import seen
 
 
 async def outcome(calls, sample=None):
-    (score,) = await calls.score(sample or seen(), Together())
+    (score,) = await calls.score(sample or seen(), leased())
     return score.value
 
 
@@ -50,17 +50,6 @@ async def test_retry_ends_with_its_time_and_then_only_the_sample_dies(monkeypatc
         await outcome(calls_of(loaded(reward, on_failure="retry"), retry_for=30))
     assert len(made) > 2
     assert not caught.value.doom
-
-
-@pytest.mark.parametrize("on_failure", ["drop_sample", "dead", "retry"])
-async def test_unavailable_is_never_a_number(on_failure):
-    reward, _ = failing(RewardUnavailable("all servers are away"))
-    calls = calls_of(loaded(reward, on_failure=on_failure, deadline=0.01), attempts=2, retry_for=0.05)
-    with pytest.raises(ScoringFailed, match="all servers are away"):  # without a lease there is nowhere to go back to
-        await outcome(calls)
-    assert calls.figures.failures["unavailable"] >= 1
-    assert calls.figures.ok == 0
-    assert calls.circuit.opened == 1
 
 
 async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch):
@@ -101,12 +90,12 @@ async def test_a_wait_for_the_circuit_ends_with_the_deadline():
             await asyncio.Event().wait()
         raise RewardUnavailable("away")
 
-    calls = calls_of(loaded(reward, deadline=0.05, attempts=1))
-    with pytest.raises(ScoringFailed, match="away"):
-        await outcome(calls, numbered(0))
+    calls = calls_of(loaded(reward, deadline=0.05))
+    with pytest.raises(RewardUnavailable, match="away"):
+        await calls._attempt(numbered(0), lease_end())
     calls.circuit.wait = lambda now: 60.0
-    with pytest.raises(ScoringFailed, match=r"RewardUnavailable: nobody scores since \d+ s: RewardUnavailable: away"):
-        await outcome(calls, numbered(0))
+    with pytest.raises(RewardUnavailable, match=r"nobody scores since \d+ s: RewardUnavailable: away"):
+        await calls._attempt(numbered(0), lease_end())
 
 
 async def test_a_cancelled_try_leaves_the_circuit_to_the_next(monkeypatch):
@@ -120,9 +109,9 @@ async def test_a_cancelled_try_leaves_the_circuit_to_the_next(monkeypatch):
         await answers.wait()
         return 1.0
 
-    calls = calls_of(loaded(reward, attempts=1))
-    with pytest.raises(ScoringFailed):
-        await outcome(calls, numbered(0))
+    calls = calls_of(loaded(reward))
+    with pytest.raises(RewardUnavailable):
+        await calls._attempt(numbered(0), lease_end())
     trying = asyncio.create_task(outcome(calls, numbered(1)))
     await entered.wait()
     trying.cancel()
@@ -212,7 +201,7 @@ async def test_a_group_reward_gives_one_score_for_each_sample():
         return [float(sample.index) for sample in samples]
 
     calls = calls_of(loaded(compare, group=True))
-    scores = await calls.score([numbered(index) for index in range(3)], Together())
+    scores = await calls.score([numbered(index) for index in range(3)], leased())
     assert [score.value for score in scores] == [0.0, 1.0, 2.0]
     assert calls.figures.ok == 3
 
@@ -232,4 +221,4 @@ async def test_a_group_reward_that_returns_something_else_fails(result, message)
         return result
 
     with pytest.raises(ScoringFailed, match=message):
-        await calls_of(loaded(compare, group=True)).score([numbered(0), numbered(1)], Together())
+        await calls_of(loaded(compare, group=True)).score([numbered(0), numbered(1)], leased())

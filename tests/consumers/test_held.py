@@ -8,20 +8,14 @@ import pytest
 from streamrl.config import RewardSpec, RunConfig
 from streamrl.consumers import Reward
 from streamrl.consumers import calls as module
-from streamrl.consumers.calls import NoTime, ScoringFailed, Together
+from streamrl.consumers.calls import NoTime, ScoringFailed
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardContext
 from streamrl.consumers.scoring import open_scorer
 from streamrl.consumers.worker import width_of
 from streamrl.errors import ConfigError, RewardBusy, RewardUnavailable
-from tests.consumers.calls_kit import calls_of, failing, loaded, numbered, scorer
+from tests.consumers.calls_kit import LEASE, calls_of, failing, lease_end, leased, loaded, numbered, scorer
 from tests.consumers.samples import seen
-
-LEASE = 600.0
-
-
-def leased(seconds=LEASE):
-    return Together(time.monotonic() + seconds)
 
 
 async def score(calls, together=None, sample=None):
@@ -86,7 +80,9 @@ async def test_a_sample_that_nobody_could_score_goes_back_before_its_lease_ends(
         await score(calls, together)
     assert made
     assert together.failure is None
-    assert calls.figures.dead == 0
+    assert (calls.figures.dead, calls.figures.ok) == (0, 0)
+    assert calls.figures.failures["unavailable"] >= 1
+    assert calls.circuit.opened == 1
 
 
 async def test_an_absence_after_a_failure_kills_nothing_either():
@@ -130,7 +126,7 @@ async def test_whole_groups_go_back_too():
     reward, _ = failing(RewardUnavailable("all away"))
     both = scorer(loaded(reward, deadline=0.2), loaded(_compares, group=True))
     with pytest.raises(RewardUnavailable):
-        await both.score_group([numbered(0), numbered(1)], time.monotonic() + 0.5)
+        await both.score_group([numbered(0), numbered(1)], lease_end(0.5))
 
 
 async def _compares(samples):
@@ -188,7 +184,7 @@ class Plain:
 async def test_a_class_of_its_own_may_have_a_life(tmp_path):
     config = config_of("Plain", deadline=7)
     async with open_scorer(config, RewardContext(config, tmp_path)) as opened:
-        assert (await opened.score(seen())).value == 7.0
+        assert (await opened.score(seen(), lease_end())).value == 7.0
 
 
 def test_deadlines_that_no_lease_is_long_enough_for_are_refused_at_the_start():

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from streamrl.consumers import memory
-from streamrl.consumers.calls import Together
 from streamrl.consumers.memory import Growth, MemoryWatch, kept_by, source_of, traced
 from streamrl.consumers.rules.match import ExactMatch
 from tests.consumers import keeps_memory
-from tests.consumers.calls_kit import calls_of, loaded
+from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.samples import seen
 
 MIB = 1 << 20
@@ -66,8 +65,8 @@ async def test_allocations_are_charged_to_the_reward_they_were_made_under(monkey
     while not tracemalloc.is_tracing():  # noqa: ASYNC110 (nobody announces it)
         await asyncio.sleep(0)
     for _ in range(50):
-        await leaky.score(seen(), Together())
-        await tidy.score(seen(), Together())
+        await leaky.score(seen(), leased())
+        await tidy.score(seen(), leased())
     done.set()
     kept = kept_by(await tracing, files)
     keeps_memory.forget()
@@ -107,7 +106,7 @@ async def test_a_leak_is_named_in_log_and_figures(monkeypatch, caplog):
     try:
         async with asyncio.timeout(60):
             while not leaky.figures.leaks:
-                await leaky.score(seen(), Together())
+                await leaky.score(seen(), leased())
                 await asyncio.sleep(0)
     finally:
         watch.cancel()

@@ -9,13 +9,13 @@ from streamrl.consumers.places import Places
 
 
 async def waiting(places, order, name):
-    await places.take()
+    await places.take(60.0)
     order.append(name)
 
 
 async def test_places_are_given_in_the_order_of_coming_and_a_cancelled_one_leaves_the_line():
     places, order = Places(lambda: 1), []
-    await places.take()
+    await places.take(60.0)
     tasks = []
     for name in range(5):
         tasks.append(asyncio.create_task(waiting(places, order, name)))
@@ -31,7 +31,7 @@ async def test_places_are_given_in_the_order_of_coming_and_a_cancelled_one_leave
 
 async def test_no_place_in_time_leaves_the_line():
     places = Places(lambda: 1)
-    await places.take()
+    await places.take(60.0)
     with pytest.raises(TimeoutError):
         await places.take(0.01)
     with pytest.raises(TimeoutError):
@@ -44,7 +44,7 @@ async def test_more_and_fewer_places_while_some_are_taken(monkeypatch):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     limit, order = 1, []
     places = Places(lambda: limit)
-    await places.take()
+    await places.take(60.0)
     tasks = [asyncio.create_task(waiting(places, order, name)) for name in range(4)]
     await asyncio.sleep(0)
     assert order == []
@@ -65,7 +65,7 @@ async def test_more_and_fewer_places_while_some_are_taken(monkeypatch):
 
 async def test_a_place_that_came_to_one_who_was_cancelled_goes_to_the_next():
     places, order = Places(lambda: 1), []
-    await places.take()
+    await places.take(60.0)
     first = asyncio.create_task(waiting(places, order, "first"))
     second = asyncio.create_task(waiting(places, order, "second"))
     await asyncio.sleep(0)

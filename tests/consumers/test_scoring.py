@@ -8,8 +8,9 @@ import pytest
 from streamrl.config import RewardWorkerConfig
 from streamrl.consumers import Score, scoring
 from streamrl.consumers.plugins import LoadedReward
-from streamrl.consumers.scoring import DETAIL_BYTES, Scorer, ScoringFailed
+from streamrl.consumers.scoring import DETAIL_BYTES, ScoringFailed
 from streamrl.errors import DeadlineExceeded
+from tests.consumers.calls_kit import HeldScorer
 from tests.consumers.samples import seen
 
 
@@ -24,7 +25,7 @@ def make(*calls, attempts=2, deadline=30.0, weights=None):
         )
         for i, call in enumerate(calls)
     ]
-    return Scorer(rewards, RewardWorkerConfig(attempts=attempts, backoff=0.001, deadline=deadline))
+    return HeldScorer(rewards, RewardWorkerConfig(attempts=attempts, backoff=0.001, deadline=deadline))
 
 
 async def test_the_value_is_the_weighted_sum_and_every_part_is_kept():

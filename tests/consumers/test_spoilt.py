@@ -7,12 +7,12 @@ import pytest
 
 from streamrl import wire
 from streamrl.consumers import Reward, Score
-from streamrl.consumers.calls import ScoringFailed, Together
+from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.worker import line_of
 from streamrl.errors import RewardUnavailable
 from streamrl.queues import open_ledgers
 from streamrl.queues.records import Cause
-from tests.consumers.calls_kit import calls_of, loaded
+from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.samples import seen
 from tests.consumers.worker_kit import put, put_whole, scores, until_closed, worker
 from tests.queues.ledger_kit import admit, faults, lease, until
@@ -62,15 +62,23 @@ async def test_reasons_reach_redis_whatever_is_in_them(redis_run, make_config):
         assert {letter.why for letter in await train.dead_letters() if letter.gid == 1} == {"?"}
 
 
+async def test_the_end_of_a_sample_says_why_in_what_can_be_written():
+    async def broken(sample):
+        raise ValueError(f"no {HALF}")
+
+    with pytest.raises(ScoringFailed) as caught:
+        await calls_of(loaded(broken)).score(seen(), leased())
+    assert "no ?" in caught.value.message
+    assert caught.value.detail.encode()
+
+
 async def test_a_circuit_says_why_in_what_can_be_written():
     async def away(sample):
         raise RewardUnavailable(f"no {HALF}")
 
-    calls = calls_of(loaded(away), attempts=1)
-    with pytest.raises(ScoringFailed) as caught:
-        await calls.score(seen(), Together())
-    assert "no ?" in caught.value.message
-    assert caught.value.detail.encode()
+    calls = calls_of(loaded(away, deadline=0.2))
+    with pytest.raises(RewardUnavailable):
+        await calls.score(seen(), leased(0.5))
     assert b"nobody scores: RewardUnavailable: no ?" in orjson.dumps(line_of(calls))
 
 

@@ -9,7 +9,7 @@ from streamrl.consumers import Reward, RewardContext, RewardSample
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError
-from tests.consumers.calls_kit import loaded, scorer
+from tests.consumers.calls_kit import lease_end, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
 
 
@@ -204,7 +204,7 @@ async def test_rewards_are_opened_in_order_and_closed_in_the_other(tmp_path):
     log = []
     config, about = context(tmp_path)
     async with open_scorer(config, about, [living(log, "a"), living(log, "b")]) as scoring:
-        assert (await scoring.score(seen())).value == 2.0
+        assert (await scoring.score(seen(), lease_end())).value == 2.0
     assert log == ["open a in reward.3", "open b in reward.3", "close b", "close a"]
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from streamrl.consumers import RewardSample, steps
 from streamrl.consumers import watch as watch_module
-from streamrl.consumers.calls import Together
 from streamrl.consumers.steps import Timed
 from streamrl.consumers.watch import LoopWatch, held_by
-from tests.consumers.calls_kit import calls_of, loaded, scorer
+from tests.consumers.calls_kit import calls_of, leased, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
 
 
@@ -54,7 +53,7 @@ async def test_one_that_does_not_end_is_named_while_it_lasts(named):
 
     calls = calls_of(loaded(sleeps_where_it_should_await, deadline=120))
     sample = RewardSample.of(prompt(), response(), 17, 3)
-    await watched(calls.score(sample, Together()), calls)
+    await watched(calls.score(sample, leased()), calls)
     (record,) = named.records
     assert record.msg == "a reward holds the event loop"
     assert (record.reward, record.group, record.sample) == ("sleeps_where_it_should_await", 17, 3)
@@ -74,7 +73,7 @@ async def test_a_rule_and_a_group_reward_are_named_too(named):
     both = scorer(loaded(rule, instant=True), loaded(compare, group=True))
     await watched(both.score(seen()), *both.calls)
     named.named.clear()
-    await watched(both.calls[1].score([seen()], Together()), *both.calls)
+    await watched(both.calls[1].score([seen()], leased()), *both.calls)
     assert [record.reward for record in named.records] == ["rule", "compare"]
 
 
@@ -123,7 +122,7 @@ async def test_a_step_that_took_long_is_counted_and_said(clock, caplog):
 
     calls = calls_of(loaded(computes))
     for _ in range(4):
-        await calls.score(seen(), Together())
+        await calls.score(seen(), leased())
     line = calls.figures.line()
     assert (line["blocked"], line["blocked_seconds"]) == (4, 1.5)
     said = [record for record in caplog.records if record.msg == "a reward held the event loop"]
@@ -140,7 +139,7 @@ async def test_waiting_is_not_holding(clock):
         return 1.0
 
     calls = calls_of(loaded(waits))
-    scoring = asyncio.create_task(calls.score(seen(), Together()))
+    scoring = asyncio.create_task(calls.score(seen(), leased()))
     await begun.wait()
     clock.now += 100
     over.set()
@@ -164,7 +163,7 @@ async def test_a_sync_reward_that_keeps_the_interpreter_is_named_afterwards(monk
 
     async def both():
         while not held:
-            await calls.score(seen(), Together())
+            await calls.score(seen(), leased())
             await asyncio.sleep(0.6)  # the watch ticks
 
     await asyncio.wait_for(watched(both(), calls, other, seconds=60), 100)

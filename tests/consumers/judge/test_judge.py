@@ -13,6 +13,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
+from streamrl.consumers.calls import NoTime
 from streamrl.consumers.judge import Judge, verdicts
 from streamrl.consumers.judge.verdicts import Unreadable
 from streamrl.consumers.models import open_models
@@ -20,6 +21,7 @@ from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.processes import Limits, ProcessDied
 from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
 from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable
+from tests.consumers.calls_kit import LEASE, lease_end
 from tests.consumers.judge.chat_server import ODD, ChatServer, chats, chatting
 from tests.consumers.samples import seen
 
@@ -137,7 +139,7 @@ async def test_a_verdict_that_cannot_be_read_is_no_score_and_costs_no_further_at
         config = run_of(NUMBER, [one.url], attempts=3)
         async with scoring(config) as scorer:
             with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*does not match"):
-                await scorer.score(seen())
+                await scorer.score(seen(), lease_end())
         assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
 
 
@@ -154,7 +156,7 @@ async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nob
     async with chats(lambda _: ["Score: " + "a" * 200 + "!"]) as (one,):
         async with scoring(run_of(EXPLODES, [one.url], attempts=3)) as scorer:
             with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*the regex takes too much"):
-                await scorer.score(seen())
+                await scorer.score(seen(), lease_end())
             assert scorer.calls[0].circuit.since is None
         assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
 
@@ -184,13 +186,14 @@ FAULTS = {
 async def test_a_server_that_fails_gives_no_score(fault, end):
     said = iter([["Score: 1"]])
     deadline, attempts = (2.0, 1) if end in {"RewardUnavailable", "Lost"} else (60.0, 2)
+    kind, says, hold = (ScoringFailed, end, LEASE) if end != "RewardUnavailable" else (NoTime, None, 1.5 * deadline)
     async with chats(lambda _: next(said, fault)) as (one,):
         config = run_of(NUMBER, [one.url], attempts=attempts)
         spec = config.rewards[0].model_copy(update={"deadline": deadline})
         config = config.model_copy(update={"rewards": (spec,)})
         async with scoring(config) as scorer:
-            with pytest.raises(ScoringFailed, match=end):
-                await scorer.score(seen())
+            with pytest.raises(kind, match=says):
+                await scorer.score(seen(), lease_end(hold))
 
 
 @pytest.mark.parametrize("fault", [fault for fault, end in FAULTS.items() if end not in {"BadRequest", "Lost"}])
@@ -359,7 +362,7 @@ async def test_every_sample_gets_a_score_or_a_failure_whatever_the_server_does()
     async with chats(lambda _: draw.choice(faults), lambda _: draw.choice(faults)) as (one, two):
         config = run_of(NUMBER, [one.url, two.url], deadline=60.0)
         async with scoring(config) as scorer:
-            asking = (scorer.score(seen(str(number))) for number in range(60))
+            asking = (scorer.score(seen(str(number)), lease_end()) for number in range(60))
             found = await asyncio.gather(*asking, return_exceptions=True)
     scores = [score.value for score in found if not isinstance(score, BaseException)]
     failures = [error for error in found if isinstance(error, BaseException)]

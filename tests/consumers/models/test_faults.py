@@ -18,6 +18,8 @@ from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.router import Standing, State
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
+from streamrl.errors import RewardUnavailable
+from tests.consumers.calls_kit import LEASE, lease_end
 from tests.consumers.models.faulty_server import Act, FaultyServer, score_of, servers, serving
 from tests.consumers.models.test_rendering import make_tokenizer
 from tests.consumers.samples import seen
@@ -56,6 +58,7 @@ async def scored(
     deadline: float,
     samples: int,
     attempts: int = 2,
+    hold: float = LEASE,
     begun: Callable[[], Awaitable[object]] | None = None,
 ) -> tuple[list[Any], str]:
     """What becomes of some samples, one after the other, and what the first server is to the router then.
@@ -66,6 +69,7 @@ async def scored(
         deadline: of an attempt.
         samples: number of them.
         attempts: of each.
+        hold: seconds of its lease.
         begun: what happens once all servers work.
     """
     keys = {
@@ -84,8 +88,8 @@ async def scored(
             await begun()
         for index in range(samples):
             try:
-                found.append((await scorer.score(seen(f"It is {index}."))).value)
-            except ScoringFailed as error:
+                found.append((await scorer.score(seen(f"It is {index}."), lease_end(hold))).value)
+            except (ScoringFailed, RewardUnavailable) as error:
                 found.append(error)
         rows = client.standings()
     assert all(row.in_flight == 0 for row in rows)
@@ -122,13 +126,19 @@ async def test_alone_a_server_that_fails_gives_no_score(model):
 
 async def fails_alone(model: Path, act: str, to_router: str, end: str) -> None:
     deadline, attempts = (10.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
+    hold = 1.5 * deadline if end == NOBODY else LEASE  # one attempt: the next one would end too late
     async with contextlib.AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving(FaultyServer([but_well_at_first(act, model)])))
         leaves = stack.aclose if act == "gone" else None
-        (failed,), was = await scored(one, model=model, deadline=deadline, samples=1, attempts=attempts, begun=leaves)
+        (failed,), was = await scored(
+            one, model=model, deadline=deadline, samples=1, attempts=attempts, hold=hold, begun=leaves
+        )
         asked = [ids for ids in one.asked if ids in ids_of(model, 1)]
-    assert isinstance(failed, ScoringFailed), f"{act}: a failure is never a number"
-    assert failed.message.startswith(end), act
+    if end == NOBODY:
+        assert isinstance(failed, RewardUnavailable), f"{act}: an absence is no failure"
+    else:
+        assert isinstance(failed, ScoringFailed), f"{act}: a failure is never a number"
+        assert failed.message.startswith(end), act
     assert was == to_router, act
     if end == REFUSED:
         assert len(asked) == 1, act
