@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,7 +12,7 @@ from streamrl.consumers.isolated import patterns
 from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
 from streamrl.consumers.models.client import used_tokens
 from streamrl.consumers.models.opening import places
-from streamrl.consumers.models.reward import PROBE, FirstAnswer
+from streamrl.consumers.models.reward import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
 from streamrl.consumers.models.template import Body, as_text
 from streamrl.consumers.processes import Limits, ProcessDied, ProcessPool
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score
@@ -45,23 +44,12 @@ REGEX: Final = r"(?im)^[ \t*_#]*score[ \t*_]*:[ \t*_]*([0-9]+(?:\.[0-9]+)?)[ \t*
 """How the answer to `PROMPT` is read, in the event loop: no character fits into two repetitions of it that follow each
 other, so that it takes time in proportion to the text."""
 BOUNDS: Final = (0, 10)
-_SHARE: Final = 0.95
-"""Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
 _PROBE_SECONDS: Final = 30.0
-_CHARACTERS_PER_TOKEN: Final = 3
 _SEVERAL: Final = 0.7
 """Temperature of several votes where the run file says nothing."""
 _MOST_VOTES: Final = 64
 _PATTERN: Final = Limits(cpu=1.0, wall=40.0, memory=256 << 20)
 """What a pattern of the run file may take for one vote."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """What one request brought."""
-
-    votes: list[Vote]
-    tokens: int
 
 
 class Judge(Reward):
@@ -138,7 +126,7 @@ class Judge(Reward):
         self._keys = {"max_tokens": max_tokens, "temperature": default if temperature is None else temperature}
         self._extra = dict(extra or {})
         self._requests = votes if separate else 1
-        self._least = len(prompt) // _CHARACTERS_PER_TOKEN + votes // self._requests * max_tokens
+        self._least = len(prompt) // CHARACTERS_PER_TOKEN + votes // self._requests * max_tokens
         self._model: AskedModel | None = None
         self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
@@ -159,7 +147,7 @@ class Judge(Reward):
             )
         if self._patterns is not None:
             await self._patterns.open()
-        self._limit = _SHARE * context.deadline
+        self._limit = SHARE * context.deadline
         self.concurrency = places(context, config, self._least, self._requests)
         await self._probe()
 
@@ -242,23 +230,20 @@ class Judge(Reward):
         body |= self._extra
         body = {key: value for key, value in body.items() if value is not None and value != ""}
         characters = sum(len(message["content"]) for message in messages)
-        tokens = characters // _CHARACTERS_PER_TOKEN + 1 + votes * self._max_tokens
-        reply = await self._model.ask(
+        tokens = characters // CHARACTERS_PER_TOKEN + 1 + votes * self._max_tokens
+        found, used = await self._model.ask(
             self._path,
             body,
-            lambda answer: _Reply(votes_of(answer, votes), used_tokens(answer)),
+            lambda answer: (votes_of(answer, votes), used_tokens(answer)),
             deadline=max(0.0, seconds),
             tokens=tokens,
         )
-        await self._note(reply, ballot)
-
-    async def _note(self, reply: _Reply, ballot: Ballot) -> None:
         self._first.came = True
         self._counts["requests"] += 1
-        self._counts["votes"] += len(reply.votes)
-        self._counts["tokens"] += reply.tokens
-        ballot.tokens += reply.tokens
-        for vote in reply.votes:
+        self._counts["votes"] += len(found)
+        self._counts["tokens"] += used
+        ballot.tokens += used
+        for vote in found:
             try:
                 ballot.values.append(await self._read(vote))
             except Unreadable as error:

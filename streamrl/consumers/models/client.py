@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TypeVar
 from streamrl.config import RewardModelConfig
 from streamrl.consumers.attempts import failed_servers
 from streamrl.consumers.models.faults import NOT_NOW, is_away, outcome_of, refuses
-from streamrl.consumers.models.router import Flight, Outcome, Router, Standing, State
+from streamrl.consumers.models.router import Flight, Outcome, Router, Server, State
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, without
 from streamrl.queues.ratelimit import RateLimit, Turn
@@ -177,7 +177,7 @@ class ModelClient:
         finally:
             await self._settle(request, 0)
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[Server]:
         """How each server is."""
         return self._router.standings()
 

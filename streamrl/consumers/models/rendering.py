@@ -113,7 +113,8 @@ class Renderer:
         if self._template is None:
             return self._plain(sample)
         messages = [self._marked(message) for message in conversation(sample)]
-        return self._encoded(self._rendered(self._template, messages))
+        pieces = self._pieces(self._rendered(self._template, messages))
+        return [token for encoding in pieces for token in encoding.ids]
 
     def _plain(self, sample: RewardSample) -> list[int]:
         if self._mode is None and sample.prompt.messages:
@@ -140,9 +141,6 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise DataError(f"the chat template of {self._name} refuses the messages: {error}") from error
-
-    def _encoded(self, text: str) -> list[int]:
-        return [token for encoding in self._pieces(text) for token in encoding.ids]
 
     def _pieces(self, text: str) -> list[tokenizers.Encoding]:
         """Encodings of a text in parts; what is marked is text, whatever it spells."""

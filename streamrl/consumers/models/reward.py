@@ -30,14 +30,15 @@ from streamrl.errors import (
 
 logger = logging.getLogger(__name__)
 
-_SHARE: Final = 0.95
+SHARE: Final = 0.95
 """Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
 _PROBE_SECONDS: Final = 10.0
 _SCORED_SECONDS: Final = 1.0
 """Longest time of asking whether the run has scores: an attempt that has just failed has little left."""
 _LONG: Final = 20_000
 """Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
-_CHARACTERS_PER_TOKEN: Final = 3
+CHARACTERS_PER_TOKEN: Final = 3
+"""Of a text whose tokens nobody has counted."""
 _TEMPLATE_ARGS: Final = ("path", "body", "value")
 _TEXT_ARGS: Final = ("text", "tokenizer", "chat_template", "label")
 
@@ -151,7 +152,7 @@ class RewardModel(Reward):
         self._model = context.model(self._name)
         self._first = FirstAnswer(self._name, context.scored)
         self.concurrency = places(context, self._model.config, 1)
-        self._deadline = _SHARE * context.deadline
+        self._deadline = SHARE * context.deadline
         self._check(self._model)
         if self._template is None and self._text != "server":
             name = self._tokenizer or self._model.config.model
@@ -260,7 +261,7 @@ class RewardModel(Reward):
 
 def _estimate(sample: RewardSample) -> int:
     """Tokens of a sample where nobody has counted those of the reward model."""
-    return (len(sample.prompt.text) + len(sample.text)) // _CHARACTERS_PER_TOKEN + 1
+    return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1
 
 
 PROBE: Final = RewardSample(

@@ -53,7 +53,29 @@ class State(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class _Server:
+class Server:
+    """A server as the router has it; others only read it.
+
+    Attributes:
+        url: of the server.
+        state: see the module.
+        leaving: it was removed and ends what it has.
+        in_flight: requests at it.
+        work: what these cost.
+        picked: number of its last request among those of all servers.
+        answered: requests that it answered, ever.
+        failed: requests that ended with a fault of it, ever.
+        in_a_row: faults since the last success.
+        missed: health checks in a row without an answer.
+        busy: times in a row that it said "not now".
+        ejections: in a row, without a success between them.
+        ejected_at: when it was put out for the last time.
+        until: when its pause, or its rest, is over.
+        faulted_at: when the last fault came, if no success came after it.
+        answered_at: when the last success came.
+        why: the last fault; empty when there was none since the last success.
+    """
+
     url: str
     state: State = State.UNCHECKED
     leaving: bool = False
@@ -77,7 +99,7 @@ class _Server:
 class Flight:
     """One request under way at a server: what `began` returns and `ended` takes."""
 
-    server: _Server
+    server: Server
     began: float
     cost: int = 1
     over: bool = False
@@ -86,31 +108,6 @@ class Flight:
     def url(self) -> str:
         """Of the server."""
         return self.server.url
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How a server is, for people.
-
-    Attributes:
-        url: of the server.
-        state: as the router has it.
-        leaving: it was removed and ends what it has.
-        in_flight: requests at it.
-        answered: requests that it answered, ever.
-        failed: requests that ended with a fault of it, ever.
-        ejections: in a row, without a success between them.
-        why: the last fault; empty when there was none since the last success.
-    """
-
-    url: str
-    state: State
-    leaving: bool
-    in_flight: int
-    answered: int
-    failed: int
-    ejections: int
-    why: str
 
 
 class Router:
@@ -122,7 +119,7 @@ class Router:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, Server] = {}
         self._ticks = 0
 
     @property
@@ -140,21 +137,9 @@ class Router:
         """Requests that all servers take at the same time as they are now; where none works, those of one."""
         return max(self._limit, sum(self._places(server) for server in self._others()))
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[Server]:
         """How each server is, in the order in which they were added."""
-        return [
-            Standing(
-                server.url,
-                server.state,
-                server.leaving,
-                server.in_flight,
-                server.answered,
-                server.failed,
-                server.ejections,
-                server.why,
-            )
-            for server in self._servers.values()
-        ]
+        return list(self._servers.values())
 
     def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
         """Make the servers those of a list: add what is new, remove what is gone. Returns the added and the removed.
@@ -172,7 +157,7 @@ class Router:
 
     def add(self, url: str) -> None:
         """Add a server; it gets requests once its health was checked. A repeat changes nothing."""
-        server = self._servers.setdefault(url, _Server(url))
+        server = self._servers.setdefault(url, Server(url))
         server.leaving = False
 
     def remove(self, url: str) -> None:
@@ -195,7 +180,7 @@ class Router:
         if not able:
             return None
 
-        def rank(server: _Server) -> tuple[float, int, int]:
+        def rank(server: Server) -> tuple[float, int, int]:
             suspect = server.faulted_at if now - server.faulted_at < RECENT else -math.inf
             return suspect, server.work, server.picked
 
@@ -292,18 +277,18 @@ class Router:
                 server.state = State.TRIAL
         return None if server.state is before else server.state
 
-    def _others(self, exclude: Collection[str] = ()) -> Iterable[_Server]:
+    def _others(self, exclude: Collection[str] = ()) -> Iterable[Server]:
         for server in self._servers.values():
             if server.state in {State.SERVING, State.TRIAL} and not server.leaving and server.url not in exclude:
                 yield server
 
-    def _has_room(self, server: _Server) -> bool:
+    def _has_room(self, server: Server) -> bool:
         return server.in_flight < self._places(server)
 
-    def _places(self, server: _Server) -> int:
+    def _places(self, server: Server) -> int:
         return 1 if server.state is State.TRIAL else self._limit
 
-    def _answered(self, server: _Server, flight: Flight, now: float) -> None:
+    def _answered(self, server: Server, flight: Flight, now: float) -> None:
         server.answered += 1
         server.answered_at = now
         if flight.began < server.ejected_at:
@@ -313,7 +298,7 @@ class Router:
             server.state = State.SERVING
         server.ejections, server.why, server.faulted_at = 0, "", -math.inf
 
-    def _failed(self, server: _Server, flight: Flight, now: float, why: str) -> None:
+    def _failed(self, server: Server, flight: Flight, now: float, why: str) -> None:
         server.failed += 1
         server.faulted_at, server.why = now, why
         if flight.began < server.ejected_at or server.state not in {State.SERVING, State.TRIAL}:
@@ -322,24 +307,24 @@ class Router:
         if server.state is State.TRIAL or server.in_a_row >= EJECT_AFTER:
             self._eject(server, now)
 
-    def _rest(self, server: _Server, now: float, why: str, rest: float | None) -> None:
+    def _rest(self, server: Server, now: float, why: str, rest: float | None) -> None:
         pause = FIRST_REST * 2.0 ** min(server.busy, 30) if rest is None else rest
         server.busy += 1
         server.until = max(server.until, now + min(LONGEST_PAUSE, max(0.0, pause)))
         server.why = why
 
-    def _missed(self, server: _Server, now: float, why: str) -> None:
+    def _missed(self, server: Server, now: float, why: str) -> None:
         server.missed += 1
         server.why = why
         if server.state in {State.SERVING, State.TRIAL} and server.missed >= EJECT_AFTER:
             self._eject(server, now)
 
-    def _eject(self, server: _Server, now: float) -> None:
+    def _eject(self, server: Server, now: float) -> None:
         server.state, server.ejected_at = State.EJECTED, now
         server.until = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(server.ejections, 30))
         server.ejections += 1
         server.in_a_row = server.missed = server.busy = 0
 
-    def _forget(self, server: _Server) -> None:
+    def _forget(self, server: Server) -> None:
         if server.leaving and not server.in_flight and self._servers.get(server.url) is server:
             del self._servers[server.url]

@@ -16,7 +16,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
-from streamrl.consumers.models.router import Standing, State
+from streamrl.consumers.models.router import Server, State
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
 from streamrl.errors import RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
@@ -80,7 +80,7 @@ async def scored(
     }
     config = RunConfig.model_validate(keys)
     found: list[Any] = []
-    rows: list[Standing] = []
+    rows: list[Server] = []
     async with open_models(config) as models, open_scorer(config, RewardContext(config, model, models)) as scorer:
         client = models["critic"]
         await until(lambda: [row.state for row in client.standings()] == [State.SERVING] * len(asked))
