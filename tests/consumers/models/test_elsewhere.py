@@ -7,11 +7,14 @@ import asyncio
 import pytest
 
 from streamrl.consumers.attempts import attempts, failed_servers
+from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models.router import State
 from streamrl.http import BadAnswer, Lost
+from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.models.faulty_server import score_of, servers
 from tests.consumers.models.test_client import IDS, ask, client_of, row, until
+from tests.consumers.samples import seen
 
 
 async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to_the_one_that_failed():
@@ -64,11 +67,13 @@ async def test_a_server_that_failed_the_sample_is_asked_again_when_no_other_has_
     ):
         holds = asyncio.create_task(_ask_only(client, full, bad))
         await full.has(1)
-        with attempts():
-            for count in (1, 2, 3):
-                with pytest.raises(BadAnswer, match=bad.url):
-                    await ask(client, deadline=1.0)
-                assert len(bad.asked) == count
+
+        async def reward(sample):
+            return await ask(client, deadline=1.0)
+
+        with pytest.raises(ScoringFailed, match=r"BadAnswer: .*\(3 attempts\)"):
+            await calls_of(loaded(reward, attempts=3)).score(seen(), leased())
+        assert len(bad.asked) == 3
         assert row(client, bad).state is State.EJECTED
         full.let_go.set()
         assert await holds == score_of(IDS)
