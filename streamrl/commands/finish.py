@@ -12,7 +12,7 @@ from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.monitor.lines import duration, number, percent
 from streamrl.runtime.audit import Audit
-from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, write_summary
+from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
 
 _NOTE_EVERY: Final = 0.25
 
@@ -21,13 +21,15 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
     """Audit the run, write its summary and its picture, print the table; returns whether the audit holds.
 
     Raises:
-        StreamrlError: as `write_summary`.
+        StreamrlError: as `write_summary`; or the first and last versions could not be measured, said last.
     """
     found = asyncio.run(audit_run(find_run(run_dir)))
     counts = {name: getattr(found, name) for name in ("admitted", "trained", "dropped", "dead", "evaluated")}
     with Measuring() as measuring:
-        summary = asyncio.run(write_summary(config, run_dir, counts, measuring.on_progress))
-    show(config, run_dir, summary, found)
+        accuracies = asyncio.run(measure(config, run_dir, measuring.on_progress))
+    show(config, run_dir, write_summary(config, run_dir, counts, accuracies), found)
+    if accuracies.failure is not None:
+        raise accuracies.failure
     return found.proved
 
 

@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers.patience import PatientScorer
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import ScoringFailed, models_of, open_scorer
-from streamrl.errors import StreamrlError
+from streamrl.errors import StreamrlError, unwrap
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Engine, Request
 from streamrl.producers.engines.hf import HfEngine
@@ -66,6 +66,8 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
         async with models_of(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
             patient, progress = PatientScorer(scorer, config.lease), partial(on_progress, label)
             values = await _scores(config, engine, tokenizer, patient, prompts, on_progress=progress)
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
     finally:
         await engine.close()
     if not values:

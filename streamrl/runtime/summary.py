@@ -6,7 +6,6 @@ held-out prompts, counts of groups by the audit, times from the intervals the ro
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Final
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate
+from streamrl.errors import CannotCreate, StreamrlError
 from streamrl.runtime.curve import draw_curve
 from streamrl.runtime.figures import LearnerFigures, read_learner, read_lines, read_rollouts, share_within
 from streamrl.runtime.offline import OnProgress, measure_accuracy, with_model
@@ -28,50 +27,56 @@ _MEASURING_SEED: Final = 0x5EED
 
 @dataclass(frozen=True, slots=True)
 class Accuracies:
-    """Share of right responses with the first and with the last weights; None when it was not measured."""
+    """Share of right responses with the first and with the last weights; None when it was not measured.
+
+    Attributes:
+        failure: why the measurement ended early.
+    """
 
     before: float | None = None
     after: float | None = None
+    failure: StreamrlError | None = None
 
 
 async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> Accuracies:
     """Measure first and last weights, on the same held-out prompts at the run's temperature.
 
-    Nothing is measured when `evaluation.final_prompts` is 0; `after` is None when the run has exported no model.
+    Nothing is measured when `evaluation.final_prompts` is 0; `after` is None when the run has exported no model. A
+    model, data or rewards that cannot be used are a `failure`: the other figures of a run do not need them.
     """
     if not config.evaluation.final_prompts:
         return Accuracies()
     seed = config.seed + _MEASURING_SEED
-    before = await measure_accuracy(config, run_dir, "first version", seed, on_progress)
-    last = run_dir / "model"
-    if not last.is_dir():
-        return Accuracies(before)
-    trained = with_model(config, str(last))
-    return Accuracies(before, await measure_accuracy(trained, run_dir, "last version", seed, on_progress))
+    before: float | None = None
+    try:
+        before = await measure_accuracy(config, run_dir, "first version", seed, on_progress)
+        last = run_dir / "model"
+        if not last.is_dir():
+            return Accuracies(before)
+        trained = with_model(config, str(last))
+        return Accuracies(before, await measure_accuracy(trained, run_dir, "last version", seed, on_progress))
+    except StreamrlError as error:
+        return Accuracies(before, failure=error)
 
 
-async def write_summary(
-    config: RunConfig, run_dir: Path, counts: Mapping[str, int], on_progress: OnProgress
+def write_summary(
+    config: RunConfig, run_dir: Path, counts: Mapping[str, int], accuracies: Accuracies
 ) -> dict[str, Any]:
-    """Measure, write `summary.json` and `curve.png`, and return the summary.
+    """Write `summary.json` and `curve.png`, and return the summary.
 
     Args:
         config: of the run.
         run_dir: its directory.
         counts: of the audit.
-        on_progress: told how far the measurement is.
+        accuracies: as measured.
 
     Raises:
         CannotCreate: a file cannot be written.
-        StreamrlError: model, data or rewards cannot be used for the measurement.
     """
-    accuracies = await measure(config, run_dir, on_progress)
     learner = read_learner(run_dir)
     summary = summarize(config, run_dir, learner, counts, accuracies)
     _write(run_dir / SUMMARY_FILE, orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-    await asyncio.to_thread(
-        draw_curve, run_dir / CURVE_FILE, config.name, learner.steps, summary, read_rounds(run_dir, learner)
-    )
+    draw_curve(run_dir / CURVE_FILE, config.name, learner.steps, summary, read_rounds(run_dir, learner))
     return summary
 
 

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import CannotCreate
+from streamrl.commands import finish
+from streamrl.errors import CannotCreate, StreamrlError
 from streamrl.runfile import load
+from streamrl.runtime.audit import Audit
 from streamrl.runtime.curve import draw_curve
 from streamrl.runtime.figures import merged, read_learner, read_rollouts, share_within
 from streamrl.runtime.summary import Accuracies, read_rounds, summarize
@@ -119,6 +121,21 @@ def test_a_run_without_a_step_has_zeros_and_no_accuracy(tmp_path: Path):
     summary = summarize(config, tmp_path, read_learner(tmp_path), COUNTS, Accuracies())
     assert list(summary) == KEYS
     assert (summary["accuracy_before"], summary["steps"], summary["train_seconds"]) == (None, 0, 0.0)
+
+
+def test_a_measurement_that_fails_takes_no_other_figure_with_it(run_dir: Path, monkeypatch, capsys):
+    async def audited(*_: object) -> Audit:
+        return Audit(**COUNTS, lost_ids=[], twice_ids=[], checkpoint=None, unproved=[], faults=[])
+
+    monkeypatch.setattr(finish, "find_run", lambda path: path)
+    monkeypatch.setattr(finish, "audit_run", audited)
+    config = load(None, ["evaluation.final_prompts=4"], {}).config
+    with pytest.raises(StreamrlError, match="no held-out prompts"):
+        finish.finish(config, run_dir)
+    summary = orjson.loads((run_dir / "summary.json").read_bytes())
+    assert (summary["steps"], summary["accuracy_before"], summary["accuracy_after"]) == (2, None, None)
+    assert (run_dir / "curve.png").stat().st_size > 0
+    assert "not measured" in capsys.readouterr().out
 
 
 def test_a_step_that_was_done_again_counts_once_and_the_pause_before_it_not_at_all(run_dir: Path):
