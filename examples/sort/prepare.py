@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 CACHE = Path(__file__).parent / "cache"
 STEPS, WARM_UP, DECAY_FROM, BATCH, LEARNING_RATE = 650, 100, 300, 64, 2e-3
@@ -148,6 +149,7 @@ def main() -> None:
     with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
         model = warm_start(progress)
     console.print(f"writing the model and its tokenizer to {CACHE}")
+    disable_progress_bar()
     model.save_pretrained(draft / "model")
     make_tokenizer().save_pretrained(draft / "model")
     shutil.rmtree(CACHE, ignore_errors=True)

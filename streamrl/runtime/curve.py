@@ -67,6 +67,7 @@ def draw_curve(
     known = [value for _, value, *_ in ends if value is not None]
     axes.set_ylim(min([lowest, *(value - room for value in known)]), max([highest, *(value + room for value in known)]))
     axes.margins(x=0.06)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(visible=True, alpha=0.25)
     if numbers or rounds:
         axes.legend(loc="lower right", frameon=False)
