@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -47,6 +48,14 @@ def test_all_names_of_the_table_exist():
     for use, path in BUILT_IN.items():
         module, _, name = path.partition(":")
         assert hasattr(__import__(module, fromlist=[name]), name), use
+
+
+def test_a_rule_brings_none_of_the_others():
+    code = "import sys; from streamrl.consumers.rules import match; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    ours = ("streamrl.consumers.rules.", "streamrl.consumers.sandbox")
+    found = {name for name in done.stdout.split() if name.startswith(ours)}
+    assert found == {"streamrl.consumers.rules.answers", "streamrl.consumers.rules.match"}
 
 
 @pytest.mark.parametrize(

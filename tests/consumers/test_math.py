@@ -1,40 +1,35 @@
 import pytest
 
-from streamrl.consumers.rules import MathAnswer
-from streamrl.consumers.rules.math_answer import last_boxed
+from streamrl.consumers.rules.math_answer import MathAnswer, last_boxed
 from streamrl.errors import DataError
 from tests.consumers.rule_kit import TOWER, opened
 from tests.consumers.samples import seen
 
 PARTS = {"unparsable": 0.0, "expensive": 0.0}
+CASES = [
+    (r"\frac{1}{2}", "The answer is $0.5$.", 1),
+    ("1/2", r"so it is \boxed{\frac{2}{4}}", 1),
+    ("72", "6 * 12 makes 72.", 1),
+    (72, "6 * 12 makes 72.", 1),
+    ("72", "6 * 12 makes 27.", 0),
+    ("(x+1)^2", "$x^2 + 2x + 1$", 1),
+    ("(x+1)^2", "$x^2 + x + 1$", 0),
+    (r"\{1,2,3\}", r"$\{3,2,1\}$", 1),
+    (r"\sqrt{12}", r"\boxed{2\sqrt{3}}", 1),
+    (r"$\frac{\pi}{4}$", r"\[ \arctan(1) \]", 1),
+    ("x = 4", "$4$", 1),
+    ("1,000", "the final answer is $1000$", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"$\begin{bmatrix}1&2\\3&4\end{bmatrix}$", 1),
+    (r"\{41, 42\}", r"first \boxed{41}, then \boxed{42}", 1),
+    ("42", r"first \boxed{41}, then \boxed{42}", 0),
+    ("0.333333", r"\boxed{\frac{1}{3}}", 1),
+    ("0.33", r"\boxed{\frac{1}{3}}", 0),
+]
 
 
-@pytest.fixture(scope="module")
-def cases():
-    return [
-        (r"\frac{1}{2}", "The answer is $0.5$.", 1),
-        ("1/2", r"so it is \boxed{\frac{2}{4}}", 1),
-        ("72", "6 * 12 makes 72.", 1),
-        (72, "6 * 12 makes 72.", 1),
-        ("72", "6 * 12 makes 27.", 0),
-        ("(x+1)^2", "$x^2 + 2x + 1$", 1),
-        ("(x+1)^2", "$x^2 + x + 1$", 0),
-        (r"\{1,2,3\}", r"$\{3,2,1\}$", 1),
-        (r"\sqrt{12}", r"\boxed{2\sqrt{3}}", 1),
-        (r"$\frac{\pi}{4}$", r"\[ \arctan(1) \]", 1),
-        ("x = 4", "$4$", 1),
-        ("1,000", "the final answer is $1000$", 1),
-        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"$\begin{bmatrix}1&2\\3&4\end{bmatrix}$", 1),
-        (r"\{41, 42\}", r"first \boxed{41}, then \boxed{42}", 1),
-        ("42", r"first \boxed{41}, then \boxed{42}", 0),
-        ("0.333333", r"\boxed{\frac{1}{3}}", 1),
-        ("0.33", r"\boxed{\frac{1}{3}}", 0),
-    ]
-
-
-async def test_equal_is_what_is_equal_however_it_is_written(cases):
+async def test_equal_is_what_is_equal_however_it_is_written():
     async with opened(MathAnswer(processes=1)) as rule:
-        for answer, text, value in cases:
+        for answer, text, value in CASES:
             score = await rule.score(seen(text, answer))
             assert (score.value, score.parts) == (value, PARTS), (answer, text)
         assert rule.counts() == {"started": 1, "too_long": 0, "too_large": 0, "lost": 0}

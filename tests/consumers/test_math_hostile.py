@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers.rules import MathAnswer
+from streamrl.consumers.rules.math_answer import MathAnswer
 from tests.consumers.rule_kit import opened
 from tests.consumers.samples import seen
 

@@ -1,7 +1,7 @@
 import pytest
 
-from streamrl.consumers.rules import JsonSchema, Regex
-from streamrl.consumers.rules.json_schema import last_fence
+from streamrl.consumers.rules.json_schema import JsonSchema, last_fence
+from streamrl.consumers.rules.regex import Regex
 from streamrl.errors import DataError
 from tests.consumers.rule_kit import opened
 from tests.consumers.samples import seen
@@ -52,9 +52,9 @@ async def test_a_pattern_that_explodes_is_an_error_unless_it_is_called_wrong():
         ({"pattern": "("}, "unterminated"),
         ({"pattern": "a", "group": 1}, "no group 1"),
         ({"pattern": "a", "group": "n"}, "no group 'n'"),
-        ({"pattern": "a", "match": "first"}, "search or whole"),
+        ({"pattern": "a", "match": "first"}, "match is 'first'; it is one of search, whole"),
         ({"pattern": "(a)", "group": 1, "absent": True}, "exclude each other"),
-        ({"pattern": "a", "expensive": "zero"}, "wrong or fail"),
+        ({"pattern": "a", "expensive": "zero"}, "expensive is 'zero'; it is one of wrong, fail"),
     ],
 )
 def test_args_of_a_regex_that_make_no_sense_are_refused(args, why):

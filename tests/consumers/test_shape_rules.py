@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.consumers.rules import Format, Length, Repetition
-from streamrl.consumers.rules.repetition import repeated
+from streamrl.consumers.rules.format import Format
+from streamrl.consumers.rules.length import Length
+from streamrl.consumers.rules.repetition import Repetition, repeated
 from tests.consumers.samples import seen
 
 

@@ -1,13 +1,15 @@
-"""What rules read: the answer that came with a prompt, and the part of a response that counts."""
+"""What rules read: the answer that came with a prompt, the part of a response that counts, and choices in args."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import DataError
 
 _NAME_CHARACTERS: Final = frozenset("<>/ \t\n")
+_Choice = TypeVar("_Choice", bound=str)
 
 
 def answer_of(sample: RewardSample) -> str:
@@ -18,6 +20,13 @@ def answer_of(sample: RewardSample) -> str:
             f"line {sample.prompt.line} of the data set has no answer to compare with", "give each line an `answer`"
         )
     return answer if isinstance(answer, str) else str(answer)
+
+
+def one_of(name: str, value: _Choice, known: Sequence[str]) -> _Choice:
+    """Return `value` of the arg `name`; `ValueError` when it is none of the known ones."""
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+    return value
 
 
 def check_tag(tag: str | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
+from streamrl.consumers.rules.answers import one_of
 from streamrl.consumers.rules.code_blocks import program_in
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, judge, read_tests
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
@@ -110,9 +111,9 @@ class Code(Reward):
         network: Literal["deny", "allow"] = "deny",
         isolation: Isolation | Literal["auto"] = "auto",
     ) -> None:
-        _one_of("credit", credit, ("share", "all"))
-        _one_of("network", network, ("deny", "allow"))
-        _one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "nsjail", "none"))
+        one_of("credit", credit, ("share", "all"))
+        one_of("network", network, ("deny", "allow"))
+        one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "nsjail", "none"))
         if max_tests is not None and max_tests < 1:
             raise ValueError(f"max_tests is {max_tests}; at least one test is needed")
         if not 0 <= tolerance < 1 or not total > 0:
@@ -208,8 +209,3 @@ def _looked_up(command: Sequence[str]) -> tuple[str, ...]:
     if path is None:
         raise ValueError(f"command {command[0]} is not installed here")
     return (str(Path(path).absolute()), *command[1:])
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal, get_args
 
 from streamrl.consumers.reward import Reward, RewardSample, Score
+from streamrl.consumers.rules.answers import one_of
 
 Unit = Literal["tokens", "words", "characters"]
-UNITS: tuple[Unit, ...] = ("tokens", "words", "characters")
+UNITS: Final = get_args(Unit)
 
 
 class Length(Reward):
@@ -31,12 +32,10 @@ class Length(Reward):
             raise ValueError("least and slack must be at least 0, and most at least as large as least")
         if least == 0 and most is None:
             raise ValueError("give least, most or both: without them every length is good")
-        if unit not in UNITS:
-            raise ValueError(f"unit is {', '.join(UNITS)}, not {unit!r}")
         self.least = least
         self.most = most
         self.slack = slack
-        self.unit = unit
+        self.unit = one_of("unit", unit, UNITS)
 
     async def score(self, sample: RewardSample) -> Score:
         """Return a number from 0 to 1."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.answers import answer_of, check_tag, inside
-from streamrl.consumers.rules.processed import Processed, Verdict, check_verdict, require
+from streamrl.consumers.rules.answers import answer_of, check_tag, inside, one_of
+from streamrl.consumers.rules.processed import VERDICTS, Processed, Verdict, require
 from streamrl.errors import DataError
 
 _BOXED: Final = "\\boxed{"
@@ -68,7 +68,7 @@ class MathAnswer(Processed):
         self.boxed = boxed
         self.tag = check_tag(tag)
         self.require_stop = require_stop
-        self.unparsable = check_verdict("unparsable", unparsable)
+        self.unparsable = one_of("unparsable", unparsable, VERDICTS)
         self.longest = longest
 
     async def score(self, sample: RewardSample) -> Score:

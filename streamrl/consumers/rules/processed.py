@@ -6,14 +6,16 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from streamrl.consumers import isolated
 from streamrl.consumers.processes import START_SECONDS, Limits, ProcessDied, ProcessPool
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample
+from streamrl.consumers.rules.answers import one_of
 from streamrl.errors import DataError, PluginError
 
 Verdict = Literal["wrong", "fail"]
+VERDICTS: Final = get_args(Verdict)
 
 _MOST_PROCESSES: Final = 4
 _SCRIPTS: Final = Path(isolated.__file__).parent
@@ -49,7 +51,7 @@ class Processed(Reward):
     ) -> None:
         if seconds <= 0 or memory_mib < 64 or (processes is not None and processes < 1):
             raise ValueError("seconds must be above 0, memory_mib at least 64 and processes at least 1")
-        self.expensive = check_verdict("expensive", expensive)
+        self.expensive = one_of("expensive", expensive, VERDICTS)
         limits = Limits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
         self.concurrency = processes or usual_processes()
         self.deadline = START_SECONDS + limits.wall
@@ -107,13 +109,6 @@ def usual_processes() -> int:
     """One per CPU that this process may use (a container has fewer than its host), at most 4."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MOST_PROCESSES, cpus)
-
-
-def check_verdict(name: str, value: Verdict) -> Verdict:
-    """Return `value`; `ValueError` when it is neither `wrong` nor `fail`."""
-    if value not in ("wrong", "fail"):
-        raise ValueError(f"{name} is wrong or fail, not {value!r}")
-    return value
 
 
 def require(package: str, extra: str, rule: str) -> None:

@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.answers import answer_of
+from streamrl.consumers.rules.answers import answer_of, one_of
 from streamrl.consumers.rules.processed import Processed, Verdict
 
 
@@ -45,8 +45,7 @@ class Regex(Processed):
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"pattern {pattern!r}: {error}") from error
-        if match not in ("search", "whole"):
-            raise ValueError(f"match is search or whole, not {match!r}")
+        one_of("match", match, ("search", "whole"))
         if group is not None and group not in {*range(compiled.groups + 1), *compiled.groupindex}:
             raise ValueError(f"the pattern has no group {group!r}")
         if absent and group is not None:

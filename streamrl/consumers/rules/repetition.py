@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.consumers.reward import Reward, RewardSample, Score
+from streamrl.consumers.rules.answers import one_of
 from streamrl.consumers.rules.length import UNITS, Unit
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -32,11 +33,9 @@ class Repetition(Reward):
     def __init__(self, n: int = 8, allowed: float = 0.0, unit: Unit = "tokens") -> None:
         if not 1 <= n <= _MOST or not 0 <= allowed < 1:
             raise ValueError(f"n is 1 to {_MOST}, allowed at least 0 and below 1")
-        if unit not in UNITS:
-            raise ValueError(f"unit is {', '.join(UNITS)}, not {unit!r}")
         self.n = n
         self.allowed = allowed
-        self.unit = unit
+        self.unit = one_of("unit", unit, UNITS)
 
     async def score(self, sample: RewardSample) -> Score:
         """Return a number from 0 to 1."""
