@@ -13,6 +13,7 @@ was written for its lists hold whole groups. All arguments are passed by name, a
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,22 +94,19 @@ def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
         ) from error
     except ValueError:
         pass  # no readable signature: the first sample is the check
-    return Adapted(target, group, _VerlCalls(spec.args).group if group else _VerlCalls(spec.args).sample)
+    return Adapted(target, group, functools.partial(_verl_group if group else _verl_sample, spec.args))
 
 
 # --- verl -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _VerlCalls:
-    args: Mapping[str, Any]
+def _verl_sample(args: Mapping[str, Any], sample: RewardSample) -> tuple[dict[str, Any], _Read]:
+    return {**dict(zip(_VERL, _verl_columns(sample), strict=True)), **args}, _verl_score
 
-    def sample(self, sample: RewardSample) -> tuple[dict[str, Any], _Read]:
-        return dict(zip(_VERL, _verl_columns(sample), strict=True)) | dict(self.args), _verl_score
 
-    def group(self, samples: Sequence[RewardSample]) -> tuple[dict[str, Any], _Read]:
-        columns = map(list, zip(*map(_verl_columns, samples), strict=True))
-        return dict(zip(_VERL_GROUP, columns, strict=True)) | dict(self.args), _verl_scores
+def _verl_group(args: Mapping[str, Any], samples: Sequence[RewardSample]) -> tuple[dict[str, Any], _Read]:
+    columns = map(list, zip(*map(_verl_columns, samples), strict=True))
+    return {**dict(zip(_VERL_GROUP, columns, strict=True)), **args}, _verl_scores
 
 
 def _verl_columns(sample: RewardSample) -> tuple[Any, str, Any, dict[str, Any]]:

@@ -89,7 +89,7 @@ class Together:
 class RewardCalls:
     """Calls one reward and keeps its limits.
 
-    `in_flight` are the calls that run now.
+    `in_flight` are the calls that run now, `deadline` the seconds of one attempt.
 
     Args:
         reward: loaded, and open.
@@ -105,7 +105,7 @@ class RewardCalls:
         self.in_flight = 0
         self._threads = threads
         life = reward.limits
-        self._deadline = reward.deadline(worker)
+        self.deadline = reward.deadline(worker)
         self._attempts = 1 if reward.instant else spec.attempts or worker.attempts
         self._backoff = worker.backoff
         self._on_failure: Literal["drop_sample", "dead", "retry"] = spec.on_failure or worker.on_failure
@@ -134,11 +134,6 @@ class RewardCalls:
             logger.warning("a reward cannot say who is away", extra={"reward": self.reward.name}, exc_info=True)
             self._away = str  # it is not asked again
             return ""
-
-    @property
-    def deadline(self) -> float:
-        """Seconds of one attempt."""
-        return self._deadline
 
     def own_counts(self) -> dict[str, Any]:
         """What the reward counts itself; when that fails, or is nothing that JSON knows, it is noted and said once."""
@@ -214,7 +209,7 @@ class RewardCalls:
                         raise others.failure from error
             self.figures.retried += 1
             rounds += 1
-            left = max(0.0, others.until - self._deadline - time.monotonic())
+            left = max(0.0, others.until - self.deadline - time.monotonic())
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
             if waits:
@@ -246,7 +241,7 @@ class RewardCalls:
             NoTime: the call might last for longer than `until`.
             Exception: what it failed with.
         """
-        latest = until - self._deadline
+        latest = until - self.deadline
         try:
             await self._places.take(latest - time.monotonic())
         except TimeoutError as error:
@@ -261,13 +256,13 @@ class RewardCalls:
         began = time.perf_counter()
         self.in_flight += 1
         try:
-            async with asyncio.timeout(self._deadline) as limit:
+            async with asyncio.timeout(self.deadline) as limit:
                 result = await self._call(subject)
             scores = _scores(result, subject) if self.reward.group else [_score(result)]
         except Exception as error:
             failure = error
             if isinstance(error, TimeoutError) and limit.expired():
-                failure = TimeoutError(f"{self.reward.name}: no score within {self._deadline:g} s")
+                failure = TimeoutError(f"{self.reward.name}: no score within {self.deadline:g} s")
             self._note(failure, subject, tries=tries)
             if failure is error:
                 raise
@@ -291,7 +286,7 @@ class RewardCalls:
         now = time.monotonic()
         if now >= latest:
             raise NoTime(f"no time is left for a call of {self.reward.name}")
-        end = min(now + self._deadline, latest)
+        end = min(now + self.deadline, latest)
         while (wait := self.circuit.wait(now)) > 0 and now < end:
             self._circuit_moved.clear()
             with contextlib.suppress(TimeoutError):

@@ -34,7 +34,6 @@ class Composition:
         self._rewards = tuple(rewards)
         self._scoring = scoring
         self._longest = longest
-        self._plain = scoring == ScoringConfig() and not any(_shaped(reward) for reward in rewards)
 
     def passes(self, reward: LoadedReward, score: Score) -> bool:
         """Whether a response with this value gets past the reward; always, when it is no gate."""
@@ -55,8 +54,6 @@ class Composition:
         Raises:
             ValueError, ArithmeticError: the values cannot be put together to a finite number.
         """
-        if self._plain:
-            return self._weighted_sum(scores)
         parts: dict[str, float] = {}
         values: list[tuple[str, float, float]] = []
         passed = True
@@ -66,31 +63,19 @@ class Composition:
                 continue
             value = shaped(reward, score.value)
             parts[reward.name] = value
-            if _changes(reward):
+            if reward.spec.normalise is not None or reward.spec.clip is not None:
                 parts[f"{reward.name}/raw"] = score.value
             if reward.spec.gate is not None:
                 passed = value >= reward.spec.gate
                 parts[f"{reward.name}/passed"] = float(passed)
-            elif reward.weight:
-                values.append((reward.name, value, reward.weight))
+            elif reward.spec.weight:
+                values.append((reward.name, value, reward.spec.weight))
             parts.update({f"{reward.name}/{name}": part for name, part in score.parts.items()})
         value = self._combined(values) if passed else self._scoring.gated
         if self._scoring.overlong is not None and self._longest is not None:
             parts[OVERLONG] = overlong_penalty(tokens, self._longest, self._scoring.overlong)
             value += parts[OVERLONG]
         return wire.Score(value=finite(value, "the whole"), parts=parts)
-
-    def _weighted_sum(self, scores: Mapping[str, Score]) -> wire.Score:
-        """What most runs do, without the rest."""
-        value = 0.0
-        parts: dict[str, float] = {}
-        for reward in self._rewards:
-            score = scores[reward.name]
-            value += reward.weight * score.value
-            parts[reward.name] = score.value
-            if score.parts:
-                parts.update({f"{reward.name}/{name}": part for name, part in score.parts.items()})
-        return wire.Score(value=finite(value, "the weighted sum"), parts=parts)
 
     def _combined(self, values: Sequence[tuple[str, float, float]]) -> float:
         match self._scoring.combine:
@@ -138,11 +123,3 @@ def overlong_penalty(tokens: int, longest: int, config: OverlongConfig) -> float
     """The soft penalty of DAPO (arXiv:2503.14476, equation 13) of a response of so many tokens, 0 to `-penalty`."""
     over = tokens - (longest - config.buffer)
     return -config.penalty * clipped(over / config.buffer, (0, 1)) if over > 0 else 0.0
-
-
-def _changes(reward: LoadedReward) -> bool:
-    return reward.spec.normalise is not None or reward.spec.clip is not None
-
-
-def _shaped(reward: LoadedReward) -> bool:
-    return _changes(reward) or reward.spec.gate is not None

@@ -15,7 +15,7 @@ import math
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from typing import Any, Final
 from streamrl.config import RewardSpec, RewardWorkerConfig, RunConfig
 from streamrl.consumers.adapters import Adapted, adapt
 from streamrl.consumers.built_in import ASKING, BUILT_IN
-from streamrl.consumers.reward import Reward, RewardLife, check_model
+from streamrl.consumers.reward import RewardLife, check_model
 from streamrl.errors import ConfigError, PluginError, StreamrlError
 
 GROUP: Final = "streamrl.rewards"
@@ -39,7 +39,6 @@ class LoadedReward:
 
     Attributes:
         name: key in the parts of a score.
-        weight: factor in a sum, exponent in a product.
         call: takes one sample and gives a number or a `Score`, or an awaitable of one; of a group reward it takes all
             samples of a group and gives a sequence of as many.
         blocking: a sync callable, which runs in a thread.
@@ -50,12 +49,11 @@ class LoadedReward:
     """
 
     name: str
-    weight: float
     call: Callable[[Any], Any | Awaitable[Any]]
     blocking: bool
     instant: bool
-    group: bool = False
-    spec: RewardSpec = field(default_factory=lambda: RewardSpec(use="exact_match"))
+    group: bool
+    spec: RewardSpec
     life: RewardLife | None = None
 
     @property
@@ -142,7 +140,6 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
         )
     return LoadedReward(
         name=spec.name or spec.use,
-        weight=spec.weight,
         call=call,
         blocking=not _is_async(call),
         instant=instant,
@@ -260,6 +257,3 @@ def _closest(name: str, known: Iterable[str]) -> str:
 
 def _last(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-__all__ = ["GROUP", "LoadedReward", "Reward", "load_rewards"]

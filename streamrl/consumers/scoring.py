@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from streamrl import wire
 from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
-from streamrl.consumers.calls import DETAIL_BYTES, RewardCalls, ScoringFailed, Together, detail_of
+from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import LoadedReward, load_rewards, stages
 from streamrl.consumers.reward import AskedModel, RewardContext, RewardSample, Score
@@ -19,7 +19,7 @@ from streamrl.consumers.threads import CallThreads
 from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError
 from streamrl.queues.ledgers import Ledgers
 
-__all__ = ["DETAIL_BYTES", "Scorer", "ScoringFailed", "models_of", "open_scorer"]
+__all__ = ["Scorer", "ScoringFailed", "models_of", "open_scorer"]
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ def loaded(call: Callable[..., Any], *, instant: bool = False, group: bool = Fal
     keys = RewardSpec(use="tests:reward", name=spec.pop("name", getattr(call, "__name__", "reward")), **spec)
     return LoadedReward(
         name=keys.name or "",
-        weight=keys.weight,
         call=call,
         blocking=not inspect.iscoroutinefunction(call),
         instant=instant,

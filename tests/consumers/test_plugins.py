@@ -88,7 +88,7 @@ async def test_args_weight_and_name_of_the_run_file(folder):
         {"use": f"{folder[1]}:Good", "args": {"bonus": 0.5}, "weight": 2, "name": "good"},
         {"use": f"{folder[1]}:plain", "args": {"scale": 3}},
     )
-    assert (good.name, good.weight) == ("good", 2.0)
+    assert (good.name, good.spec.weight) == ("good", 2.0)
     assert (await good.call(seen())).value == 1.5
     assert plain.call(seen("abcd")) == 12
 

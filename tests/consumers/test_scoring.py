@@ -5,27 +5,15 @@ import time
 import numpy as np
 import pytest
 
-from streamrl.config import RewardWorkerConfig
 from streamrl.consumers import Score, scoring
-from streamrl.consumers.plugins import LoadedReward
-from streamrl.consumers.scoring import DETAIL_BYTES, ScoringFailed
+from streamrl.consumers.calls import DETAIL_BYTES, ScoringFailed
 from streamrl.errors import DeadlineExceeded
-from tests.consumers.calls_kit import HeldScorer
+from tests.consumers.calls_kit import loaded, scorer
 from tests.consumers.samples import seen
 
 
-def make(*calls, attempts=2, deadline=30.0, weights=None):
-    rewards = [
-        LoadedReward(
-            name=call.__name__,
-            weight=weights[i] if weights else 1.0,
-            call=call,
-            blocking=not asyncio.iscoroutinefunction(call),
-            instant=False,
-        )
-        for i, call in enumerate(calls)
-    ]
-    return HeldScorer(rewards, RewardWorkerConfig(attempts=attempts, backoff=0.001, deadline=deadline))
+def make(*calls, **worker):
+    return scorer(*map(loaded, calls), **worker)
 
 
 async def test_the_value_is_the_weighted_sum_and_every_part_is_kept():
@@ -35,7 +23,7 @@ async def test_the_value_is_the_weighted_sum_and_every_part_is_kept():
     def length(sample):
         return 4
 
-    score = await make(right, length, weights=[2.0, -0.25]).score(seen())
+    score = await scorer(loaded(right, weight=2.0), loaded(length, weight=-0.25)).score(seen())
     assert score.value == 1.0  # 2 * 1 - 0.25 * 4
     assert score.parts == {"right": 1.0, "right/format": 0.5, "length": 4.0}
 
@@ -86,7 +74,7 @@ async def test_weights_that_overflow_the_sum_are_an_error():
         return 1e308
 
     with pytest.raises(ScoringFailed, match="weighted sum"):
-        await make(reward, weights=[1e10]).score(seen())
+        await scorer(loaded(reward, weight=1e10)).score(seen())
 
 
 async def test_only_the_reward_that_failed_is_tried_again():
@@ -102,10 +90,10 @@ async def test_only_the_reward_that_failed_is_tried_again():
             raise ConnectionError("judge is away")
         return 2.0
 
-    scorer = make(steady, flaky, attempts=3)
-    assert (await scorer.score(seen())).value == 3.0
+    made = make(steady, flaky, attempts=3)
+    assert (await made.score(seen())).value == 3.0
     assert (calls.count("steady"), calls.count("flaky")) == (1, 3)
-    assert scorer.retried == 2
+    assert made.retried == 2
 
 
 async def test_a_traceback_is_capped_and_keeps_its_end():
@@ -143,19 +131,19 @@ async def test_a_sync_reward_that_hangs_neither_blocks_the_loop_nor_other_sample
             release.wait()
         return 1.0
 
-    scorer = make(reward, attempts=1, deadline=1.0)
-    hanging = asyncio.create_task(scorer.score(seen("hang")))
-    others = await asyncio.gather(*(scorer.score(seen("fine")) for _ in range(20)))
+    made = make(reward, attempts=1, deadline=1.0)
+    hanging = asyncio.create_task(made.score(seen("hang")))
+    others = await asyncio.gather(*(made.score(seen("fine")) for _ in range(20)))
     assert [score.value for score in others] == [1.0] * 20
     with pytest.raises(ScoringFailed, match="deadline"):
         await hanging
-    assert scorer.threads.abandoned == 1
+    assert made.threads.abandoned == 1
     release.set()
-    while scorer.threads.abandoned:  # noqa: ASYNC110 (the thread comes back and is used again)
+    while made.threads.abandoned:  # noqa: ASYNC110 (the thread comes back and is used again)
         await asyncio.sleep(0)
-    started = scorer.threads.started
-    await scorer.score(seen("fine"))
-    assert scorer.threads.started == started
+    started = made.threads.started
+    await made.score(seen("fine"))
+    assert made.threads.started == started
 
 
 async def test_too_many_hanging_threads_ask_for_a_new_process_instead_of_killing_innocents(monkeypatch):
@@ -165,12 +153,12 @@ async def test_too_many_hanging_threads_ask_for_a_new_process_instead_of_killing
     def reward(sample):
         release.wait()
 
-    scorer = make(reward, attempts=1, deadline=0.01)
+    made = make(reward, attempts=1, deadline=0.01)
     for _ in range(2):
         with pytest.raises(ScoringFailed):
-            await scorer.score(seen())
+            await made.score(seen())
     with pytest.raises(DeadlineExceeded) as caught:
-        await scorer.score(seen())
+        await made.score(seen())
     assert caught.value.exit_code == 75
     release.set()
 
@@ -204,8 +192,8 @@ async def test_sync_rewards_of_many_samples_run_at_the_same_time():
         together.wait(timeout=10)
         return 1.0
 
-    scorer = make(reward, attempts=1)
-    scores = await asyncio.gather(*(scorer.score(seen()) for _ in range(8)))
+    made = make(reward, attempts=1)
+    scores = await asyncio.gather(*(made.score(seen()) for _ in range(8)))
     assert len(scores) == 8
 
 

@@ -1,12 +1,12 @@
 """A sample and a group through several rewards: stages up to gates, parts that failed, opening and closing."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import Reward, RewardContext, RewardSample
-from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError
 from tests.consumers.calls_kit import lease_end, loaded, scorer
@@ -192,7 +192,7 @@ class Lives(Reward):
 
 def living(log, name, **options):
     life = Lives(log, name, **options)
-    return LoadedReward(name=name, weight=1.0, call=life.score, blocking=False, instant=False, life=life)
+    return replace(loaded(life.score, name=name), life=life)
 
 
 def context(tmp_path, **changes):
