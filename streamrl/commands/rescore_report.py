@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from streamrl.commands.letters import parts_line
 from streamrl.consumers.comparison import Bin, Comparison
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.monitor.lines import duration, number, printable, shortened
@@ -77,9 +78,9 @@ def _histogram(bins: Sequence[Bin]) -> list[str]:
 
 
 def _different(row: dict[str, Any]) -> list[str]:
-    parts = "  ".join(f"{printable(name)} {value:g}" for name, value in row["parts"].items())
+    change = f"{row['old']:g} -> {row['new']:g}"
     return [
-        f"  group {row['group']} sample {row['sample']}  {row['old']:g} -> {row['new']:g}  {parts}".rstrip(),
+        f"  group {row['group']} sample {row['sample']}  {change}  {parts_line(row['parts'])}".rstrip(),
         f"    prompt    {shortened(row['prompt'], _TEXT)}",
         f"    response  {shortened(row['text'], _TEXT)}",
     ]

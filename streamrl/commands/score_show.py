@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final
 
-from streamrl import wire
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
 from streamrl.commands.attach import ledgers
@@ -70,18 +69,14 @@ async def _live(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, A
 def _archived_data(group: ArchivedGroup) -> dict[str, Any]:
     """The part of an archived group that people look at, with the fields of a live one."""
     raw = group.raw
-    by_number = dict(zip(raw.numbers, raw.samples, strict=True))
-    numbers = sorted({*by_number, *group.causes})
+    payloads = {number: payload for number, (payload, _) in zip(raw.numbers, raw.samples, strict=True)}
+    scores = {number: score for number, (_, score) in zip(raw.numbers, raw.samples, strict=True)}
+    numbers = sorted({*payloads, *group.causes})
     return {
         "attempt": group.attempt,
         "prompt": prompt_data(raw.prompt),
-        "responses": [_response_data(k, by_number.get(k), group.causes.get(k)) for k in numbers],
+        "responses": [sample_data(k, payloads.get(k), scores.get(k), group.causes.get(k)) for k in numbers],
     }
-
-
-def _response_data(number: int, messages: tuple[bytes, bytes] | None, cause: str | None) -> dict[str, Any]:
-    payload, score = messages or (None, None)
-    return sample_data(number, payload, score, cause)
 
 
 def _archived(run_dir: Path, gid: int, *, evaluation: bool) -> list[ArchivedGroup]:
@@ -103,13 +98,11 @@ def _rescored(run_dir: Path, gid: int, attempt: int | None, *, evaluation: bool)
         for group in groups:
             if group.attempt != attempt:
                 continue  # other responses than those that are shown
-            scores = {sample.number: sample.score for sample in group.samples}
-            found[folder.name] = {str(number): _score_data(score) for number, score in scores.items()}
+            found[folder.name] = {
+                str(number): {"score": score.value, "parts": score.parts, "seconds": score.seconds}
+                for number, score in ((sample.number, sample.score) for sample in group.samples)
+            }
     return found
-
-
-def _score_data(score: wire.Score) -> dict[str, Any]:
-    return {"score": score.value, "parts": score.parts, "seconds": score.seconds}
 
 
 def _lines(found: dict[str, Any], width: int) -> list[str]:

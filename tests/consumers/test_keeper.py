@@ -8,28 +8,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from streamrl.consumers.sandbox import inside
+from streamrl.consumers.sandbox import Limits, inside
+from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.sandbox import _START
 from tests.consumers.sandboxes import need
 from tests.needs import missing
 
 ORDINARY = 41234
-LIMITS = {
-    "cpu": 20,
-    "wall": 60,
-    "memory": 512 << 20,
-    "address_space": 1 << 30,
-    "disk": 16 << 20,
-    "file_size": 16 << 20,
-    "open_files": 64,
-    "processes": 16,
-    "output": 1 << 20,
-    "slowest": 10,
-}
+LIMITS = {**asdict(Limits(cpu=20, wall=60, disk=16 << 20)), "slowest": SLOWEST}
 
 
 @pytest.fixture

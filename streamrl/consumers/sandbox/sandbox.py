@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -135,13 +136,12 @@ class Sandbox:
         for name in program.files:
             if Path(name).name != name or name in {"", ".", ".."}:
                 raise ValueError(f"{name!r} is no plain name of a file")
-        limits = self._limits
         argv, kind = list(program.argv), "none"
         if isolation == "namespaces":
             kind = "namespaces"
         elif isolation != "none":
             kind = "wrapped"
-            argv = WRAPPERS[isolation](program, limits, self._network)
+            argv = WRAPPERS[isolation](program, self._limits, self._network)
         return {
             "isolation": kind,
             "network": self._network,
@@ -150,18 +150,7 @@ class Sandbox:
             "files": dict(program.files),
             "visible": [[os.path.realpath(path), path] for path in program.visible],
             "folder": folder,
-            "limits": {
-                "cpu": limits.cpu,
-                "wall": limits.wall,
-                "memory": limits.memory,
-                "address_space": limits.address_space,
-                "disk": limits.disk,
-                "file_size": limits.disk,
-                "open_files": limits.open_files,
-                "processes": limits.processes,
-                "output": limits.output,
-                "slowest": SLOWEST,
-            },
+            "limits": {**asdict(self._limits), "slowest": SLOWEST},
         }
 
 

@@ -94,7 +94,7 @@ def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> N
     """Give up all rights and take on the limits; the caller goes on to exec.
 
     Args:
-        limits: `cpu` (seconds), `address_space` (bytes or None), `file_size`, `open_files`, `processes`.
+        limits: `cpu` (seconds), `address_space` (bytes or None), `disk`, `open_files`, `processes`.
         privileged: this process is root of its namespace and becomes `NOBODY`.
         isolation: `namespaces` counts processes apart from those of the user, so their number can be limited; `wrapped`
             leaves the rest to the program that makes the sandbox.
@@ -106,7 +106,7 @@ def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> N
     os.umask(0o022)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_CPU, limits["cpu"], limits["cpu"] + 1)
-    _limit(resource.RLIMIT_FSIZE, limits["file_size"])
+    _limit(resource.RLIMIT_FSIZE, limits["disk"])
     _limit(resource.RLIMIT_NOFILE, limits["open_files"])
     _limit(resource.RLIMIT_MEMLOCK, 0)
     _limit(resource.RLIMIT_MSGQUEUE, 0)
