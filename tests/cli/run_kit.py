@@ -18,8 +18,9 @@ import orjson
 from streamrl import wire
 from streamrl.cli import run
 from streamrl.config import RunConfig
-from streamrl.queues import Lease, Ledger, embedded, open_ledgers, replies
+from streamrl.queues import Ledger, embedded, open_ledgers
 from streamrl.runfile import load, save
+from tests.queues import ledger_kit
 
 DOC = Path(__file__).parents[2] / "docs" / "cli.md"
 NUMBER = (int, float)
@@ -111,37 +112,9 @@ def schema_may_grow(where: str) -> bool:
     return where == "streamrl.trace/1"
 
 
-async def admit(ledger: Ledger, gid: int, samples: int = 2) -> None:
+async def admit(ledger: Ledger, gid: int) -> None:
     prompt = wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]), text=f"prompt {gid}", answer="42", line=gid))
-    await ledger.admit(
-        cursor=gid,
-        fingerprint="data",
-        prompt=prompt,
-        samples=samples,
-        min_group=1,
-        budget=100,
-        hard_cap=100,
-        max_dead=100,
-        version=3,
-    )
-
-
-async def lease(ledger: Ledger, stage: str, count: int = 1) -> list[Lease]:
-    stream = getattr(ledger.keys, stage)
-    command = ("XREADGROUP", "GROUP", "g", f"{stage}-worker", "COUNT", count, "STREAMS", stream, ">")
-    rows = replies.streams(await ledger.connection.read(*command)).get(stream, [])
-    return [
-        Lease(
-            ledger,
-            entry,
-            int(f[b"g"]),
-            int(f[b"a"]),
-            int(f[b"k"]) if f.get(b"k", b"*") != b"*" else None,
-            1,
-            whole=f.get(b"k") == b"*",
-        )
-        for entry, f in rows
-    ]
+    await ledger_kit.admit(ledger, gid, prompt=prompt, version=3)
 
 
 def sample() -> bytes:
@@ -162,14 +135,14 @@ async def fill(config: RunConfig, run_dir: Path) -> None:
         train = ledgers.train
         for gid in range(5):
             await admit(train, gid)
-        closed, dead, half = await lease(train, "prompts", 3)
+        closed, dead, half = await ledger_kit.lease(train, "prompts", count=3)
         for number in range(2):
             await train.emit(closed, number, sample())
-        for leased in await lease(train, "rollouts", 2):
+        for leased in await ledger_kit.lease(train, "rollouts", count=2):
             await train.score(leased, wire.encode(wire.Score(value=1.0, parts={"exact": 1.0})))
         await train.fail_prompt(dead, "too long for the engine", "Traceback: \x1b[2Jline one\nline two")
         await train.emit(half, 0, sample())
-        await lease(train, "rollouts")
+        await ledger_kit.lease(train, "rollouts")
         await ledgers.roles.beat("rollout.0", {"version": 4, "pid": 77, "state": "ready", "tokens": 900}, 60)
         await ledgers.roles.beat("reward.0", {"per_second": 12.5, "pid": 78, "state": "ready"}, 60)
 

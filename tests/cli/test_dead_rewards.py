@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import pytest
 
 from streamrl import wire
-from streamrl.consumers.worker import run_reward_worker
-from streamrl.queues import embedded, open_ledgers, open_role
+from streamrl.queues import embedded, open_ledgers
+from tests.consumers.samples import response
+from tests.consumers.worker_kit import worker
+from tests.queues.ledger_kit import lease, until, until_async
 
-from .run_kit import admit, cli, data_of, lease, make_run
+from .run_kit import admit, cli, data_of, make_run
 
 HERE = Path(__file__).parent
-
-
-@contextlib.asynccontextmanager
-async def scoring(config, run_dir):
-    """A reward worker in this process for the length of the block."""
-    async with open_role("reward.0", config, run_dir) as role:
-        task = asyncio.create_task(run_reward_worker(role))
-        try:
-            yield role
-        finally:
-            role.stop.set()
-            await asyncio.wait_for(task, 60)
 
 
 async def answer(ledger, gid: int, *texts: str) -> None:
@@ -34,16 +23,7 @@ async def answer(ledger, gid: int, *texts: str) -> None:
     (held,) = await lease(ledger, "prompts")
     assert held.gid == gid
     for number, text in enumerate(texts):
-        sample = wire.Sample(
-            tokens=wire.pack_int32([5]), logprobs=wire.pack_float32([-0.5]), runs=[(0, 3)], finish="stop", text=text
-        )
-        await ledger.emit(held, number, wire.encode(sample))
-
-
-async def until(look) -> None:
-    async with asyncio.timeout(60):
-        while not await look():  # noqa: ASYNC110 (the ledger rings no bell for this)
-            await asyncio.sleep(0.01)
+        await ledger.emit(held, number, wire.encode(response(text)))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -67,11 +47,11 @@ async def test_a_group_that_a_reward_doomed_is_replayed_and_scored_anew(tmp_path
             assert done.returncode == 0, done.stderr
             return done.stdout
 
-        async with scoring(config, tmp_path) as role:
-            await until(lambda: asyncio.sleep(0, role.is_ready))
+        async with worker(config, tmp_path, ledgers) as role:
+            await until(lambda: role.is_ready)
             await admit(train, 0)
             await answer(train, 0, "42", "bad")
-            await until(is_dead)
+            await until_async(is_dead)
             letters = data_of(await command("dead", "ls"), "streamrl.dead/1")["letters"]
             group = next(letter for letter in letters if letter["sample"] is None)
             assert (group["stage"], group["prompt"]["text"]) == ("reward", "prompt 0")
@@ -85,7 +65,7 @@ async def test_a_group_that_a_reward_doomed_is_replayed_and_scored_anew(tmp_path
             answered = data_of(await command("dead", "replay", group["id"]), "streamrl.dead.replay/1")
             assert answered == [{"group": 0, "outcome": "replayed"}]
             await answer(train, 0, "42", "good")
-            await until(is_closed)
+            await until_async(is_closed)
         data = data_of(await command("score", "show", "0"), "streamrl.score/1")
         assert (data["attempt"], data["state"], data["letters"]) == (2, "closed", [])
         assert [response["score"] for response in data["responses"]] == [1.0, 1.0]
@@ -100,10 +80,10 @@ async def test_a_sample_that_no_reward_could_score_shows_its_cause(tmp_path):
         async def is_closed():
             return await ledgers.train.closed() == [0]
 
-        async with scoring(config, tmp_path):
+        async with worker(config, tmp_path, ledgers):
             await admit(ledgers.train, 0)
             await answer(ledgers.train, 0, "42", "bad")
-            await until(is_closed)
+            await until_async(is_closed)
         shown = await asyncio.to_thread(cli, "score", "show", "0", "--run", str(tmp_path))
         assert shown.returncode == 0
         assert "sample 0  score 1" in shown.stdout

@@ -10,8 +10,9 @@ import pytest
 from streamrl import wire
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.records import Cause
+from tests.queues.ledger_kit import lease
 
-from .run_kit import admit, cli, data_of, lease, make_run, sample
+from .run_kit import admit, cli, data_of, make_run, sample
 
 
 async def run(*arguments: str):
@@ -28,12 +29,12 @@ async def live_run(tmp_path: Path):
         await train.say_whole(True)
         for gid in range(4):
             await admit(train, gid)
-        prompts = await lease(train, "prompts", 4)
+        prompts = await lease(train, "prompts", count=4)
         for prompt in prompts[:3]:
             for number in range(2):
                 await train.emit(prompt, number, sample())
         await train.emit(prompts[3], 0, sample())
-        closed, dead, _ = await lease(train, "rollouts", 3)
+        closed, dead, _ = await lease(train, "rollouts", count=3)
         score = wire.encode(wire.Score(value=0.5, parts={"rank": 0.5}))
         await train.score_group(closed, {0: score}, {1: Cause("wire: no sample", "Traceback: one")})
         await train.score_group(dead, {0: score}, {1: Cause("the judge", "Traceback: two")}, doom="the judge is away")

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -104,10 +105,23 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def pool(script):
-    pool = ProcessPool("test", script, None, 2, Limits(cpu=0.5, wall=600, memory=MEMORY))
-    yield pool
-    await pool.close()
+async def make_pool(script):
+    """Makes pools, of one process where nothing else is said, and closes them."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(settings=None, size=1, path=script, **limits):
+            pool = ProcessPool(
+                "test", path, settings, size, Limits(**{"cpu": 5, "wall": 600, "memory": MEMORY} | limits)
+            )
+            stack.push_async_callback(pool.close)
+            return pool
+
+        yield make
+
+
+@pytest.fixture
+def pool(make_pool):
+    return make_pool(size=2, cpu=0.5)
 
 
 def gone(pid: int) -> bool:
@@ -151,18 +165,17 @@ async def test_a_process_whose_memory_is_half_used_makes_way_for_another(pool):
     assert pool.counts.too_large == pool.counts.lost == 0
 
 
-async def test_what_earlier_calls_have_left_takes_no_memory_from_a_call(script):
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=60, wall=600, memory=MEMORY))
+async def test_what_earlier_calls_have_left_takes_no_memory_from_a_call(make_pool):
+    pool = make_pool(cpu=60)
     alone = [await pool.call(["take", 150]), await pool.call(["take", 260])]
     used = await pool.call(["hoard", 90])
     assert [await pool.call(["take", 150]), await pool.call(["take", 260])] == alone
     assert alone == [150, "a library goes on without it"]
     assert await pool.call(["pid"]) == used
-    await pool.close()
 
 
-async def test_a_time_limit_with_cpu_time_left_is_nobodys_fault(script):
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=60, wall=0.2, memory=MEMORY))
+async def test_a_time_limit_with_cpu_time_left_is_nobodys_fault(make_pool):
+    pool = make_pool(cpu=60, wall=0.2)
     pid = await started_pid(pool)
     with pytest.raises(ProcessDied, match=r"no answer within 0\.2 s") as died:
         await pool.call(["sleep"])
@@ -243,16 +256,15 @@ async def test_a_process_sees_nothing_of_ours(pool, monkeypatch):
     assert (seen["memory"][0], seen["core"]) == (MEMORY, [0, 0])
 
 
-async def test_a_process_makes_way_after_many_calls(script):
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=600, memory=MEMORY, calls=3))
+async def test_a_process_makes_way_after_many_calls(make_pool):
+    pool = make_pool(calls=3)
     pids = [await pool.call(["pid"]) for _ in range(7)]
-    await pool.close()
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
     assert pool.counts.lost == 0
 
 
-async def test_deaths_are_bounded(script):
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=600, memory=MEMORY))
+async def test_deaths_are_bounded(make_pool):
+    pool = make_pool()
     pool._deaths = Deaths(RestartPolicy(max_restarts=2, window=60, backoff=0, max_backoff=0))
     for _ in range(3):
         with pytest.raises(ProcessDied):
@@ -260,7 +272,6 @@ async def test_deaths_are_bounded(script):
     with pytest.raises(RewardUnavailable, match="3 of its processes died within 60 s"):
         await pool.call(["echo", 1])
     assert pool.counts.started == 3
-    await pool.close()
 
 
 async def test_a_start_that_is_cancelled_is_no_death(pool, monkeypatch):
@@ -283,15 +294,13 @@ async def test_a_start_that_is_cancelled_is_no_death(pool, monkeypatch):
     assert await pool.call(["echo", 1]) == 1
 
 
-async def test_what_cannot_start_is_said_at_once(script, tmp_path):
-    broken = ProcessPool("test", script, "broken", 1, Limits(cpu=5, wall=600, memory=MEMORY))
+async def test_what_cannot_start_is_said_at_once(make_pool, tmp_path):
+    broken = make_pool("broken")
     with pytest.raises(ConfigError, match="cannot be prepared: RuntimeError: broken on purpose"):
         await broken.open()
-    await broken.close()
-    missing = ProcessPool("test", tmp_path / "missing.py", None, 1, Limits(cpu=5, wall=600, memory=MEMORY))
+    missing = make_pool(path=tmp_path / "missing.py")
     with pytest.raises(RewardUnavailable, match="FileNotFoundError"):
         await missing.call(["echo", 1])
-    await missing.close()
 
 
 async def test_a_host_that_starts_no_process_for_now_is_waited_for(pool, monkeypatch):
@@ -303,17 +312,16 @@ async def test_a_host_that_starts_no_process_for_now_is_waited_for(pool, monkeyp
     assert await pool.call(["echo", 1]) == 1
 
 
-async def test_too_little_memory_for_the_function_itself_is_said(script):
+async def test_too_little_memory_for_the_function_itself_is_said(make_pool, script):
     script.write_text("X = b'x' * (1 << 28)")
-    pool = ProcessPool("test", script, None, 1, Limits(cpu=5, wall=600, memory=MEMORY))
+    pool = make_pool()
     with pytest.raises(ConfigError, match="MemoryError") as caught:
         await pool.open()
     assert caught.value.hint == "it may need more than 256 MiB of memory"
-    await pool.close()
 
 
-async def test_the_end_is_clean_and_may_be_repeated(script):
-    pool = ProcessPool("test", script, None, 2, Limits(cpu=5, wall=600, memory=MEMORY))
+async def test_the_end_is_clean_and_may_be_repeated(make_pool):
+    pool = make_pool(size=2)
     idle = await started_pid(pool)
     calls = [asyncio.create_task(pool.call(["sleep"])) for _ in range(2)]
     await until(lambda: len(pool._busy) == 2)
