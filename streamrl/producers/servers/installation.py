@@ -90,7 +90,8 @@ class _Installation:
     def _begin(self) -> int:
         """Make the folder ready for pip and return how many steps are done."""
         empty = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
-        if not empty and not any((self._folder / name).exists() for name in ("pyvenv.cfg", UNFINISHED)):
+        ours = ("pyvenv.cfg", UNFINISHED, _draft(Path(UNFINISHED)))  # a kill may leave no more than the draft
+        if not empty and not any((self._folder / name).exists() for name in ours):
             raise CannotCreate(
                 f"{self._folder} holds something else than a virtual environment",
                 "name an empty or new folder with --into",
@@ -238,9 +239,13 @@ def _at_work(log: Path) -> str:
 
 def _write(path: Path, value: Any) -> None:
     """Replace a file of JSON whole."""
-    draft = path.with_suffix(".draft")
+    draft = _draft(path)
     draft.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
     draft.replace(path)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_suffix(".draft")
 
 
 def _python() -> str:

@@ -204,6 +204,27 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path, wheels: P
         install("vllm", tmp_path / "home" / "thesis.txt" / "env", cpu=True, say=lambda _: None)
 
 
+def test_what_a_kill_left_before_the_first_mark_is_no_obstacle(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in NAMES:
+        wheel(wheels, name)
+    plan(monkeypatch, NAMES)
+    folder, killed = tmp_path / "env", Kill()
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        patch.setattr(Path, "replace", killed.instead)
+        install("vllm", folder, cpu=True, say=lambda _: None)
+    assert len(list(folder.iterdir())) == 1  # the draft of the mark
+    assert install("vllm", folder, cpu=True, say=lambda _: None)["version"] == "1.0"
+
+
+class Kill(BaseException):
+    """Ends an installation where a signal might."""
+
+    def instead(self, *_: object) -> None:
+        raise self
+
+
 KILLED = """
 import sys
 from pathlib import Path
