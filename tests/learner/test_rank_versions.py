@@ -91,8 +91,8 @@ async def test_a_rank_that_writes_nothing_costs_one_version(run, tmp_path):
         for pid in start(run, tmp_path / "meet", faults):
             assert await run.wait(pid) == 0, run.log() + run.log("learner.1")
     assert run.log().count("version not published") == 1
-    newest = max(versions(run.run_dir / "weights"))[1]
-    assert newest in {5, 6}  # a learner that waits for groups meanwhile publishes these weights again, as one more
+    again = run.log().count("engines cannot get the weights: published again")  # by a learner that waits for groups
+    newest = 5 + again
     assert set(versions(run.run_dir / "weights")) == {(1, newest - 1), (1, newest)}
     assert (await run.audit()).trained == 16
 
