@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,7 +15,6 @@ from streamrl.queues.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 FINISHED_FILE: Final = "finished.json"
-_ACCURACY_SECONDS: Final = 0.5
 
 Reason = Literal["steps", "accuracy", "data"]
 
@@ -84,17 +82,15 @@ class Ending:
     def __init__(self, config: RunConfig, roles: RoleBoard) -> None:
         self.accuracy: float | None = None
         self._config, self._roles = config.learner, roles
-        self._look_at = 0.0
 
     async def reason(self, step: int) -> Reason | None:
-        """Why the run is over after `step` updates, None when it is not; asks Redis at most twice a second."""
+        """Why the run is over after `step` updates, None when it is not."""
         if self._config.steps is not None and step >= self._config.steps:
             return "steps"
         limit = self._config.stop_at_accuracy
-        if limit is None or time.monotonic() < self._look_at:
+        if limit is None:
             return None
-        self._look_at = time.monotonic() + _ACCURACY_SECONDS
-        fields = (await self._roles.read()).items()
-        shown = [field["accuracy"] for name, field in fields if name.startswith("feeder") and "accuracy" in field]
+        feeders = await self._roles.read("feeder")
+        shown = [fields["accuracy"] for fields in feeders.values() if "accuracy" in fields]
         self.accuracy = float(shown[0]) if shown else None
         return "accuracy" if self.accuracy is not None and self.accuracy >= limit else None

@@ -1,8 +1,9 @@
 """Held-out accuracy by version while training goes on, with a cursor and a small budget of its own.
 
 Every `evaluation.every` versions a round begins: the next `evaluation.prompts` prompts of the held-out file, round and
-round, are admitted to the held-out ledger, a few at a time so that training keeps its engines. They are answered and
-scored like any other prompt and never trained. A group that closes is written to `evaluation.jsonl` (fsync), then
+round, are admitted to the held-out ledger, as many at a time as the engines have slots: a round costs training the same
+however it is spread, and a short one tells the accuracy of the version it was begun for. They are answered and scored
+like any other prompt and never trained. A group that closes is written to `evaluation.jsonl` (fsync), then
 retired. A round is complete when all its prompts were admitted and none of them is live; dead ones just do not count.
 """
 
@@ -25,7 +26,6 @@ from streamrl.queues.records import AdmitOutcome, ClosedGroup
 from streamrl.wire import Prompt, Sample, Score, decode
 
 logger = logging.getLogger(__name__)
-_SHARE: Final = 4
 _LOOK_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
 _GATHER_SECONDS: Final = 0.02
@@ -33,8 +33,8 @@ _GATHER_SECONDS: Final = 0.02
 
 
 def evaluation_budget(config: RunConfig) -> int:
-    """Return how many held-out groups may be live: those that fill at most a quarter of the engines' slots."""
-    return max(1, config.slots // (_SHARE * config.evaluation.samples))
+    """Return how many held-out groups may be live: those that fill the engines' slots once."""
+    return max(1, config.slots // config.evaluation.samples)
 
 
 class Evaluation:
@@ -113,7 +113,7 @@ class Evaluation:
             moved = await self._admit()
             collected = await self._collect()
             if await self._is_complete():
-                self._publish()
+                await self._publish()
             elif not moved and not collected:
                 await self._ledger.wait_closed(_LOOK_SECONDS)
                 await asyncio.sleep(_GATHER_SECONDS)
@@ -201,9 +201,10 @@ class Evaluation:
         await self._admitter.locate()  # Redis may have gone back and lost some of the round: they come again
         return self._admitter.cursor >= current.end
 
-    def _publish(self) -> None:
+    async def _publish(self) -> None:
         self._open = False
         self._show()
+        await self._role.beat()  # the learner may end at this accuracy
         version = self._current.version
         tally = self._log.rounds.get(version)
         if tally is None or not tally.scored:

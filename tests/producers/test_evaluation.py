@@ -158,8 +158,23 @@ async def test_too_many_dead_held_out_letters_end_the_feeder(run, hands_of):
         assert "streamrl dead ls --eval" in caught.value.hint
 
 
-async def test_no_more_than_a_quarter_of_the_slots_is_held_out(run, hands_of):
-    run.evaluate(prompts=6, samples=2).set("engine", slots=16)
+async def test_the_board_shows_a_round_the_moment_it_is_complete(run, hands_of):
+    run.evaluate(prompts=4)
+    async with run.open() as ledgers:
+        hands = hands_of(ledgers)
+        await publish(ledgers, 1)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # nothing here beats for the role
+            await answer_round(hands, run, 4, lambda gid, sample: 1.0)
+            await until(lambda: role.status.get("accuracy_version") == 1)
+            board = {}
+            async with asyncio.timeout(30):
+                while "feeder.0" not in board:
+                    board = await ledgers.roles.read("feeder")
+            assert board["feeder.0"]["accuracy"] == "1.0"
+
+
+async def test_held_out_groups_fill_the_slots_once(run, hands_of):
+    run.evaluate(prompts=6, samples=2).set("engine", slots=4)
     assert evaluation_budget(run.config) == 2
     assert evaluation_budget(RunConfig.model_validate({**run.overrides, "engine": {"slots": 1}})) == 1
     async with run.open() as ledgers:
@@ -177,7 +192,7 @@ async def test_no_more_than_a_quarter_of_the_slots_is_held_out(run, hands_of):
 
 
 async def test_a_restart_in_mid_round_finishes_that_round(run, hands_of):
-    run.evaluate(prompts=6).set("engine", slots=12)  # three at a time
+    run.evaluate(prompts=6).set("engine", slots=3)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
         await publish(ledgers, 1)
