@@ -1,6 +1,6 @@
 """Tests that the last run skipped: they are remembered, and `--only-skipped` runs these and no others.
 
-`make test` needs nothing but what the Makefile installs, so tests of other programs are skipped where those are missing.
+`make test` needs nothing but what the Makefile installs: tests of other programs are skipped where those are missing.
 CI runs it on a bare machine, then installs the programs and runs what was skipped, instead of every fast test twice.
 """
 

@@ -37,7 +37,9 @@ def pytest_in(folder: Path, *words: str, **environment: str) -> tuple[int, str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_SKIPS", "PYTEST_ADDOPTS")}
     clean = {name: value for name, value in clean.items() if not name.startswith("PYTEST_XDIST")}
     environment = clean | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run([*command, *words, folder], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*command, *words, folder], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
