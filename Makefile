@@ -4,6 +4,7 @@
 #   make demo ENGINE=vllm             the same with a vLLM server (or ENGINE=sglang); installs it first
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
+#   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make lint                         ruff, mypy, import rules, dead code
 #
@@ -26,7 +27,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cks
 WORKERS ?= 2
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
 
 setup: $(INSTALLED)
 
@@ -69,8 +70,10 @@ $(CROSSCHECKED):
 	@$(CROSSCHECK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl
 	@touch $@
 
+# Needs nothing but what is installed here: a test of another program is skipped where that is missing, or fails with
+# NO_SKIPS=1. `ONLY=skipped`, for `test-all` too, runs of the fast tests what the last run skipped (`tests/skipped.py`).
 test: setup
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu"
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
 # Chaos wants the machine for itself.
 test-slow: environments crosscheck

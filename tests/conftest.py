@@ -12,6 +12,7 @@ import pytest
 
 from tests.by_server import ByServer
 from tests.redis_kit import RedisRun
+from tests.skipped import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:

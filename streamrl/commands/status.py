@@ -14,18 +14,19 @@ from streamrl.commands.attach import live_probe
 from streamrl.commands.rolestates import KnownRole, Supervised, read_states
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, Unreachable
+from streamrl.monitor.lines import printable
 from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import take
 
 SCHEMA = "streamrl.status/1"
-_NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat"})
+_NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
 
 
 def status(chosen: Path | None, *, json: bool, every: float | None) -> int:
     """Show all roles; with `every` again each so many seconds.
 
     Returns:
-        0 all roles are ready, 1 some are not, or nobody gives a reward, 69 the run is not up.
+        0 all roles are ready, 1 some are not or say what is wrong, or nobody gives a reward, 69 the run is not up.
     """
     run = find_run(chosen)
 
@@ -55,7 +56,7 @@ def look(run: RunDirectory) -> dict[str, Any]:
     roles = [_role(name, supervised, board.get(name), reachable=reachable) for name in names]
     if not reachable and not supervised.alive:
         verdict = "down"
-    elif all(role["state"] == "ready" for role in roles) and not any(reward.away for reward in rewards):
+    elif all(role["state"] == "ready" and not role["trouble"] for role in roles) and not any(r.away for r in rewards):
         verdict = "ready"
     else:
         verdict = "degraded"
@@ -108,6 +109,7 @@ def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, re
         "restarts": known.restarts if known is not None else 0,
         "version": _number(fields.get("version")),
         "reason": known.reason if known is not None else "",
+        "trouble": printable(fields.get("trouble", "")),
         "progress": {key: value for key, value in fields.items() if key not in _NOT_PROGRESS},
     }
 
@@ -151,7 +153,7 @@ def _print(data: dict[str, Any]) -> None:
             restarts=role["restarts"],
             version=role["version"],
             progress=role["progress"],
-            last_error=role["reason"],
+            last_error=role["reason"] or role["trouble"],
         )
         for role in data["roles"]
     ]

@@ -19,14 +19,12 @@ from streamrl.config import RunConfig
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.takeover import Start
 from streamrl.queues.archive import Archive
-from streamrl.queues.ledger import Ledger
+from streamrl.queues.ledger import ZERO_VARIANCE, Ledger
 from streamrl.queues.records import ClosedGroup
 
 logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD: Final = 2
-ZERO_VARIANCE: Final = "equal rewards"
-"""Why a group was dropped that nothing can be learnt from."""
 _DOORBELL_SECONDS: Final = 0.5
 _REST: Final = 4.0
 """Pause after a reading, in times of its length: reading takes a fifth of the loop at most, at any rate."""

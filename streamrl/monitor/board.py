@@ -96,6 +96,11 @@ class Board:
         with self._lock:
             return list(self.events)[-count:]
 
+    def troubles(self) -> list[tuple[str, str]]:
+        """Name of each role that says what is wrong with it, and what."""
+        roles = self.snapshot.roles if self.snapshot is not None else {}
+        return [(name, status["trouble"]) for name, status in sorted(roles.items()) if status.get("trouble")]
+
     @property
     def restarts(self) -> int:
         """Restarts of all roles."""

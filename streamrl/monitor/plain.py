@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from streamrl.monitor.board import Board
-from streamrl.monitor.lines import duration, number, percent
+from streamrl.monitor.lines import duration, number, percent, printable
 
 
 def line(board: Board) -> str:
@@ -36,6 +36,7 @@ def line(board: Board) -> str:
     parts.extend(not_ready)
     if board.restarts:
         parts.append(f"{board.restarts} restarts")
+    parts += [f"{name}: {printable(trouble)}" for name, trouble in board.troubles()]
     return " | ".join(parts)
 
 

@@ -34,7 +34,7 @@ def render(board: Board, width: int) -> RenderableType:
     """The whole screen for a terminal of `width` columns: all panels in two columns from 96 on, else the essentials."""
     if width < 96:
         body = Group(_learning(board, width, _LOW_PLOT), _balance(board, width), _brief(board))
-        return Group(_headline(board), body, _events(board, width, 2))
+        return Group(_headline(board), *_troubles(board), body, _events(board, width, 2))
     left_width = width * 3 // 5
     right_width = width - left_width
     left = Group(_learning(board, left_width, _HIGH_PLOT), _traffic(board, left_width))
@@ -43,7 +43,7 @@ def render(board: Board, width: int) -> RenderableType:
     grid.add_column(width=left_width)
     grid.add_column(width=right_width)
     grid.add_row(left, right)
-    return Group(_headline(board), grid, _events(board, width, 4))
+    return Group(_headline(board), *_troubles(board), grid, _events(board, width, 4))
 
 
 def _headline(board: Board) -> Text:
@@ -62,6 +62,10 @@ def _headline(board: Board) -> Text:
         if reward.away:
             line.append(f"   nobody gives {printable(reward.name)}", style="bold red")
     return line
+
+
+def _troubles(board: Board) -> list[Text]:
+    return [Text(f" {name}: {printable(trouble)}", style="bold red") for name, trouble in board.troubles()]
 
 
 def _learning(board: Board, width: int, height: int) -> Panel:

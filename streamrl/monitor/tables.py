@@ -110,14 +110,16 @@ def _ledger_line(name: str, ledger: LedgerView, budget: int | None, hard_cap: in
 
 def _weights_line(snapshot: Snapshot) -> str:
     newest = snapshot.version
+    foreign = int(snapshot.train.state.get("foreign", 0))
+    removed = [f"{foreign} foreign entries removed from their stream"] if foreign else []
     if newest < 0:
-        return "weights  none published yet"
+        return "  ".join(["weights  none published yet", *removed])
     readers = [
         f"{name} v{version}" + (f" ({newest - version} behind)" if version < newest else "")
         for name, version in snapshot.role_versions.items()
         if name.split(".")[0] == "rollout"
     ]
-    return "  ".join(["weights", f"v{newest} of learner epoch {snapshot.train.epoch}", *readers])
+    return "  ".join(["weights", f"v{newest} of learner epoch {snapshot.train.epoch}", *readers, *removed])
 
 
 @dataclass(frozen=True, slots=True)

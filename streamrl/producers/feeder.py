@@ -3,6 +3,7 @@
 ```
 FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
 MOVED -> go on where Redis says
+waste -> more groups are dropped than trained: admit nothing, and say why (`waste.py`)
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
 dead  -> too many dead letters: end with an error; somebody has to look at them
 ```
@@ -11,6 +12,7 @@ dead  -> too many dead letters: end with an error; somebody has to look at them
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
 
 from streamrl.config import RunConfig
@@ -20,12 +22,16 @@ from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_p
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
 from streamrl.producers.versions import VersionBell
+from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome
 
+logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
+_WASTE_SECONDS: Final = 1.0
+"""How often the counts of dropped and trained groups are looked at."""
 
 
 async def run_feeder(role: Role) -> None:
@@ -91,6 +97,8 @@ class Training:
             max_dead=config.max_dead,
         )
         self._admitter = Admitter(self._ledger, terms, self._prompt)
+        self._waste = Waste(config.budget, config.learner.groups_per_step)
+        self._look_at = 0.0
 
     async def check(self) -> None:
         """Find the cursor, and refuse a ledger that holds groups of other data."""
@@ -115,7 +123,15 @@ class Training:
             if self._end is not None and self._admitter.cursor >= self._end:
                 await self._finish(self._end // len(self._data))
                 continue
-            outcome = await self._admitter.admit(version, limit=limit, end=self._end)
+            await self._look_for_waste()
+            allowed = self._waste.allowed
+            if allowed == 0:
+                self._show("stopped")
+                await self._bell.wait(version, _IDLE_PAUSE)
+                continue
+            before = self._admitter.cursor
+            outcome = await self._admitter.admit(version, limit=min(limit, allowed or limit), end=self._end)
+            self._waste.admitted(self._admitter.cursor - before)
             if outcome is AdmitOutcome.FULL:
                 self._show("full")
                 rung = await self._bell.wait(version, pause)
@@ -124,6 +140,43 @@ class Training:
             else:
                 self._show("admitting")
                 pause, limit = _FIRST_PAUSE, BURST
+
+    async def _look_for_waste(self) -> None:
+        """Compare what is dropped with what is trained; stop or go on, and say so."""
+        now = asyncio.get_running_loop().time()
+        if now < self._look_at:
+            return
+        self._look_at = now + _WASTE_SECONDS
+        waste, state = self._waste, await self._ledger.state()
+        was_stopped = waste.stopped
+        waste.look(now, wasted(state.dropped_for), state.held + state.retired)
+        if waste.stopped:
+            trouble = self._trouble(now, state.dropped_for, await self._behind(state.version))
+            if not was_stopped:
+                logger.error("admission stopped", extra={"why": trouble})
+            self._role.status["trouble"] = trouble
+        elif was_stopped:
+            self._role.status.pop("trouble", None)
+            logger.info("admission goes on: groups are trained again")
+
+    def _trouble(self, now: float, dropped_for: dict[str, int], behind: list[str]) -> str:
+        dropped, trained, seconds = self._waste.found
+        most = max(dropped_for, key=lambda why: dropped_for[why], default="")
+        step = self._role.config.learner.groups_per_step
+        again = f"the {step} groups of one step are tried in {max(0.0, self._waste.retry_at - now):.0f} s"
+        return "; ".join(
+            [
+                f"admission stopped: {dropped} groups dropped ({most}), {trained} trained in {seconds:.0f} s",
+                *behind,
+                again,
+            ]
+        )
+
+    async def _behind(self, version: int) -> list[str]:
+        """Replicas that do not have the newest version, which explains stale groups."""
+        roles = await self._role.ledgers.roles.read()
+        held = {name: int(fields.get("version", 0)) for name, fields in roles.items() if name.startswith("rollout.")}
+        return [f"{name} has version {has} of {version}" for name, has in sorted(held.items()) if has < version]
 
     def _prompt(self, gid: int) -> bytes:
         config = self._role.config

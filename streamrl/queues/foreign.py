@@ -67,9 +67,14 @@ async def read_ours(
     return found
 
 
-async def _remove(connection: Connection, stream: str, rows: Sequence[Row]) -> None:
-    for _, fields in rows[:_SHOWN]:
-        extra = {"stream": stream, "fields": repr(fields)[:500], "of": len(rows)}
+def report(stream: str, removed: Sequence[Mapping[bytes, bytes]]) -> None:
+    """Say in the log what was removed; of many entries the first ones are shown."""
+    for fields in removed[:_SHOWN]:
+        extra = {"stream": stream, "fields": repr(fields)[:500], "of": len(removed)}
         logger.error("removed an entry that is none of ours", extra=extra)
+
+
+async def _remove(connection: Connection, stream: str, rows: Sequence[Row]) -> None:
+    report(stream, [fields for _, fields in rows])
     for first in range(0, len(rows), _PAGE):
         await connection.read("XDEL", stream, *(entry for entry, _ in rows[first : first + _PAGE]))

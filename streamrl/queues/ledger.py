@@ -51,6 +51,8 @@ RETIRE_CHUNK: Final = 500
 MAX_SAMPLES: Final = 1000
 """Responses of one recorded group, for the same reason."""
 DROPPED_BY_HAND: Final = "dead letter dropped"
+ZERO_VARIANCE: Final = "equal rewards"
+"""Why a group was dropped that nothing can be learnt from (`learner.advantage.zero_variance`)."""
 
 _ADMISSIONS: Final = {
     1: AdmitOutcome.ADMITTED,

@@ -7,23 +7,32 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.queues import embedded
 from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.enlisted import ServerList
-from streamrl.queues.foreign import read_ours
+from streamrl.queues.foreign import report
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.replies import pairs
 from streamrl.queues.reward_servers import RewardServers
 from streamrl.queues.turn import DeviceTurn
 
-_DOORBELL_SECONDS = 2.0
+_DOORBELL_SECONDS: Final = 2.0
+_MOST_FOREIGN: Final = 100
+"""Entries of others that one look removes."""
 
 
 class WeightsStream:
-    """The published versions of the weights: numbers with their manifests, newest last."""
+    """The published versions of the weights: numbers with their manifests.
+
+    The state of the ledger names the entry that the learner wrote last, in the same script that wrote it and behind its
+    fence. So an entry that somebody else added is never taken for a version: it is removed, shown in the log, and
+    counted in the state (`foreign`).
+    """
 
     def __init__(self, connection: Connection, keys: Keys) -> None:
         self._connection = connection
@@ -32,12 +41,14 @@ class WeightsStream:
 
     async def newest(self) -> tuple[int, bytes] | None:
         """Number and manifest of the newest version; None before the first."""
-        command = ("XREVRANGE", "+", "-", "COUNT", 1)
-        rows = await read_ours(self._connection, self._keys.weights, command, (b"v",), (b"m",))
-        if not rows:
+        keys = [self._keys.weights, self._keys.state]
+        entry, version, manifest, foreign = await self._connection.call("newest", keys, [_MOST_FOREIGN])
+        if foreign:
+            report(self._keys.weights, [pairs(fields) for fields in foreign])
+        if not entry:
             return None
-        self._last = rows[0][0]
-        return int(rows[0][1][b"v"]), rows[0][1][b"m"]
+        self._last = entry.decode()
+        return int(version), manifest
 
     async def after(self, version: int, seconds: float) -> tuple[int, bytes] | None:
         """The newest version above `version`; waits up to `seconds` for one, then None.

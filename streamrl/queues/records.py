@@ -141,7 +141,7 @@ class LedgerState:
     `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `whole` says that groups are
     put up for scoring as one piece of work each, since their rewards compare them. `held` are closed groups in
     Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
-    samples and groups together; `retired` and `dropped` are statistics.
+    samples and groups together; `retired`, `dropped` and `dropped_for` (by reason) are statistics.
     """
 
     cursor: int
@@ -158,6 +158,7 @@ class LedgerState:
     dead: int
     retired: int
     dropped: int
+    dropped_for: dict[str, int]
     whole: bool
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from streamrl.queues.records import ClosedGroup, DeadLetter, LeasedGroup, LedgerState
+
+_DROPPED_FOR: Final = b"dropped:"
+"""Before the reason, in fields of the state that count groups dropped for it."""
 
 
 def pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -52,6 +55,11 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
         dead=dead,
         retired=number(b"retired"),
         dropped=number(b"dropped"),
+        dropped_for={
+            name.removeprefix(_DROPPED_FOR).decode(errors="replace"): number(name)
+            for name in known
+            if name.startswith(_DROPPED_FOR)
+        },
         whole=b"whole" in known,
     )
 

@@ -22,7 +22,7 @@ from streamrl.queues.reward_figures import FIELD, RewardView, reward_views, with
 
 MOST_PENDING: Final = 10_000
 _STREAMS: Final = ("prompts", "rollouts", "scored")
-_KEYS: Final = (*_STREAMS, "live", "dead", "weights", "state", "dropped", "roles")
+_KEYS: Final = (*_STREAMS, "live", "dead", "state", "dropped", "roles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None
             raise Unreachable(f"Redis at {probe.where} cannot show run {run}: {reply}")
     at = int(replies[0][0]) + int(replies[0][1]) / 1e6
     train, evaluation = (_ledger(reply, at) for reply in replies[2:4])
-    roles = {_text(name): _text_map(flat) for name, flat in sorted(replies[2][6])}
+    roles = {_text(name): _text_map(flat) for name, flat in sorted(replies[2][5])}
     rewards = reward_views(roles)
     return Snapshot(
         run=run,
@@ -221,9 +221,8 @@ def _script() -> str:
 
 
 def _ledger(reply: list[Any], at: float) -> LedgerView:
-    streams, flat, live, dead, dropped, version, _ = reply
+    streams, flat, live, dead, dropped, _ = reply
     state = _text_map(flat)
-    fields = _text_map(version[1:])
     return LedgerView(
         streams=tuple(
             _stream(name, _unit(name, state), parts, at) for name, parts in zip(_STREAMS, streams, strict=True)
@@ -234,7 +233,7 @@ def _ledger(reply: list[Any], at: float) -> LedgerView:
         dropped=dropped,
         cursor=int(state.get("cursor", 0)),
         done=int(state["done"]) if "done" in state else None,
-        version=int(state.get("version", fields.get("v", -1))),
+        version=int(state.get("version", -1)),
         epoch=int(state.get("epoch", 0)),
         state=state,
     )

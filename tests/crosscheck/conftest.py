@@ -18,7 +18,7 @@ PYTHON = ROOT / ".crosscheck" / "bin" / "python"
 
 @pytest.fixture(scope="session")
 def trl_python() -> Path:
-    """Interpreter of the environment that has trl. Where it is missing, tests fail in CI and are skipped elsewhere."""
+    """Interpreter of the environment that has trl; the test ends where it is missing."""
     if not PYTHON.exists():
         missing(f"no {PYTHON.relative_to(ROOT)}: `make crosscheck` makes it")
     return PYTHON

@@ -20,17 +20,23 @@ from tests.archive_kit import closed, configured
 from tests.producers.producer_kit import Hands, tiny_model, until
 
 
+def publishing(run, ledgers, hands):
+    """A function that publishes a model as a version."""
+    publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
+
+    async def publish(version: int, model: torch.nn.Module) -> None:
+        tensors = dict(model.named_parameters()).items()
+        data = await asyncio.to_thread(publisher.publish, epoch=1, version=version, step=version, tensors=tensors)
+        await ledgers.train.consume(hands.nonce, 0, version, data)
+
+    return publish
+
+
 async def test_a_version_that_is_not_finite_is_refused_and_the_old_one_samples_on(run):
     run.set("engine", decode="slots", slots=4, threads=1)
     async with run.open() as ledgers:
         hands = await Hands(ledgers.train).fence()
-        publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
-
-        async def publish(version: int, model: torch.nn.Module) -> None:
-            tensors = dict(model.named_parameters()).items()
-            data = await asyncio.to_thread(publisher.publish, epoch=1, version=version, step=version, tensors=tensors)
-            await ledgers.train.consume(hands.nonce, 0, version, data)
-
+        publish = publishing(run, ledgers, hands)
         await publish(1, tiny_model())
         broken = tiny_model()
         with torch.no_grad():
@@ -42,6 +48,26 @@ async def test_a_version_that_is_not_finite_is_refused_and_the_old_one_samples_o
             assert (role.status["version"], task.done()) == (1, False)
             await publish(3, tiny_model(3))
             await until(lambda: role.status["version"] == 3)
+
+
+async def test_a_version_that_the_learner_did_not_publish_is_none(run):
+    """A replica that took it for the newest would never look at one of the learner's again."""
+    run.set("engine", decode="slots", slots=4, threads=1)
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        publish = publishing(run, ledgers, hands)
+        await publish(1, tiny_model())
+        async with run.running(run_rollout, "rollout.0", ledgers) as (role, _):
+            await until(lambda: role.is_ready)
+            await ledgers.connection.read("XADD", ledgers.train.keys.weights, "*", "v", 100_000, "m", "x")
+
+            async def seen() -> bool:
+                return await ledgers.connection.read("HGET", ledgers.train.keys.state, "foreign") == b"1"
+
+            await until(seen)
+            await publish(2, tiny_model(3))
+            await until(lambda: role.status["version"] == 2)
+            assert role.status["weights_refused"] == 0
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from loop_kit import DEADLINE
 from playing import reward
 
-from streamrl.learner.intake import ZERO_VARIANCE
+from streamrl.queues.ledger import ZERO_VARIANCE
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 

@@ -1,15 +1,25 @@
 """The feeder neither skips nor repeats a prompt, whoever is killed, and never goes over the budget."""
 
 import asyncio
+import io
 import random
 
 import pytest
 from producer_kit import Hands, kill, until, write_prompts
+from rich.console import Console
 
+from streamrl.commands.rundir import find_run
+from streamrl.commands.status import look
+from streamrl.commands.up import Look
 from streamrl.errors import DataError, Refused
+from streamrl.monitor.board import Board, Goal
+from streamrl.monitor.plain import line
+from streamrl.monitor.screen import render
+from streamrl.producers import feeder, waste
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.runfile import LoadedConfig, save
 
 
 def expected(run, count):
@@ -251,3 +261,66 @@ async def test_room_is_filled_at_once_and_waiting_is_cheap(run):
             await until(lambda: role.status["admitted"] == before + 16)
             assert len(asked) <= 3 * 32
             assert set(range(before, before + 16)) <= set(asked)
+
+
+async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run, monkeypatch):
+    monkeypatch.setattr(waste, "WINDOW", 0.0)
+    monkeypatch.setattr(waste, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(feeder, "_WASTE_SECONDS", 0.0)
+    run.set("data", epochs=None)
+    save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")
+    async with run.open() as ledgers:
+        train = ledgers.train
+        hands = await Hands(train).fence()
+        await hands.publish()
+
+        async def drop_all() -> None:
+            await hands.answer()
+            await hands.score()
+            for gid in await train.closed():
+                await train.drop(hands.nonce, gid, "stale")
+
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await ledgers.roles.beat("rollout.0", {"version": 0, "state": "ready"}, 60)
+            async with asyncio.timeout(30):
+                while "trouble" not in role.status:
+                    await drop_all()
+                while (await train.state()).live:
+                    await drop_all()
+            stopped_at = (await train.state()).cursor
+            assert stopped_at > run.config.budget
+            await until(lambda: role.status["admission"] == "stopped")
+            why = role.status["trouble"]
+            assert "groups dropped (stale), 0 trained" in why
+            assert "rollout.0 has version 0 of 1" in why
+            assert "the 2 groups of one step are tried in" in why
+            await role.beat()
+            seen = await asyncio.to_thread(looked_at, run)
+            assert seen["verdict"] == "degraded"
+            assert [of["trouble"] for of in seen["roles"] if of["name"] == "feeder.0"] == [why]
+            assert f"feeder.0: {why}" in seen["last line"]
+            assert why in seen["screen"]
+            # There is room for a whole budget, and the trial is one step.
+            await until(lambda: train_cursor(train, stopped_at + 2))
+            await until(lambda: role.status["admission"] == "stopped")
+            await hands.step()
+            await until(lambda: role.status["admission"] == "full")
+            assert "trouble" not in role.status
+            state = await train.state()
+            assert (state.cursor, state.live) == (stopped_at + 2 + run.config.budget, run.config.budget)
+
+
+async def train_cursor(ledger, cursor):
+    found = (await ledger.state()).cursor
+    assert found <= cursor, "more than one step was admitted"
+    return found == cursor
+
+
+def looked_at(run):
+    """What `status`, the last line of `up` and the live screen show."""
+    directory = find_run(run.run_dir)
+    board = Board("t", run.run_dir, Goal(), Look(directory))
+    board.refresh()
+    screen = Console(width=400, file=io.StringIO(), record=True)
+    screen.print(render(board, 400))
+    return {**look(directory), "last line": line(board), "screen": screen.export_text()}

@@ -466,9 +466,9 @@ def thorough(examples: int) -> settings:
     )
 
 
-TestLedgerOn62 = LedgerMachine.TestCase
+TestLedgerOn62 = pytest.mark.usefixtures("version_62")(LedgerMachine.TestCase)
 TestLedgerOn62.settings = thorough(8)
-TestLedgerOn70 = LedgerMachine70.TestCase
+TestLedgerOn70 = pytest.mark.usefixtures("version_70")(LedgerMachine70.TestCase)
 TestLedgerOn70.settings = thorough(8)
 
 
@@ -476,4 +476,5 @@ TestLedgerOn70.settings = thorough(8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [LedgerMachine, LedgerMachine70])
 def test_the_ledger_thoroughly(machine):
+    find_version(machine.version)
     run_state_machine_as_test(machine, settings=thorough(50))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from streamrl.queues.records import Cause, ScoreOutcome
+from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import everything
 from tests.queues.test_model import LedgerMachine, thorough
 
@@ -91,9 +92,9 @@ class WholeMachine70(WholeMachine):
     version = "7.0"
 
 
-TestWholeOn62 = WholeMachine.TestCase
+TestWholeOn62 = pytest.mark.usefixtures("version_62")(WholeMachine.TestCase)
 TestWholeOn62.settings = thorough(8)
-TestWholeOn70 = WholeMachine70.TestCase
+TestWholeOn70 = pytest.mark.usefixtures("version_70")(WholeMachine70.TestCase)
 TestWholeOn70.settings = thorough(8)
 
 
@@ -101,4 +102,5 @@ TestWholeOn70.settings = thorough(8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [WholeMachine, WholeMachine70])
 def test_whole_groups_thoroughly(machine):
+    find_version(machine.version)
     run_state_machine_as_test(machine, settings=thorough(40))  # the other rules have more in test_model

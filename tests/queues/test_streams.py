@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from streamrl.monitor.tables import lag_table
 from streamrl.queues import Ledgers, embedded, foreign
-from tests.queues.ledger_kit import admit, close_group, everything, lease
+from streamrl.queues.probe import Probe
+from streamrl.queues.snapshot import take
+from tests.queues.ledger_kit import admit, close_group, everything, lease, until_async
+from tests.redis_kit import RedisRun
 
 
 @pytest.fixture
@@ -37,6 +44,38 @@ async def test_closed_groups_are_seen_after_the_clock_of_redis_went_back(ledgers
     assert await ledgers.train.closed() == [0]
 
 
+async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisRun):
+    """An entry of others would make replicas wait for version 100,001, and what they sample would be dropped."""
+    train, read = ledgers.train, ledgers.connection.read
+    foreign_entry = ("XADD", train.keys.weights, "*", "v", 100_000, "m", "x")
+    await read(*foreign_entry)
+    assert await ledgers.weights.newest() is None
+    await train.fence("n", 0)
+    await train.consume("n", 0, 3, b"three")
+    for _ in range(3):
+        await read(*foreign_entry)
+    assert await ledgers.weights.newest() == (3, b"three")
+    await read("XADD", train.keys.weights, "*", "v", 3, "m", "of another run")
+    assert await ledgers.weights.after(3, 0.01) is None
+    assert await ledgers.weights.newest() == (3, b"three")
+    waiting = asyncio.create_task(ledgers.weights.after(3, 30))
+    await read(*foreign_entry)
+
+    async def counted() -> bool:
+        return await read("HGET", train.keys.state, "foreign") == b"6"
+
+    await until_async(counted)
+    await train.consume("n", 0, 4, b"four")
+    assert await waiting == (4, b"four")
+    assert await read("XLEN", train.keys.weights) == 2
+    with Probe(run.config.url) as probe:
+        snapshot = take(probe, "test")
+    assert snapshot.version == 4
+    screen = Console(width=200, file=io.StringIO(), record=True)
+    screen.print(lag_table(snapshot))
+    assert "6 foreign entries removed" in screen.export_text()
+
+
 def flooded(ledgers: Ledgers, monkeypatch, stream: str, each: int) -> list[int]:
     """Whenever the stream is read, somebody adds `each` entries more before that; a list that grows by one a look."""
     looks: list[int] = []
@@ -60,16 +99,17 @@ async def test_a_flood_of_foreign_entries_holds_nobody_up(ledgers: Ledgers, monk
     await train.fence("n", 0)
     await train.consume("n", 0, 7, b"manifest")
     await close_group(train, 0)
-    for stream, read, found in (
-        (train.keys.scored, train.closed, [0]),
-        (weights, ledgers.weights.newest, (7, b"manifest")),
-    ):
-        with monkeypatch.context() as patch:
-            looks = flooded(ledgers, patch, stream, 3)
-            assert await read() == found
-        assert len(looks) <= 3
-        assert len(await ledgers.connection.read("XRANGE", stream, "-", "+")) <= 1 + 3 * len(looks)
+    with monkeypatch.context() as patch:
+        looks = flooded(ledgers, patch, train.keys.scored, 3)
+        assert await train.closed() == [0]
+    assert len(looks) <= 3
+    assert len(await ledgers.connection.read("XRANGE", train.keys.scored, "-", "+")) <= 1 + 3 * len(looks)
     assert "none of ours" in caplog.text
+    for _ in range(250):
+        await ledgers.connection.read("XADD", weights, "*", "hello", "world")
+    for left in (151, 51, 1):
+        assert await ledgers.weights.newest() == (7, b"manifest")
+        assert await ledgers.connection.read("XLEN", weights) == left
 
 
 async def test_a_flood_before_and_behind_what_is_wanted(ledgers: Ledgers, monkeypatch, caplog):

@@ -9,7 +9,7 @@ redis.call('XDEL', KEYS[2], '0-1')
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'held', ARGV[2]) end
 for i = 4, #KEYS do redis.call('HDEL', KEYS[i], 't', 'tn') end
 if ARGV[4] ~= '' and tonumber(ARGV[3]) > tonumber(redis.call('HGET', KEYS[1], 'version') or '0') then
-  redis.call('HSET', KEYS[1], 'version', ARGV[3])
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 100, '*', 'v', ARGV[3], 'm', ARGV[4])
+  local entry = redis.call('XADD', KEYS[3], 'MAXLEN', '~', 100, '*', 'v', ARGV[3], 'm', ARGV[4])
+  redis.call('HSET', KEYS[1], 'version', ARGV[3], 'weights', entry)
 end
 return 1

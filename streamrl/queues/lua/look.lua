@@ -1,9 +1,9 @@
 -- look: all that a person wants to see of one ledger, at one instant. Reads only; a repeat reads again.
--- KEYS prompts rollouts scored live dead weights state dropped roles
+-- KEYS prompts rollouts scored live dead state dropped roles
 -- ARGV most (pending entries looked at, per stream), prefix of the role hashes (same slot as the rest)
--- returns { streams, state, live, dead, dropped, version, roles }
+-- returns { streams, state, live, dead, dropped, roles }
 --   streams: per stream { depth, pending, added|false, delivered id, undelivered id|false, silent ms, retried, first pending id|false, consumers }
---   state: flat HGETALL   live, dead, dropped: counts   version: fields of the newest weights entry but the manifest
+--   state: flat HGETALL   live, dead, dropped: counts
 --   roles: { name, flat HGETALL } of each role that is alive
 -- Redis 6.2 has no entries-added and no lag: depth - pending is the lag, exact because an ack deletes.
 local function fields(flat)
@@ -38,28 +38,16 @@ local function stream(key)
   return { depth, group['pending'], added, delivered, next and next[1] or false, silent, retried, oldest, consumers }
 end
 
-local version = {}
-local newest = redis.call('XREVRANGE', KEYS[6], '+', '-', 'COUNT', 1)[1]
-if newest then
-  version[1] = newest[1]
-  for i = 1, #newest[2], 2 do
-    if #newest[2][i + 1] < 64 then
-      version[#version + 1] = newest[2][i]
-      version[#version + 1] = newest[2][i + 1]
-    end
-  end
-end
 local roles = {}
-for _, name in ipairs(redis.call('SMEMBERS', KEYS[9])) do
+for _, name in ipairs(redis.call('SMEMBERS', KEYS[8])) do
   local status = redis.call('HGETALL', ARGV[2] .. name)
   if #status > 0 then roles[#roles + 1] = { name, status } end
 end
 return {
   { stream(KEYS[1]), stream(KEYS[2]), stream(KEYS[3]) },
-  redis.call('HGETALL', KEYS[7]),
+  redis.call('HGETALL', KEYS[6]),
   redis.call('ZCARD', KEYS[4]),
   redis.call('XLEN', KEYS[5]),
-  redis.call('BITCOUNT', KEYS[8]),
-  version,
+  redis.call('BITCOUNT', KEYS[7]),
   roles,
 }
