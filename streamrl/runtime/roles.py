@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError
@@ -41,6 +41,7 @@ _RUNNERS: Final = {
 KINDS: Final = ("redis", *_RUNNERS)
 _EXTRAS: Final = frozenset({"torch", "transformers", "safetensors", "tokenizers"})
 _READY_POLL: Final = 0.05
+Runner: TypeAlias = Callable[[Role], Awaitable[None]]
 _BEAT: Final = 1.0
 
 
@@ -79,8 +80,10 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     signals = StopSignals(stop)
     try:
         config = read_saved(run_dir / "run.json").config
-        lifeline.hold(config.supervisor.term_grace)
-        await _live(name, config, run_dir, stop, status)
+        supervised = lifeline.hold(config.supervisor.term_grace)
+        runner = _runner(name, config)
+        if not supervised or await _own_redis_answers(config, run_dir, stop):
+            await _live(name, runner, config, run_dir, stop, status)
     except asyncio.CancelledError:
         return signals.code
     except Exception as error:  # noqa: BLE001 (turned into words and an exit code)
@@ -89,8 +92,29 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     return ExitCode.OK
 
 
-async def _live(name: str, config: RunConfig, run_dir: Path, stop: asyncio.Event, status: StatusPipe) -> None:
-    runner = _runner(name, config)
+async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Event) -> bool:
+    """Wait for the run's own Redis, which is started beside this role; False when the role is to stop before.
+
+    Raises:
+        Unreachable: it does not answer within `supervisor.start_deadline`.
+    """
+    if config.redis.url is not None:
+        return True
+    answering = asyncio.create_task(embedded.wait_ready(run_dir, config.supervisor.start_deadline))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            answering.result()
+        return answering.done()
+    finally:
+        answering.cancel()
+        stopping.cancel()
+
+
+async def _live(
+    name: str, runner: Runner, config: RunConfig, run_dir: Path, stop: asyncio.Event, status: StatusPipe
+) -> None:
     async with open_role(name, config, run_dir, stop) as role:
         pulse = asyncio.create_task(_pulse(role, status))
         try:
@@ -109,7 +133,7 @@ async def _pulse(role: Role, status: StatusPipe) -> None:
         await asyncio.sleep(_BEAT)
 
 
-def _runner(name: str, config: RunConfig) -> Callable[[Role], Awaitable[None]]:
+def _runner(name: str, config: RunConfig) -> Runner:
     """Import the coroutine of a role; only then is torch loaded, and only by the roles that need it."""
     kind, index = name.partition(".")[0], name.rpartition(".")[2]
     if kind not in _RUNNERS:
@@ -119,7 +143,7 @@ def _runner(name: str, config: RunConfig) -> Callable[[Role], Awaitable[None]]:
             os.environ.setdefault(variable, str(value))
     module, attribute = _RUNNERS[kind]
     try:
-        runner: Callable[[Role], Awaitable[None]] = getattr(import_module(module), attribute)
+        runner: Runner = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.partition(".")[0] in _EXTRAS:
             raise ConfigError(f"role {kind} needs {error.name}", "pip install 'streamrl[train]'") from error
