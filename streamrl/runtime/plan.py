@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
+from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.queues import embedded
-from streamrl.queues.reward_servers import ROLE as REWARD_MODEL
 from streamrl.runtime.process import Command
 
 WAITS_FOR: Final = {
