@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
 from streamrl.config.base import Duration, Positive, Section, ServerUrl, Size, is_loopback
 
 Bounds = tuple[float, float]
+REWARD_MODEL_ROLE: Final = "reward_model"
+"""Kind of the roles that are servers of reward models."""
 RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 """Part of the names of roles, logs and keys in Redis."""
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
+from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection
 from streamrl.queues.enlisted import Enlisted, read_enlisted
 from streamrl.queues.keys import Keys
 
-ROLE: Final = "reward_model"
-"""Kind of the roles that are servers of reward models."""
 ASLEEP: Final = "asleep"
 READY: Final = "ready"
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -66,7 +65,7 @@ class RewardServers:
         """
         enlisted, roles = await asyncio.gather(
             read_enlisted(self._connection, self._keys.reward_servers(model)),
-            self._board.read(f"{ROLE}.{model}."),
+            self._board.read(f"{REWARD_MODEL_ROLE}.{model}."),
         )
         started = [
             RewardServer(name, fields["url"], fields.get("server") != ASLEEP)
@@ -75,7 +74,8 @@ class RewardServers:
         ]
         removed = _removed(enlisted)
         known = {server.url: server for server in [*(RewardServer(url, url) for url in configured), *started]}
-        back = {name for name, entry in enlisted.items() if entry.present and not name.startswith(f"{ROLE}.")}
+        started_by_us = f"{REWARD_MODEL_ROLE}."
+        back = {name for name, entry in enlisted.items() if entry.present and not name.startswith(started_by_us)}
         added = [RewardServer(url, url) for url in sorted(back - set(known))]
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
 

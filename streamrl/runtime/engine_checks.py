@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from streamrl.config import EngineConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
 from streamrl.producers.servers import environments
-from streamrl.runtime.reward_models.kinds import model_server
 
 _DEADLINE: Final = 10.0
 _PLUGIN: Final = "streamrl.producers.servers"
@@ -48,6 +47,8 @@ def look_at_reward_models(config: RunConfig) -> str:
     found = []
     for name, model in config.reward_models.items():
         if model.managed:
+            from streamrl.runtime.reward_models.kinds import model_server  # an HTTP client, which few runs need here
+
             server = model_server(name, model)
             if not server.cpu and not environments.has_gpu():
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which processes a run has, in which order they start, and what each is given."""
+"""Which processes a run has, what each waits for, and what each is given."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
+from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.queues import embedded
-from streamrl.queues.reward_servers import ROLE as REWARD_MODEL
 from streamrl.runtime.process import Command
 
-ORDER: Final = ("redis", REWARD_MODEL, "learner", "recorder", "rollout", "reward", "feeder", "player")
-"""Order of the start; see `starts_after`."""
+WAITS_FOR: Final = {
+    "redis": frozenset[str](),
+    REWARD_MODEL: frozenset({"redis"}),
+    "learner": frozenset({"redis"}),
+    "recorder": frozenset({"redis"}),
+    "rollout": frozenset({"redis", "learner", "recorder"}),  # the first version of the weights
+    "reward": frozenset({"redis", REWARD_MODEL}),
+    "feeder": frozenset({"redis"}),
+    "player": frozenset({"redis"}),
+}
+"""The kinds that each kind needs before it can be ready. All units start at once, and each waits for these itself."""
 
 DRAIN_ORDER: Final = ("feeder", "player", "rollout", "reward", REWARD_MODEL, "learner", "recorder", "redis")
 """Order of the drain, which is the order of the data; Redis last."""
@@ -40,8 +49,6 @@ RENDEZVOUS: Final = "rendezvous"
 """Directory in the run's where the ranks of a learner find each other, one file for each start."""
 
 _FINISHES: Final = END_OF_RUN | {"feeder"}
-_BESIDE_REWARD_MODELS: Final = frozenset({"learner", "recorder", "rollout"})
-"""Kinds that score nothing: they load their models while servers of reward models load theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +56,15 @@ class UnitSpec:
     """Processes that live and die together: one role instance, or all ranks of the learner.
 
     Args:
-        kind: one of `ORDER`.
+        kind: one of `WAITS_FOR`.
         processes: names of the processes, `rollout.0`, `reward_model.judge.0`; several for the ranks of a learner.
         command: makes the command of the process at a position; the second argument is a token that is new for each
             start of the unit (the ranks of one start find each other by it).
         finishes: whether exit code 0 without being asked is the end of its work.
         probe: for a process that cannot say itself that it is ready: returns when it is, and is called at each start.
         start_seconds: that it may take to be ready, where that is longer than `supervisor.start_deadline`.
+        starts_after: kinds that have to be ready before its first start.
+        waits_for: kinds that it waits for after its start; the time to its readiness does not run meanwhile.
     """
 
     kind: str
@@ -64,6 +73,8 @@ class UnitSpec:
     finishes: bool = False
     probe: Callable[[], Awaitable[None]] | None = None
     start_seconds: float = 0.0
+    starts_after: frozenset[str] = frozenset()
+    waits_for: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -71,14 +82,20 @@ class UnitSpec:
         return self.processes[0] if len(self.processes) == 1 else self.kind
 
 
-def starts_after(kind: str) -> frozenset[str]:
-    """Kinds that have to be ready before one of `kind` starts."""
-    before = frozenset(ORDER[: ORDER.index(kind)])
-    return before - {REWARD_MODEL} if kind in _BESIDE_REWARD_MODELS else before
+def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
+    """Kinds that have to be ready before one of `kind` is started; all others start at once.
+
+    Args:
+        kind: one of `WAITS_FOR`.
+        colocated: engines share the devices with the learner, which has them first.
+    """
+    if kind == "reward":
+        return frozenset({REWARD_MODEL})  # a reward may ask its model as soon as it is opened
+    return frozenset({"learner"}) if kind == "rollout" and colocated else frozenset()
 
 
 def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
-    """Return the units of a run in the order of their start."""
+    """Return the units of a run; those on the way to the first sampled token come first."""
     units = [] if config.redis.url is not None else [_redis(config, run_dir)]
     for kind, count in processes(config).items():
         places: list[Sequence[int]] = [range(count)] if kind == "learner" else [[index] for index in range(count)]
@@ -87,7 +104,7 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 
 
 def processes(config: RunConfig) -> dict[str, int]:
-    """How many processes a run has of each kind besides Redis, in the order of their start.
+    """How many processes a run has of each kind besides Redis.
 
     A server of a reward model is of the kind `reward_model.NAME`.
     """
@@ -118,8 +135,16 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
         return _command(run_dir, kind, indices[position], env)
 
     names = tuple(f"{kind}.{index}" for index in indices)
-    start_seconds = _start_seconds(config, kind)
-    return UnitSpec(kind.partition(".")[0], names, command, finishes=kind in _FINISHES, start_seconds=start_seconds)
+    kind_of_unit = kind.partition(".")[0]
+    return UnitSpec(
+        kind_of_unit,
+        names,
+        command,
+        finishes=kind in _FINISHES,
+        start_seconds=_start_seconds(config, kind),
+        starts_after=starts_after(kind_of_unit, colocated=config.rollout.placement == "colocated"),
+        waits_for=WAITS_FOR[kind_of_unit],
+    )
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:

@@ -8,7 +8,9 @@ the table is in `restarts`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -16,16 +18,19 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError
-from streamrl.queues import Role, embedded, open_role
+from streamrl.queues import embedded
 from streamrl.restarts import ExitClass, classify
 from streamrl.runfile import read_saved
 from streamrl.runtime import lifeline
 from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.status import StatusPipe
+
+if TYPE_CHECKING:
+    from streamrl.queues import Role
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,18 @@ _RUNNERS: Final = {
     "player": ("streamrl.producers.player", "run_player"),
 }
 KINDS: Final = ("redis", *_RUNNERS)
+_LOADS_LATER: Final = {
+    "feeder": ("transformers.models.auto.tokenization_auto",),
+    "rollout": (
+        "transformers.models.auto.modeling_auto",
+        "transformers.modeling_utils",
+        "streamrl.producers.engines.hf",
+    ),
+}
+"""Large modules that a role would import after its start, where the collector of garbage costs a fifth of the time."""
 _EXTRAS: Final = frozenset({"torch", "transformers", "safetensors", "tokenizers"})
 _READY_POLL: Final = 0.05
+Runner: TypeAlias = "Callable[[Role], Awaitable[None]]"
 _BEAT: Final = 1.0
 
 
@@ -79,8 +94,13 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     signals = StopSignals(stop)
     try:
         config = read_saved(run_dir / "run.json").config
-        lifeline.hold(config.supervisor.term_grace)
-        await _live(name, config, run_dir, stop, status)
+        supervised = lifeline.hold(config.supervisor.term_grace)
+        runner = _runner(name, config)
+        if not supervised or await _own_redis_answers(config, run_dir, stop):
+            from streamrl.queues import open_role  # here: the process that becomes Redis does without it
+
+            async with open_role(name, config, run_dir, stop) as role:
+                await _live(role, runner, status)
     except asyncio.CancelledError:
         return signals.code
     except Exception as error:  # noqa: BLE001 (turned into words and an exit code)
@@ -89,14 +109,32 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     return ExitCode.OK
 
 
-async def _live(name: str, config: RunConfig, run_dir: Path, stop: asyncio.Event, status: StatusPipe) -> None:
-    runner = _runner(name, config)
-    async with open_role(name, config, run_dir, stop) as role:
-        pulse = asyncio.create_task(_pulse(role, status))
-        try:
-            await runner(role)
-        finally:
-            pulse.cancel()
+async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Event) -> bool:
+    """Wait for the run's own Redis, which is started beside this role; False when the role is to stop before.
+
+    Raises:
+        Unreachable: it does not answer within `supervisor.start_deadline`.
+    """
+    if config.redis.url is not None:
+        return True
+    answering = asyncio.create_task(embedded.wait_ready(run_dir, config.supervisor.start_deadline))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            answering.result()
+        return answering.done()
+    finally:
+        answering.cancel()
+        stopping.cancel()
+
+
+async def _live(role: Role, runner: Runner, status: StatusPipe) -> None:
+    pulse = asyncio.create_task(_pulse(role, status))
+    try:
+        await runner(role)
+    finally:
+        pulse.cancel()
 
 
 async def _pulse(role: Role, status: StatusPipe) -> None:
@@ -109,7 +147,7 @@ async def _pulse(role: Role, status: StatusPipe) -> None:
         await asyncio.sleep(_BEAT)
 
 
-def _runner(name: str, config: RunConfig) -> Callable[[Role], Awaitable[None]]:
+def _runner(name: str, config: RunConfig) -> Runner:
     """Import the coroutine of a role; only then is torch loaded, and only by the roles that need it."""
     kind, index = name.partition(".")[0], name.rpartition(".")[2]
     if kind not in _RUNNERS:
@@ -118,13 +156,36 @@ def _runner(name: str, config: RunConfig) -> Callable[[Role], Awaitable[None]]:
         for variable, value in (("RANK", index), ("LOCAL_RANK", index), ("WORLD_SIZE", config.learner.ranks)):
             os.environ.setdefault(variable, str(value))
     module, attribute = _RUNNERS[kind]
+    served = kind == "rollout" and (config.engine.kind != "hf" or bool(config.engine.url))
+    if kind == "feeder":
+        _do_without_torch()
     try:
-        runner: Callable[[Role], Awaitable[None]] = getattr(import_module(module), attribute)
+        with _no_collection():
+            runner: Runner = getattr(import_module(module), attribute)
+            for later in () if served else _LOADS_LATER.get(kind, ()):
+                import_module(later)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.partition(".")[0] in _EXTRAS:
             raise ConfigError(f"role {kind} needs {error.name}", "pip install 'streamrl[train]'") from error
         raise
     return runner
+
+
+def _do_without_torch() -> None:
+    """Hide torch from transformers, which imports it with every tokenizer: 200 MB and a second of a processor."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # or it says that PyTorch was not found
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Import without looking for garbage. What is there afterwards stays for good and is never looked at again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class StopSignals:

@@ -1,4 +1,4 @@
-"""Runs a whole run on one machine: starts the roles in order, restarts what dies, drains in the order of the data."""
+"""Runs a whole run on one machine: starts the roles, restarts what dies, drains in the order of the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEven
 from streamrl.runtime.instance import State
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, RENDEZVOUS, UnitSpec, plan, starts_after
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, RENDEZVOUS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.unit import KILL_SECONDS, Unit
 from streamrl.weight_sync.transports import release_memory
@@ -143,7 +143,13 @@ class Supervisor:
     async def run(self) -> Outcome:
         """Start everything, wait for a reason to end, drain, and say how it went."""
         async with asyncio.TaskGroup() as tasks:
-            keeps = {tasks.create_task(unit.keep(self._gate(unit)), name=unit.spec.name): unit for unit in self.units}
+            keeps = {
+                tasks.create_task(
+                    unit.keep(after=self._of(unit.spec.starts_after), waits_for=self._of(unit.spec.waits_for)),
+                    name=unit.spec.name,
+                ): unit
+                for unit in self.units
+            }
             await self._watch(keeps)
             await self._drain({unit: task for task, unit in keeps.items()})
         if self._outcome is None:
@@ -173,12 +179,8 @@ class Supervisor:
                 unit.signal(signal.SIGKILL)
         self._hurried.set()
 
-    async def _gate(self, unit: Unit) -> None:
-        """Return when all units that start before this one have been ready."""
-        before = starts_after(unit.spec.kind)
-        for other in self.units:
-            if other.spec.kind in before:
-                await other.ready.wait()
+    def _of(self, kinds: frozenset[str]) -> list[Unit]:
+        return [unit for unit in self.units if unit.spec.kind in kinds]
 
     def _end(self, outcome: Outcome) -> None:
         """Set the reason for the end; the first one counts, but a failure outweighs a signal that drains."""

@@ -68,13 +68,19 @@ class Unit:
         self._cause = ""
         self._stop_reason = ""
         self._last = False
+        self._waits_for: Sequence[Unit] = ()
 
-    async def keep(self, gate: Coroutine[Any, Any, None]) -> None:
-        """Start the unit when `gate` has returned, and again after each death, until its state is final.
+    async def keep(self, *, after: Sequence[Unit] = (), waits_for: Sequence[Unit] = ()) -> None:
+        """Start the unit, and again after each death, until its state is final.
 
         On cancellation all its processes get SIGKILL.
+
+        Args:
+            after: units that have to be ready before the first start.
+            waits_for: units that it waits for itself: while one of them is not ready, this one is not late.
         """
-        await self._wait_unless_stopped(gate)
+        self._waits_for = waits_for
+        await self._wait_unless_stopped(_all_ready(after))
         while not self._stop.is_set() and self.instance.state not in FINAL:
             self.instance.start()
             self._changed()
@@ -260,6 +266,8 @@ class Unit:
                 for process in self._processes.values():
                     process.beat_at = None if process.beat_at is None else now
             looked = now
+            if not all(unit.ready.is_set() for unit in self._waits_for):
+                started = now
             if self.instance.state is State.STARTING and now - started > deadline:
                 self._give_up(f"not ready within {deadline:g} s")
                 return
@@ -321,3 +329,8 @@ def _signal_name(number: int) -> str:
 
 async def _wait(event: asyncio.Event) -> None:
     await event.wait()
+
+
+async def _all_ready(units: Sequence[Unit]) -> None:
+    for unit in units:
+        await unit.ready.wait()

@@ -197,8 +197,10 @@ def test_ctrl_c_drains_and_resume_goes_on(tiny: Path, tmp_path: Path):
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
         try:
+            waiting = {f"{role}.0 ready" for role in ("learner", "rollout", "reward", "feeder")}
             for line in up.stdout:
-                if "feeder.0 ready" in line:
+                waiting = {what for what in waiting if what not in line}
+                if not waiting:
                     break
             status = data_of(cli("status", "--json", cwd=tmp_path).stdout, "streamrl.status/1")
             assert (status["verdict"], status["supervised"]) == ("ready", True)

@@ -18,7 +18,7 @@ from streamrl.producers.servers import environments
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.engine_checks import look_at_reward_models
 from streamrl.runtime.instance import State
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, ORDER, plan, processes, starts_after
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, starts_after
 from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
 from tests.runtime.test_supervisor import Run, unit
@@ -53,11 +53,11 @@ def test_a_run_that_only_trains_has_none(tmp_path):
 
 
 def test_only_those_that_score_wait_for_them():
-    waiting = {kind for kind in ORDER if "reward_model" in starts_after(kind)}
-    assert waiting == {"reward", "feeder", "player"}
-    assert starts_after("reward_model") == {"redis"}
+    assert {kind for kind in WAITS_FOR if "reward_model" in starts_after(kind)} == {"reward"}
+    assert {kind for kind in WAITS_FOR if "reward_model" in WAITS_FOR[kind]} == {"reward"}
+    assert starts_after("reward_model") == frozenset()
     assert DRAIN_ORDER.index("reward") < DRAIN_ORDER.index("reward_model")
-    assert set(DRAIN_ORDER) == set(ORDER) == set(DRAIN_SHARE)
+    assert set(DRAIN_ORDER) == set(WAITS_FOR) == set(DRAIN_SHARE)
     assert sum(DRAIN_SHARE.values()) == pytest.approx(1.0)
 
 

@@ -20,6 +20,7 @@ from streamrl.runfile import LoadedConfig, save
 from streamrl.runtime.instance import State
 from streamrl.runtime.plan import plan
 from tests.consumers.worker_kit import put, until_closed
+from tests.producers.producer_kit import save_tokenizer
 from tests.queues.ledger_kit import faults
 from tests.runtime.test_supervisor import Run
 
@@ -67,6 +68,16 @@ def role(kind, run_dir):
         process.stderr.close()
 
 
+def until_it_handles_sigterm(pid):
+    end = time.monotonic() + 30
+    caught = 0
+    while not caught >> (signal.SIGTERM - 1) & 1:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        caught = int(fields["SigCgt"], 16)
+
+
 def test_a_role_says_ready_beats_and_drains_on_sigterm(redis_run):
     save_run(make_config(redis_run.config), redis_run.run_dir)
     with role("reward", redis_run.run_dir) as (process, status, _):
@@ -97,6 +108,43 @@ def test_what_a_restart_cannot_mend_is_said_and_has_its_exit_code(redis_run, tmp
     with role("reward", tmp_path / "nowhere") as (process, status, _):
         assert "is no run directory" in status.read()
         assert process.wait(30) == 78
+
+
+def test_a_role_waits_for_the_runs_redis_and_leaves_when_it_is_to_stop_before(tmp_path):
+    save_run(make_config(), tmp_path)
+    with role("reward", tmp_path) as (first, _, _), role("reward", tmp_path) as (second, status, _):
+        until_it_handles_sigterm(second.pid)
+        second.terminate()
+        assert second.wait(30) == 0
+        assert status.read() == ""
+        with role("redis", tmp_path):
+            assert b"role ready" in first.stderr.readline()
+            first.terminate()
+            assert first.wait(30) == 0
+
+
+def test_the_feeder_reads_its_prompts_without_torch(tmp_path):
+    """transformers imports torch with every tokenizer: 200 MB and a second of a processor for nothing."""
+    save_tokenizer(tmp_path)
+    code = """
+import sys
+from streamrl.config import ModelConfig, RunConfig
+from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
+from streamrl.runtime import roles
+if sys.argv[2] == "feeder":
+    roles._runner("feeder.0", RunConfig())
+model = ModelConfig(path=sys.argv[1])
+tokens = Tokenizer.load(model).encode_texts(["0123", "31"])
+print(sys.modules.get("torch") is None, tokens, vocabulary_of(model))
+"""
+    said = [
+        subprocess.run([sys.executable, "-c", code, str(tmp_path), kind], capture_output=True, text=True, check=True)
+        for kind in ("feeder", "any")
+    ]
+    without, with_torch = (done.stdout.split(maxsplit=1) for done in said)
+    assert (without[0], with_torch[0]) == ("True", "False")
+    assert without[1] == with_torch[1]
+    assert "PyTorch" not in said[0].stderr
 
 
 def test_the_second_sigterm_cancels_and_sigusr1_shows_the_stacks(redis_run, tmp_path):

@@ -15,7 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Refused
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
 from streamrl.runtime.instance import State
-from streamrl.runtime.plan import UnitSpec
+from streamrl.runtime.plan import WAITS_FOR, UnitSpec, starts_after
 from streamrl.runtime.process import Command
 from streamrl.runtime.supervisor import supervise
 from streamrl.weight_sync.transports import ShmTransport
@@ -23,13 +23,17 @@ from streamrl.weight_sync.transports import ShmTransport
 STANDIN = Path(__file__).parent / "standin.py"
 
 
-def unit(folder, name, *behaviours, kind=None, finishes=False, names=None):
+def unit(folder, name, *behaviours, kind=None, finishes=False, names=None, start_seconds=0.0):
     def command(position, token):
         which = (names or [name])[position]
         argv = (sys.executable, "-S", "-E", str(STANDIN), which, *behaviours)
         return Command(argv, {"TOKEN": token, "RANK": str(position)}, folder)
 
-    return UnitSpec(kind or name.split(".")[0], tuple(names or [name]), command, finishes=finishes)
+    kind = kind or name.split(".")[0]
+    return UnitSpec(
+        kind, tuple(names or [name]), command, finishes=finishes, start_seconds=start_seconds,
+        starts_after=starts_after(kind), waits_for=WAITS_FOR[kind],
+    )  # fmt: skip
 
 
 class Run:
@@ -87,6 +91,9 @@ class Run:
     def now(self, role):
         return (self.states(role) or [None])[-1]
 
+    def all_ready(self):
+        return all(self.now(name) is State.READY for unit in self.units for name in unit.processes)
+
     def pid(self, role):
         return next(
             event.pid for event in reversed(self.events)
@@ -105,23 +112,49 @@ def whole_run(folder, learner=("ready", "serve")):
     ]
 
 
-async def test_roles_start_in_order_each_after_those_before_it_are_ready(tmp_path):
+async def test_all_roles_start_at_once(tmp_path):
     units = whole_run(tmp_path)
+    names = {unit.name for unit in units}
+    units[0] = unit(tmp_path, "redis", "wait-for:go", "ready", "serve")
     units[1] = unit(tmp_path, "learner.0", "wait-for:go", "ready", "serve", kind="learner", finishes=True)
     async with Run(tmp_path, *units) as run:
-        await run.until(lambda: run.now("learner.0") is State.STARTING and ("learner.0", "start") in run.journal())
-        assert run.journal("start") == [("redis", "start"), ("learner.0", "start")]
+        await run.until(lambda: {name for name, _ in run.journal("start")} == names)
+        assert (run.now("redis"), run.now("learner.0")) == (State.STARTING, State.STARTING)
         (tmp_path / "go").touch()
-        await run.until(lambda: run.now("feeder.0") is State.READY)
-        order = [name for name, _ in run.journal("start")]
-        assert order[0:2] == ["redis", "learner.0"]
-        assert set(order[2:4]) == {"rollout.0", "rollout.1"}
-        assert order[4:] == ["reward.0", "feeder.0"]
+        await run.until(lambda: all(run.now(name) is State.READY for name in names))
+        assert len(run.journal("start")) == len(names)
+
+
+async def test_a_role_is_not_late_while_one_that_it_waits_for_still_loads(tmp_path):
+    units = [
+        unit(tmp_path, "learner.0", "wait-for:go", "ready", "serve", kind="learner", start_seconds=1000.0),
+        unit(tmp_path, "rollout.0", "wait-for:go", "ready", "serve"),  # as one that waits for the first version
+        unit(tmp_path, "feeder.0", "hang"),  # the clock of this test: it has nobody to wait for
+    ]
+    async with Run(tmp_path, *units, start_deadline=0.5, max_restarts=1000) as run:
+        await run.until(lambda: run.states("feeder.0").count(State.BACKOFF) == 3)
+        assert run.states("rollout.0")[-1] is State.STARTING
+        assert State.BACKOFF not in run.states("rollout.0")
+        (tmp_path / "go").touch()
+        await run.until(lambda: run.now("rollout.0") is State.READY)
+        assert State.BACKOFF not in run.states("rollout.0")
+
+
+async def test_a_role_is_late_when_all_that_it_waits_for_are_ready(tmp_path):
+    units = [
+        unit(tmp_path, "learner.0", "wait-for:go", "ready", "serve", kind="learner", start_seconds=1000.0),
+        unit(tmp_path, "rollout.0", "hang"),
+    ]
+    async with Run(tmp_path, *units, start_deadline=0.5, max_restarts=0) as run:
+        await run.until(lambda: ("rollout.0", "start") in run.journal())
+        (tmp_path / "go").touch()
+        outcome = await run.outcome()
+    assert "rollout.0 not ready within 0.5 s" in outcome.reason
 
 
 async def test_the_first_signal_drains_in_the_order_of_the_data_with_redis_last(tmp_path):
     async with Run(tmp_path, *whole_run(tmp_path)) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         os.kill(os.getpid(), signal.SIGINT)
         outcome = await run.outcome()
         assert outcome.exit_code == ExitCode.OK
@@ -138,7 +171,7 @@ async def test_the_first_signal_drains_in_the_order_of_the_data_with_redis_last(
 
 async def test_the_learners_end_is_the_end_of_the_run(tmp_path):
     async with Run(tmp_path, *whole_run(tmp_path, ("ready", "wait-for:feeder.0.up", "exit:0"))) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         (tmp_path / "feeder.0.up").touch()
         outcome = await run.outcome()
     assert (outcome.exit_code, outcome.finished) == (ExitCode.OK, True)
@@ -148,7 +181,7 @@ async def test_the_learners_end_is_the_end_of_the_run(tmp_path):
 
 async def test_one_roles_death_is_one_roles_restart(tmp_path):
     async with Run(tmp_path, *whole_run(tmp_path)) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         for _ in range(3):
             pid = run.pid("rollout.0")
             os.kill(pid, signal.SIGKILL)
@@ -170,7 +203,6 @@ async def test_a_role_that_exits_78_is_not_restarted_and_its_reason_is_the_runs(
     assert outcome.exit_code == ExitCode.CONFIG
     assert "reward.0 exit 78: reward exact_mach is unknown" in outcome.reason
     assert run.journal("start").count(("reward.0", "start")) == 1
-    assert ("feeder.0", "start") not in run.journal()
     assert any(isinstance(event, LogLine) and event.tail and b"loading" in event.line for event in run.events)
     assert any(isinstance(event, Notice) and event.error and "exact_mach" in event.text for event in run.events)
 
@@ -230,7 +262,7 @@ async def test_the_second_signal_stops_now_and_the_third_kills(tmp_path):
         unit(tmp_path, "feeder.0", "deaf", "ready", "hang"),
     ]
     async with Run(tmp_path, *units, drain_deadline=1000.0, term_grace=1000.0) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         os.kill(os.getpid(), signal.SIGINT)
         await run.until(lambda: run.now("feeder.0") is State.DRAINING)
         assert ("reward.0", "term") not in run.journal()
@@ -297,7 +329,7 @@ async def test_the_better_reason_of_two_ranks_counts(tmp_path):
 async def test_a_learner_replaced_by_a_newer_one_is_no_finished_run_and_comes_back(tmp_path):
     units = whole_run(tmp_path, ("ready", "wait-for:go", "fenced:epoch 3 took over", "exit:0"))
     async with Run(tmp_path, *units, max_restarts=2) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         (tmp_path / "go").touch()
         outcome = await run.outcome()
     assert (outcome.exit_code, outcome.finished) == (ExitCode.FAILURE, False)
@@ -327,7 +359,7 @@ async def test_a_gang_is_fenced_when_its_leader_says_so_after_the_others_have_le
 async def test_a_learner_that_cannot_save_at_its_end_makes_the_drain_a_failure(tmp_path):
     units = whole_run(tmp_path, ("ready", "serve", "error:no space left", "exit:73"))
     async with Run(tmp_path, *units) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         os.kill(os.getpid(), signal.SIGINT)
         outcome = await run.outcome()
     assert outcome.exit_code == ExitCode.CANNOT_CREATE
@@ -338,7 +370,7 @@ async def test_what_dies_during_the_drain_stays_dead_except_redis(tmp_path):
     units = whole_run(tmp_path)
     units[5] = unit(tmp_path, "feeder.0", "deaf", "ready", "wait-for:go", finishes=True)
     async with Run(tmp_path, *units) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         os.kill(os.getpid(), signal.SIGINT)
         await run.until(lambda: run.now("feeder.0") is State.DRAINING)
         redis = run.pid("redis")
@@ -374,7 +406,7 @@ async def test_what_a_role_started_is_killed_with_it(tmp_path):
 
 async def test_a_second_supervisor_is_refused_and_the_first_is_named(tmp_path):
     async with Run(tmp_path, unit(tmp_path, "feeder.0", "ready", "serve")) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         with pytest.raises(Refused, match=f"process {os.getpid()}") as caught:
             await supervise(run.config, tmp_path, lambda event: None, units=[])
         assert caught.value.exit_code == 78
@@ -407,7 +439,7 @@ async def test_cancelling_the_supervisor_leaves_no_process_and_no_shared_memory(
     memory = ShmTransport.of_run(tmp_path).root
     (memory / "v-1-1").mkdir(parents=True)
     async with Run(tmp_path, *whole_run(tmp_path)) as run:
-        await run.until(lambda: run.now("feeder.0") is State.READY)
+        await run.until(run.all_ready)
         pids = [run.pid(role) for role in ("redis", "learner.0", "rollout.0", "reward.0", "feeder.0")]
         run.task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -18,10 +18,11 @@ from contextlib import suppress
 from typing import Final
 
 from streamrl.config import RewardModelConfig
+from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
 from streamrl.http import BadAnswer, Call, HttpClient
 from streamrl.producers.servers.managed import ManagedServer, ServerSettings
-from streamrl.queues.reward_servers import ASLEEP, READY, ROLE
+from streamrl.queues.reward_servers import ASLEEP, READY
 from streamrl.queues.role import Role
 from streamrl.queues.turn import DeviceTurn, EngineSwitch
 from streamrl.runtime.reward_models.demand import Demand
@@ -45,7 +46,7 @@ async def run_reward_model(role: Role) -> None:
         ConfigError: there is no such model, no environment for its servers, or a flag that they do not take.
         Unreachable: the server ended, hangs or does not wake; the supervisor starts the role again.
     """
-    name, _, number = role.name.removeprefix(f"{ROLE}.").rpartition(".")
+    name, _, number = role.name.removeprefix(f"{REWARD_MODEL_ROLE}.").rpartition(".")
     config = role.config.reward_models.get(name)
     if config is None or config.url:
         known = ", ".join(role.config.reward_servers) or "none"
