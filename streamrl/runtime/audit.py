@@ -40,8 +40,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     `admitted` = trained + dropped + dead + evaluated + live + lost. `lost` and `twice` must be 0. `lost_ids` and
     `twice_ids` list the first hundred, held-out groups as `eval:ID`. `unproved` says why the records prove nothing: the
     checkpoint that Redis retired for is missing, or its log does not fit the weights. `faults` are breaches of the
-    structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past); while
-    roles are running they may name groups on the move.
+    structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past).
     """
 
     admitted: int
@@ -88,8 +87,11 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
     meta, gids, unproved = await _chain(run_dir, ledgers.train)
-    both_ways = sorted(set(gids) & (train[1].dropped | train[1].dead))
-    faults = [f"group {gid} is trained, and dropped or dead as well" for gid in both_ways[:_LISTED]]
+    both_ways = set(gids) & (train[1].dropped | train[1].dead)
+    if both_ways:  # looked at again: a dead group may have been replayed and trained since the first look
+        again = (await _look(ledgers.train))[1]
+        both_ways &= again.dropped | again.dead
+    faults = [f"group {gid} is trained, and dropped or dead as well" for gid in sorted(both_ways)[:_LISTED]]
     repeats = {gid: count - 1 for gid, count in Counter(gids).items() if count > 1}
     first = _settle(train, set(gids))
     second = _settle(held_out, await asyncio.to_thread(read_evaluated, run_dir))
