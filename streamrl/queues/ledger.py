@@ -340,7 +340,7 @@ class Ledger(Rewarding):
             return {"gid": gid, "state": "dead", "letters": letters}
         known = replies.pairs(await self.connection.read("HGETALL", self.keys.state))
         for name in sorted(known):
-            why = name.removeprefix(b"dropped:").decode()
+            why = name.removeprefix(b"dropped:").decode(errors="replace")
             if name.startswith(b"dropped:") and await self._bit(self.keys.dropped_for(why), gid):
                 return {"gid": gid, "state": "dropped", "why": why, "letters": letters}
         if gid >= int(known.get(b"cursor", b"0")):

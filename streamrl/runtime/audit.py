@@ -25,6 +25,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import WireError
 from streamrl.learner.chain import TrainedDigest, read_chain
 from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, parse_name
+from streamrl.queues.damage import damages
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import Ledgers
 from streamrl.runtime.structure import structural_faults
@@ -83,7 +84,6 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
         Unreachable: Redis does not answer.
         WireError: `evaluation.jsonl` holds a line that is none.
     """
-    del config
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
     meta, gids, unproved = await _chain(run_dir, ledgers.train)
@@ -95,6 +95,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     repeats = {gid: count - 1 for gid, count in Counter(gids).items() if count > 1}
     first = _settle(train, set(gids))
     second = _settle(held_out, await asyncio.to_thread(read_evaluated, run_dir))
+    faults += await damages(ledgers.connection, config.name, groups=False)
     for ledger in (ledgers.train, ledgers.evaluation):
         faults.extend(await structural_faults(ledger))
     lost = [str(gid) for gid in sorted(first.lost)] + [f"eval:{gid}" for gid in sorted(second.lost)]
@@ -144,7 +145,7 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
 
 async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
     """The greatest valid checkpoint, the ids of its chain, and why they prove nothing."""
-    checkpoints = Checkpoints(run_dir / "checkpoints")
+    checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     for _ in range(_LOOKS):

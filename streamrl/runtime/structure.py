@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from streamrl.queues import replies
+from streamrl.queues.damage import shown
 from streamrl.queues.foreign import Row, is_ours
 from streamrl.queues.keys import WHOLE
 from streamrl.queues.ledger import Ledger
@@ -43,12 +44,12 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     waiting = Counter(int(fields[b"g"]) for _, fields in prompts)
     samples = Counter((int(fields[b"g"]), fields[b"k"].decode()) for _, fields in rollouts)
     closed = Counter(int(fields[b"g"]) for _, fields in scored)
-    faults += [f"group {_shown(gid)}: has a hash and is not in `live`" for gid in reply[7]]
+    faults += [f"group {shown(gid)}: has a hash and is not in `live`" for gid in reply[7]]
     for name, counter in (("prompts", waiting), ("rollouts", samples), ("scored", closed)):
         faults += [f"{name}: {count} entries for {what}" for what, count in counter.items() if count > 1]
     listed = set(waiting) | set(closed) | {gid for gid, _ in samples}
     live = {int(gid) for gid in reply[5] if _NUMBER.fullmatch(gid)}
-    faults += [f"{keys.live}: {_shown(gid)} is no id of a group" for gid in reply[5] if not _NUMBER.fullmatch(gid)]
+    faults += [f"{keys.live}: {shown(gid)} is no id of a group" for gid in reply[5] if not _NUMBER.fullmatch(gid)]
     faults += [f"group {gid}: has an entry and is not live" for gid in sorted(listed - live)]
     own: dict[int, set[str]] = {}
     for gid, sample in samples:
@@ -100,17 +101,17 @@ def _group_faults(gid: int, known: Sequence[Any], waiting: bool, samples: set[st
     state = known[-1]
     if state is None or None in values.values():
         return [f"group {gid}: an incomplete hash"]
-    damaged = [f"field {name} is {_shown(value)}" for name, value in values.items() if not _NUMBER.fullmatch(value)]
+    damaged = [f"field {name} is {shown(value)}" for name, value in values.items() if not _NUMBER.fullmatch(value)]
     if state not in (b"open", b"closed"):
-        damaged.append(f"field st is {_shown(state)}")
+        damaged.append(f"field st is {shown(state)}")
     if damaged:
         return [f"group {gid}: damaged: {', '.join(damaged)}"]
     numbers = {name: int(value) for name, value in values.items()}
-    return _breaches(gid, names, numbers, state.decode(), waiting, samples, closed)
+    return _breaches(gid, names, numbers, state.decode(), waiting=waiting, samples=samples, closed=closed)
 
 
 def _breaches(
-    gid: int, names: set[str], values: dict[str, int], state: str, waiting: bool, samples: set[str], closed: bool
+    gid: int, names: set[str], values: dict[str, int], state: str, *, waiting: bool, samples: set[str], closed: bool
 ) -> list[str]:
     size = values["n"]
     has: dict[str, set[int]] = {letter: set() for letter in "srx"}
@@ -147,8 +148,3 @@ def _stream_faults(stream: str, entries: set[str], delivered: str, pending: set[
 def _order(entry: str) -> tuple[int, int]:
     first, _, second = entry.partition("-")
     return int(first), int(second)
-
-
-def _shown(value: bytes) -> str:
-    """Bytes of somebody else, for people."""
-    return repr(value[:60])[1:] if not value.isdigit() else value.decode()
