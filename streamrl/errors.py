@@ -8,6 +8,7 @@ StreamrlError            70  a bug of ours unless a subclass says otherwise
 │   ├── PluginError      78  a reward that cannot be loaded
 │   ├── RewardImpossible 78  those who are asked for a score will never give one (wrong key, no such route)
 │   └── Refused          78  going on would break a promise (older checkpoint, other data, second learner)
+│       └── LedgerDamaged 78 keys of the run in Redis hold what streamrl never writes
 ├── CannotCreate         73  a file or directory cannot be made (full disk, no permission, already there)
 ├── Unreachable          69  a service (Redis, a learner, an engine) does not answer
 │   └── RewardUnavailable 69 nobody can score now (all servers away, circuit open): never a score
@@ -93,6 +94,10 @@ class RewardImpossible(ConfigError):
 
 class Refused(ConfigError):
     """Going on would break a promise: older checkpoint than Redis retired for, other data set, and the like."""
+
+
+class LedgerDamaged(Refused):
+    """Keys of the run in Redis hold what streamrl never writes; the message names them."""
 
 
 class CannotCreate(StreamrlError, OSError):

@@ -17,6 +17,7 @@ from streamrl.queues.probe import Probe
 _PATIENCE: Final = 5.0
 
 if TYPE_CHECKING:
+    from streamrl.config import RunConfig
     from streamrl.queues import Ledgers
 
 
@@ -76,12 +77,13 @@ def _borrowed(run: RunDirectory) -> Iterator[str]:
     url: Future[str] = Future()
 
     async def hold() -> None:
-        from streamrl.queues.embedded import running
+        from streamrl.queues.embedded import running_to_look
+        from streamrl.queues.embedded import url as url_of
         from streamrl.runfile import read_saved
 
         config = read_saved(run.path / "run.json").config
-        async with running(config.redis, run.path) as address:
-            url.set_result(address)
+        async with running_to_look(config.redis, run.path) as folder:
+            url.set_result(url_of(config.redis, folder))
             await asyncio.to_thread(left.wait)
 
     def main() -> None:
@@ -103,14 +105,33 @@ def _borrowed(run: RunDirectory) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def ledgers(run: RunDirectory) -> AsyncIterator[Ledgers]:
-    """Yield the ledgers of a run; its server is started when it is not running."""
+    """Yield the ledgers of a run, to change something; its server is started when it is not running."""
     from streamrl.queues import open_ledgers
     from streamrl.queues.embedded import running
+
+    config = _for_people(run)
+    async with running(config.redis, run.path), open_ledgers(config, run.path) as opened:
+        yield opened
+
+
+@contextlib.asynccontextmanager
+async def ledgers_to_look(run: RunDirectory) -> AsyncIterator[Ledgers]:
+    """Yield the ledgers of a run, to look at them: also those of a stopped run that cannot be written.
+
+    Nothing may be written to them, for they may be those of a copy.
+    """
+    from streamrl.queues import open_ledgers
+    from streamrl.queues.embedded import running_to_look
+
+    config = _for_people(run)
+    async with running_to_look(config.redis, run.path) as folder, open_ledgers(config, folder) as opened:
+        yield opened
+
+
+def _for_people(run: RunDirectory) -> RunConfig:
+    """The configuration of a run, for somebody who waits: not as patient as a role."""
     from streamrl.runfile import read_saved
 
     config = read_saved(run.path / "run.json").config
-    # A person waits: not as patient as a role.
     redis = config.redis.model_copy(update={"patience": min(_PATIENCE, config.redis.patience)})
-    config = config.model_copy(update={"redis": redis})
-    async with running(config.redis, run.path), open_ledgers(config, run.path) as opened:
-        yield opened
+    return config.model_copy(update={"redis": redis})

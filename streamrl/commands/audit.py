@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
+from streamrl.commands.attach import ledgers_to_look
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode
 from streamrl.runtime.audit import Audit
@@ -33,7 +33,7 @@ async def audit_run(run: RunDirectory) -> Audit:
     from streamrl.runfile import read_saved
 
     config = read_saved(run.path / "run.json").config
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         return await run_audit(config, run.path, opened)
 
 

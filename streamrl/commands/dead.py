@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.commands import output
-from streamrl.commands.attach import is_running, ledgers
+from streamrl.commands.attach import is_running, ledgers, ledgers_to_look
 from streamrl.commands.letters import letter_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
@@ -87,7 +87,7 @@ def drop(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, yes: 
 
 
 async def _letters(run: RunDirectory, *, evaluation: bool) -> list[DeadLetter]:
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         return await (opened.evaluation if evaluation else opened.train).dead_letters()
 
 

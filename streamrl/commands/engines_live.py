@@ -8,7 +8,7 @@ from typing import Any, Final
 from urllib.parse import urlparse
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
+from streamrl.commands.attach import ledgers, ledgers_to_look
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ConfigError, ExitCode, UsageError
 from streamrl.monitor.lines import printable
@@ -110,7 +110,7 @@ def _managed(run: RunDirectory) -> list[str]:
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """What is known of every server: those that a replica speaks of, those of the configuration, those added."""
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}
     rows: dict[str, dict[str, Any]] = {}

@@ -35,7 +35,7 @@ def export(chosen: Path | None, step: int | None, out: Path, *, average: bool, f
     from streamrl.runfile import read_saved
 
     config = read_saved(run.path / "run.json").config
-    checkpoints = Checkpoints(run.path / "checkpoints")
+    checkpoints = Checkpoints(run.path / "checkpoints", make=False)
     meta = choose_checkpoint(checkpoints, step)
     folder = checkpoints.path(meta.position)
     found = export_checkpoint(config, folder, meta, out, average=average, on_progress=_progress)

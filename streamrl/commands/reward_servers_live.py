@@ -9,7 +9,7 @@ from typing import Any, Final
 from urllib.parse import urlparse
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
+from streamrl.commands.attach import ledgers, ledgers_to_look
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
 from streamrl.queues.reward_servers import RewardServer
@@ -49,7 +49,7 @@ def ls(chosen: Path | None, model: str | None, *, json: bool) -> int:
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep`, `down` (ours), `removed`."""
     rows = []
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         for model, config in run.config["reward_models"].items():
             present = {server.name: server for server in await opened.reward_servers.present(model, config["url"])}
             removed = await opened.reward_servers.removed(model)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
-from streamrl.commands.attach import ledgers
+from streamrl.commands.attach import ledgers_to_look
 from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, StreamrlError
@@ -48,7 +48,7 @@ def find_group(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, An
 
 
 async def _live(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         known = await (opened.evaluation if evaluation else opened.train).trace(gid)
     if known is None:
         return {"state": "unknown", "responses": []}

@@ -13,10 +13,10 @@ from streamrl.commands import output
 from streamrl.commands.attach import live_probe
 from streamrl.commands.rolestates import KnownRole, Supervised, read_states
 from streamrl.commands.rundir import RunDirectory, find_run
-from streamrl.errors import ExitCode, Unreachable
+from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
 from streamrl.queues.reward_figures import RewardView
-from streamrl.queues.snapshot import take
+from streamrl.queues.snapshot import number, take
 
 SCHEMA = "streamrl.status/1"
 _NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
@@ -95,6 +95,9 @@ def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], tuple[RewardVi
             return snapshot.roles, snapshot.rewards, True
     except Unreachable:
         return {}, (), False
+    except LedgerDamaged as error:
+        output.note(f"warning: what the roles show of themselves is unknown: {error}")
+        return {}, (), True
 
 
 def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, reachable: bool) -> dict[str, Any]:
@@ -124,13 +127,13 @@ def _state(name: str, known: KnownRole | None, shown: dict[str, str] | None, *, 
 
 
 def _up_seconds(known: KnownRole | None, shown: dict[str, str]) -> float | None:
-    if "started" in shown:
-        return round(time.time() - float(shown["started"]), 1)
+    if (started := number(shown.get("started", ""))) is not None:
+        return round(time.time() - started, 1)
     return round(time.time() - known.since, 1) if known is not None and known.state == "ready" else None
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else None
 
 
 def _summary(run_dir: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
+from streamrl.commands.attach import ledgers_to_look
 from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, WireError
@@ -29,7 +29,7 @@ def trace(chosen: Path | None, gid: int, *, evaluation: bool, json: bool) -> int
 
 
 async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         known = await ledger.trace(gid)
         state = await ledger.state()
@@ -61,10 +61,8 @@ def _trained(run_dir: Path, gid: int, state: LedgerState) -> dict[str, Any] | No
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.record import read_record
 
-    folder = run_dir / "checkpoints"
-    if not folder.exists():
-        return None
-    newest = next(Checkpoints(folder).loadable(state.base, state.base_epoch, state.checkpoint), None)
+    checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
+    newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
     try:
         frames = read_record(run_dir, newest.record) if newest else ()
         return next((frame for frame in frames if frame.get("gid") == gid), None)

@@ -14,7 +14,7 @@ from streamrl.commands.rolestates import RoleStates
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
-from streamrl.errors import ExitCode, Unreachable, UsageError
+from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import Snapshot, take
@@ -167,6 +167,8 @@ class Look:
             if self._probe is None:
                 return None
             return take(self._probe, self._run.name, self._run.budget, self._run.hard_cap)
+        except LedgerDamaged:
+            return None  # the roles find it too, and what ends them is said at the end of the run
         except Unreachable:
             if self._probe is not None:
                 self._probe.close()

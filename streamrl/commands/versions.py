@@ -11,7 +11,7 @@ import orjson
 from streamrl.commands import output
 from streamrl.commands.attach import live_probe
 from streamrl.commands.rundir import RunDirectory, find_run
-from streamrl.errors import Unreachable, UsageError
+from streamrl.errors import LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.lines import date_time
 from streamrl.queues.rollback import Request, parse
 from streamrl.queues.snapshot import take
@@ -171,7 +171,7 @@ def _holders(run: RunDirectory) -> dict[int, list[str]]:
             return {}
         with probe:
             versions = take(probe, run.name).role_versions
-    except Unreachable as error:
+    except (Unreachable, LedgerDamaged) as error:
         output.note(f"who holds what is unknown: {error.message}")
         return {}
     holders: dict[int, list[str]] = {}
@@ -189,7 +189,7 @@ def asked(run: RunDirectory) -> Request | None:
             return None
         with probe:
             state = take(probe, run.name).train.state
-    except Unreachable:
+    except (Unreachable, LedgerDamaged):
         return None
     return parse(state.get("rollback", ""), state.get("rolled", ""))
 

@@ -112,16 +112,19 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: the run's `checkpoints` directory; it is made when missing.
+        folder: the run's `checkpoints` directory.
+        make: make the directory when it is missing; False for those who only read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, make: bool = True) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
 
     def positions(self) -> list[Position]:
         """Positions of all finished checkpoints, valid or not, ascending."""
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        matches = (_NAME.fullmatch(path.name) for path in paths)
         return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
     def path(self, position: Position) -> Path:

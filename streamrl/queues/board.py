@@ -25,11 +25,14 @@ class RoleBoard:
 
     async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Fields of all roles that are alive, by name; of those alone whose names begin with `prefix`."""
-        known = [name.decode() for name in await self._connection.read("SMEMBERS", self._keys.roles)]
+        known = [name.decode(errors="replace") for name in await self._connection.read("SMEMBERS", self._keys.roles)]
         names = sorted(name for name in known if name.startswith(prefix))
         found = await asyncio.gather(*(self._connection.read("HGETALL", self._keys.role(name)) for name in names))
         return {
-            name: {key.decode(): value.decode(errors="replace") for key, value in replies.pairs(fields).items()}
+            name: {
+                key.decode(errors="replace"): value.decode(errors="replace")
+                for key, value in replies.pairs(fields).items()
+            }
             for name, fields in zip(names, found, strict=True)
             if fields
         }

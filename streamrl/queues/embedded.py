@@ -291,7 +291,10 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
 async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
     """Open and lock a file of the run; None when somebody else held it for all of `wait_seconds`."""
     _make_directories(run_dir)
-    handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     try:
         if await _flock(handle, mode, wait_seconds):
             held, handle = handle, -1
@@ -351,6 +354,56 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
                 await _stop(process)
         finally:
             os.close(users)
+
+
+@contextlib.asynccontextmanager
+async def running_to_look(config: RedisConfig, run_dir: Path) -> AsyncIterator[Path]:
+    """As `running`, for a look that writes nothing: yield the run directory whose server answers.
+
+    That of a run that cannot be written (a read-only file system, files of another user) is a temporary one with a copy
+    of the run's data, unless the run's own server is running.
+
+    Raises:
+        CannotCreate: there is no room for the copy, or the data cannot be read.
+    """
+    if config.url is not None or _writable(run_dir):
+        async with running(config, run_dir):
+            yield run_dir
+    elif await _ping(socket_path(run_dir)):
+        yield run_dir
+    else:
+        with tempfile.TemporaryDirectory(prefix="streamrl-look-") as name:
+            copy = Path(name)
+            await asyncio.to_thread(_copy_data, run_dir, copy)
+            async with running(config, copy):
+                yield copy
+
+
+def _writable(run_dir: Path) -> bool:
+    """Whether this process may start a server on the run's files."""
+    folder = run_dir / "redis"
+    if not folder.is_dir():
+        return os.access(run_dir, os.W_OK)
+    locks = [folder / name for name in ("users.lock", "server.lock")]
+    return os.access(folder, os.W_OK) and all(os.access(lock, os.R_OK | os.W_OK) for lock in locks if lock.exists())
+
+
+def _copy_data(run_dir: Path, copy: Path) -> None:
+    """Copy the append-only file, of one file or of several."""
+    try:
+        (copy / "redis").mkdir(mode=0o700)
+        for path in (run_dir / "redis").glob("appendonly*"):
+            if path.is_dir():
+                shutil.copytree(path, copy / "redis" / path.name, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(path, copy / "redis" / path.name)
+        for path in [copy / "redis", *(copy / "redis").rglob("*")]:
+            path.chmod(0o700 if path.is_dir() else 0o600)  # the copy of a directory that cannot be written can be
+    except (OSError, shutil.Error) as error:
+        raise CannotCreate(
+            f"{run_dir} cannot be written, and its data cannot be copied to {copy} to look at it: {error}",
+            "set TMPDIR to a directory with room for it, or ask the owner of the run",
+        ) from error
 
 
 async def _start(config: RedisConfig, run_dir: Path, lock: int) -> asyncio.subprocess.Process:

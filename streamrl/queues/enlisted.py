@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,7 +40,9 @@ async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]
     """Read what the script `enlist` has written: servers by name."""
     fields = replies.pairs(await connection.read("HGETALL", key))
     return {
-        name.decode(): Enlisted(value[:1] == b"+", int(value[1:])) for name, value in fields.items() if name != _COUNTER
+        name.decode(errors="replace"): Enlisted(value[:1] == b"+", int(value[1:]))
+        for name, value in fields.items()
+        if name != _COUNTER and value[:1] in (b"+", b"-") and value[1:].isdigit()
     }
 
 
@@ -72,16 +75,22 @@ class ServerList:
 
     async def reports(self) -> dict[str, dict[str, dict[str, Any]]]:
         """What living replicas say: replica to server to its figures."""
-        names = sorted(name.decode() for name in await self._connection.read("SMEMBERS", self._keys.servers))
+        names = sorted(
+            name.decode(errors="replace") for name in await self._connection.read("SMEMBERS", self._keys.servers)
+        )
         found = await asyncio.gather(
             *(self._connection.read("HGETALL", self._keys.server_report(name)) for name in names)
         )
         return {
-            name: {
-                server.decode(): orjson.loads(row)
-                for server, row in replies.pairs(fields).items()
-                if server != _COUNTER
-            }
+            name: {server.decode(errors="replace"): row for server, row in _rows(replies.pairs(fields))}
             for name, fields in zip(names, found, strict=True)
             if fields
         }
+
+
+def _rows(fields: Mapping[bytes, bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Figures of each server; what is none of ours is passed over."""
+    for server, text in fields.items():
+        with contextlib.suppress(orjson.JSONDecodeError):
+            if server != _COUNTER and isinstance(row := orjson.loads(text), dict):
+                yield server, row

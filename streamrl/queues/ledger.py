@@ -243,8 +243,7 @@ class Ledger(Rewarding):
 
     async def oldest_live(self, count: int) -> list[int]:
         """Ids of the oldest live groups, ascending, at most `count`."""
-        reply = await self.connection.read("ZRANGE", self.keys.live, 0, count - 1)
-        return [int(gid) for gid in reply]
+        return _ids(await self.connection.read("ZRANGE", self.keys.live, 0, count - 1))
 
     async def read_group(self, gid: int) -> ClosedGroup | None:
         """A whole closed group; None when it is not closed (any more)."""
@@ -343,7 +342,7 @@ class Ledger(Rewarding):
             return {"gid": gid, "state": "dead", "letters": letters}
         known = replies.pairs(await self.connection.read("HGETALL", self.keys.state))
         for name in sorted(known):
-            why = name.removeprefix(b"dropped:").decode()
+            why = name.removeprefix(b"dropped:").decode(errors="replace")
             if name.startswith(b"dropped:") and await self._bit(self.keys.dropped_for(why), gid):
                 return {"gid": gid, "state": "dropped", "why": why, "letters": letters}
         if gid >= int(known.get(b"cursor", b"0")):
@@ -355,7 +354,7 @@ class Ledger(Rewarding):
 
     async def live(self) -> list[int]:
         """Ids of all live groups, ascending."""
-        return [int(gid) for gid in await self.connection.read("ZRANGE", self.keys.live, 0, -1)]
+        return _ids(await self.connection.read("ZRANGE", self.keys.live, 0, -1))
 
     async def dropped(self) -> list[int]:
         """Ids of all dropped groups, ascending."""
@@ -400,6 +399,11 @@ class Ledger(Rewarding):
 
 
 _ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
+
+
+def _ids(members: Sequence[bytes]) -> list[int]:
+    """Ids of groups; a member that somebody else added is left out, and `streamrl audit` names it."""
+    return [int(member) for member in members if member.isdigit()]
 
 
 def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:

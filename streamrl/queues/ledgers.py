@@ -13,6 +13,7 @@ from streamrl.config import RunConfig
 from streamrl.queues import embedded
 from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
+from streamrl.queues.damage import blame_damage
 from streamrl.queues.enlisted import ServerList
 from streamrl.queues.foreign import report
 from streamrl.queues.keys import Keys
@@ -93,6 +94,7 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
     Raises:
         Unreachable: the server does not answer.
         ConfigError: URL, password, version or eviction policy are wrong.
+        LedgerDamaged: in place of an error of the block that a damage of the run's keys explains.
     """
     train, held_out = Keys(config.name), Keys(config.name, evaluation=True)
     async with open_connection(config.redis, embedded.url(config.redis, run_dir)) as connection:
@@ -107,6 +109,10 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
             turn=DeviceTurn(connection, train, config.lease.seconds),
             connection=connection,
         )
-        await ledgers.train.ensure()
-        await ledgers.evaluation.ensure()
-        yield ledgers
+        try:
+            await ledgers.train.ensure()
+            await ledgers.evaluation.ensure()
+            yield ledgers
+        except (Exception, BaseExceptionGroup) as error:
+            await blame_damage(connection, config.name, error)
+            raise

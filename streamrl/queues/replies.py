@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from streamrl.errors import LedgerDamaged
 from streamrl.queues.records import ClosedGroup, DeadLetter, LeasedGroup, LedgerState
 
 _DROPPED_FOR: Final = b"dropped:"
@@ -29,7 +30,7 @@ def streams(reply: Mapping[bytes, Any] | None) -> dict[str, list[tuple[str, dict
 
 
 def _text(value: bytes | None) -> str | None:
-    return None if not value else value.decode()
+    return None if not value else value.decode(errors="replace")
 
 
 def ledger_state(reply: Sequence[Any]) -> LedgerState:
@@ -65,8 +66,8 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
 
 
 def _numbered(known: Mapping[bytes, bytes], letter: bytes) -> dict[int, bytes]:
-    """Fields `s:K`, `r:K` or `x:K` by K, ascending."""
-    found = {int(name[2:]): value for name, value in known.items() if name[:2] == letter + b":"}
+    """Fields `s:K`, `r:K` or `x:K` by K, ascending; what somebody else named like them is left out."""
+    found = {int(name[2:]): value for name, value in known.items() if name[:2] == letter + b":" and name[2:].isdigit()}
     return dict(sorted(found.items()))
 
 
@@ -76,6 +77,8 @@ def closed_group(gid: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
     if known.get(b"st") != b"closed":
         return None
     payloads, scores = _numbered(known, b"s"), _numbered(known, b"r")
+    if scores.keys() - payloads.keys():
+        raise LedgerDamaged(f"group {gid} has scores of samples without a response: its hash in Redis is damaged")
     return ClosedGroup(
         gid=gid,
         size=int(known[b"n"]),
@@ -103,7 +106,7 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
     known = pairs(reply)
     return {
         "gid": gid,
-        "state": known[b"st"].decode(),
+        "state": known[b"st"].decode(errors="replace"),
         "attempt": int(known[b"a"]),
         "version": int(known[b"v"]),
         "samples": int(known[b"n"]),
@@ -120,6 +123,12 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
     }
 
 
+def _statistic(fields: Mapping[bytes, bytes], name: bytes) -> int:
+    """A number that is only shown: 0 when it is missing or none."""
+    value = fields.get(name, b"")
+    return int(value) if value.isdigit() else 0
+
+
 def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
     """One entry of the stream of dead letters."""
     sample = int(fields[b"k"])
@@ -127,10 +136,10 @@ def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
         entry=entry,
         gid=int(fields[b"g"]),
         sample=None if sample < 0 else sample,
-        attempt=int(fields.get(b"a", b"0")),
+        attempt=_statistic(fields, b"a"),
         why=fields[b"why"].decode(errors="replace"),
-        stage=fields[b"stage"].decode(),
-        deliveries=int(fields.get(b"deliveries", b"0")),
+        stage=fields[b"stage"].decode(errors="replace"),
+        deliveries=_statistic(fields, b"deliveries"),
         detail=fields.get(b"detail", b"").decode(errors="replace"),
         at=int(entry.partition("-")[0]) / 1000,
         prompt=fields.get(b"prompt"),

@@ -7,6 +7,7 @@ the entries, so the clock of the looker does not matter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any, Final
 import hiredis
 
 from streamrl.errors import Unreachable
+from streamrl.queues.damage import blame_damage_seen_by
 from streamrl.queues.keys import Keys
 from streamrl.queues.probe import Probe
 from streamrl.queues.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
@@ -139,7 +141,7 @@ class Snapshot:
         return {
             name: int(status["version"])
             for name, status in sorted(self.roles.items())
-            if status.get("version", "").lstrip("-").isdigit()
+            if status.get("version", "").removeprefix("-").isdecimal()
         }
 
 
@@ -150,15 +152,24 @@ def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None
 
     Raises:
         Unreachable: Redis does not answer, or answers with an error where there must be none.
+        LedgerDamaged: keys of the run hold what streamrl never writes.
     """
     looks = [
         ("EVAL", _script(), len(_KEYS), *(getattr(keys, key) for key in _KEYS), MOST_PENDING, keys.role(""))
         for keys in (Keys(run), Keys(run, evaluation=True))
     ]
     replies = probe.pipeline([("TIME",), ("INFO",), *looks])
-    for reply in replies:
-        if isinstance(reply, hiredis.ReplyError):
-            raise Unreachable(f"Redis at {probe.where} cannot show run {run}: {reply}")
+    try:
+        for reply in replies:
+            if isinstance(reply, hiredis.ReplyError):
+                raise Unreachable(f"Redis at {probe.where} cannot show run {run}: {reply}")
+        return _snapshot(run, replies, budget, hard_cap)
+    except (Unreachable, ValueError) as error:
+        blame_damage_seen_by(probe, run, error)
+        raise
+
+
+def _snapshot(run: str, replies: list[Any], budget: int | None, hard_cap: int | None) -> Snapshot:
     at = int(replies[0][0]) + int(replies[0][1]) / 1e6
     train, evaluation = (_ledger(reply, at) for reply in replies[2:4])
     roles = {_text(name): _text_map(flat) for name, flat in sorted(replies[2][5])}
@@ -192,7 +203,8 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
 
 def _shown_rates(ledger: LedgerView, roles: Mapping[str, Mapping[str, str]]) -> LedgerView:
     """What one look can know of rates: the reward workers show how many samples a second they score."""
-    shown = [float(status["per_second"]) for name, status in roles.items() if "per_second" in status]
+    rates = [number(status["per_second"]) for status in roles.values() if "per_second" in status]
+    shown = [rate for rate in rates if rate is not None]
     if not shown or ledger.stream("rollouts").unit != "samples":
         return ledger
     streams = [replace(s, out_per_second=sum(shown)) if s.name == "rollouts" else s for s in ledger.streams]
@@ -277,6 +289,15 @@ def _server(reply: bytes) -> ServerView:
         aof_delayed_fsync=int(info.get("aof_delayed_fsync", 0)),
         aof_ok=info.get("aof_last_write_status", "ok") == "ok",
     )
+
+
+def number(text: str) -> float | None:
+    """A number that a role shows of itself; None for anything else, which must not take the screen along."""
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _text_map(flat: list[bytes]) -> dict[str, str]:

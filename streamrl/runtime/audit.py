@@ -25,6 +25,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import WireError
 from streamrl.learner.chain import TrainedDigest, read_chain
 from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, parse_name
+from streamrl.queues.damage import damages
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import Ledgers
 from streamrl.runtime.structure import structural_faults
@@ -40,8 +41,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     `admitted` = trained + dropped + dead + evaluated + live + lost. `lost` and `twice` must be 0. `lost_ids` and
     `twice_ids` list the first hundred, held-out groups as `eval:ID`. `unproved` says why the records prove nothing: the
     checkpoint that Redis retired for is missing, or its log does not fit the weights. `faults` are breaches of the
-    structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past); while
-    roles are running they may name groups on the move.
+    structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past).
     """
 
     admitted: int
@@ -84,15 +84,18 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
         Unreachable: Redis does not answer.
         WireError: `evaluation.jsonl` holds a line that is none.
     """
-    del config
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
     meta, gids, unproved = await _chain(run_dir, ledgers.train)
-    both_ways = sorted(set(gids) & (train[1].dropped | train[1].dead))
-    faults = [f"group {gid} is trained, and dropped or dead as well" for gid in both_ways[:_LISTED]]
+    both_ways = set(gids) & (train[1].dropped | train[1].dead)
+    if both_ways:  # looked at again: a dead group may have been replayed and trained since the first look
+        again = (await _look(ledgers.train))[1]
+        both_ways &= again.dropped | again.dead
+    faults = [f"group {gid} is trained, and dropped or dead as well" for gid in sorted(both_ways)[:_LISTED]]
     repeats = {gid: count - 1 for gid, count in Counter(gids).items() if count > 1}
     first = _settle(train, set(gids))
     second = _settle(held_out, await asyncio.to_thread(read_evaluated, run_dir))
+    faults += await damages(ledgers.connection, config.name, groups=False)
     for ledger in (ledgers.train, ledgers.evaluation):
         faults.extend(await structural_faults(ledger))
     lost = [str(gid) for gid in sorted(first.lost)] + [f"eval:{gid}" for gid in sorted(second.lost)]
@@ -142,7 +145,7 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
 
 async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
     """The greatest valid checkpoint, the ids of its chain, and why they prove nothing."""
-    checkpoints = Checkpoints(run_dir / "checkpoints")
+    checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     for _ in range(_LOOKS):

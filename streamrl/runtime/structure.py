@@ -10,52 +10,66 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from streamrl.queues import replies
+from streamrl.queues.damage import shown
 from streamrl.queues.foreign import Row, is_ours
-from streamrl.queues.keys import GROUP, WHOLE
+from streamrl.queues.keys import WHOLE
 from streamrl.queues.ledger import Ledger
 
 _PAGE: Final = 1000
-_FIELDS: Final = ("n", "todo", "left", "nx", "st")
+_NUMBER: Final = re.compile(rb"-?\d{1,18}")
+_COUNTS: Final = ("n", "todo", "left", "nx")
 
 
 async def structural_faults(ledger: Ledger) -> list[str]:
-    """Every breach of the invariants in one key space, in words. Exact when no role is running."""
+    """Every breach of the invariants in one key space, in words.
+
+    Exact also while roles are working: the script `structure` reads everything at one instant.
+    """
     space = "held-out " if ledger.evaluation else ""
     keys = ledger.keys
-    live = set(await ledger.live())
-    hashes = await _hashes(ledger)
-    foreign: list[str] = []
-    prompts = await _entries(ledger, keys.prompts, (b"g", b"a"), foreign)
-    rollouts = await _entries(ledger, keys.rollouts, (b"g", b"a", b"k"), foreign, whole=True)
-    scored = await _entries(ledger, keys.scored, (b"g",), foreign)
+    names = [keys.prompts, keys.rollouts, keys.scored, keys.live]
+    seen = await _hashes(ledger)
+    prefix = keys.group(0).removesuffix("0")
+    reply = await ledger.connection.call("structure", names, [prefix, *seen])
+    faults: list[str] = []
+    prompts = _entries(keys.prompts, reply[0], (b"g", b"a"), faults)
+    rollouts = _entries(keys.rollouts, reply[1], (b"g", b"a", b"k"), faults, whole=True)
+    scored = _entries(keys.scored, reply[2], (b"g",), faults)
     waiting = Counter(int(fields[b"g"]) for _, fields in prompts)
     samples = Counter((int(fields[b"g"]), fields[b"k"].decode()) for _, fields in rollouts)
     closed = Counter(int(fields[b"g"]) for _, fields in scored)
-    faults = foreign + [f"group {gid}: in `live` or a hash, not both" for gid in sorted(hashes ^ live)]
+    faults += [f"group {shown(gid)}: has a hash and is not in `live`" for gid in reply[7]]
     for name, counter in (("prompts", waiting), ("rollouts", samples), ("scored", closed)):
         faults += [f"{name}: {count} entries for {what}" for what, count in counter.items() if count > 1]
     listed = set(waiting) | set(closed) | {gid for gid, _ in samples}
+    live = {int(gid) for gid in reply[5] if _NUMBER.fullmatch(gid)}
+    faults += [f"{keys.live}: {shown(gid)} is no id of a group" for gid in reply[5] if not _NUMBER.fullmatch(gid)]
     faults += [f"group {gid}: has an entry and is not live" for gid in sorted(listed - live)]
-    for gid in sorted(hashes & live):
-        own = {sample for group, sample in samples if group == gid}
-        faults += await _group_faults(ledger, gid, gid in waiting, own, gid in closed)
-    for name, rows in ((keys.prompts, prompts), (keys.rollouts, rollouts)):
-        faults += await _stream_faults(ledger, name, {entry for entry, _ in rows})
+    own: dict[int, set[str]] = {}
+    for gid, sample in samples:
+        own.setdefault(gid, set()).add(sample)
+    for name, *known in reply[6]:
+        if _NUMBER.fullmatch(name):
+            gid = int(name)
+            faults += _group_faults(gid, known, gid in waiting, own.get(gid, set()), gid in closed)
+    for stream, rows, (delivered, pending) in ((keys.prompts, prompts, reply[3]), (keys.rollouts, rollouts, reply[4])):
+        held = {entry.decode() for entry in pending}
+        faults += _stream_faults(stream, {entry for entry, _ in rows}, delivered.decode(), held)
     return [space + fault for fault in faults]
 
 
-async def _entries(
-    ledger: Ledger, stream: str, numbers: Sequence[bytes], foreign: list[str], *, whole: bool = False
+def _entries(
+    stream: str, reply: Sequence[Any], numbers: Sequence[bytes], foreign: list[str], *, whole: bool = False
 ) -> list[Row]:
     """Our entries of a stream; those of nobody of ours are named in `foreign` (the roles remove them, an audit not)."""
-    rows = replies.entries(await ledger.connection.read("XRANGE", stream, "-", "+"))
     ours = []
-    for entry, fields in rows:
+    for entry, fields in replies.entries(reply):
         group = whole and fields.get(b"k") == WHOLE.encode()
         if is_ours(fields, numbers[:-1] if group else numbers):
             ours.append((entry, fields))
@@ -64,37 +78,54 @@ async def _entries(
     return ours
 
 
-async def _hashes(ledger: Ledger) -> set[int]:
-    found: set[int] = set()
-    pattern = ledger.keys.group(0).removesuffix("0") + "*"
+async def _hashes(ledger: Ledger) -> set[bytes]:
+    """Ids of all groups that have a hash, as the names of the keys have them."""
+    found: set[bytes] = set()
+    prefix = ledger.keys.group(0).removesuffix("0")
     cursor = b"0"
     while True:
-        cursor, names = await ledger.connection.read("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)
-        found.update(int(name.rpartition(b":")[2]) for name in names)
+        cursor, names = await ledger.connection.read("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", _PAGE)
+        found.update(name.removeprefix(prefix.encode()) for name in names)
         if cursor == b"0":
             return found
 
 
-async def _group_faults(ledger: Ledger, gid: int, waiting: bool, samples: set[str], closed: bool) -> list[str]:
-    key = ledger.keys.group(gid)
-    names = {name.decode() for name in await ledger.connection.read("HKEYS", key)}
-    values = dict(zip(_FIELDS, await ledger.connection.read("HMGET", key, *_FIELDS), strict=True))
-    if None in values.values():
+def _group_faults(gid: int, known: Sequence[Any], waiting: bool, samples: set[str], closed: bool) -> list[str]:
+    """What is wrong with one live group: names of its fields, and the values of `_COUNTS` and `st`."""
+    if len(known) == 1:
+        return [f"group {gid}: its key holds a {known[0].decode()}, not a hash"]
+    names = {name.decode(errors="replace") for name in known[0]}
+    if not names:
+        return [f"group {gid}: in `live`, and has no hash"]
+    values = dict(zip(_COUNTS, known[1:], strict=False))
+    state = known[-1]
+    if state is None or None in values.values():
         return [f"group {gid}: an incomplete hash"]
-    size = int(values["n"])
-    has = {letter: {k for k in range(size) if f"{letter}:{k}" in names} for letter in "srx"}
-    everyone = set(range(size))
-    counts = {
-        "todo": len(everyone - has["s"] - has["x"]),
-        "left": len(everyone - has["r"] - has["x"]),
-        "nx": len(has["x"]),
-    }
-    faults = [f"group {gid}: {name} is {int(values[name])}, not {counts[name]}" for name in counts
-              if int(values[name]) != counts[name]]  # fmt: skip
+    damaged = [f"field {name} is {shown(value)}" for name, value in values.items() if not _NUMBER.fullmatch(value)]
+    if state not in (b"open", b"closed"):
+        damaged.append(f"field st is {shown(state)}")
+    if damaged:
+        return [f"group {gid}: damaged: {', '.join(damaged)}"]
+    numbers = {name: int(value) for name, value in values.items()}
+    return _breaches(gid, names, numbers, state.decode(), waiting=waiting, samples=samples, closed=closed)
+
+
+def _breaches(
+    gid: int, names: set[str], values: dict[str, int], state: str, *, waiting: bool, samples: set[str], closed: bool
+) -> list[str]:
+    size = values["n"]
+    has: dict[str, set[int]] = {letter: set() for letter in "srx"}
+    for name in names:
+        letter, colon, number = name.partition(":")
+        if colon and letter in has and number.isdecimal() and int(number) < size:
+            has[letter].add(int(number))
+    counts = {"todo": size - len(has["s"] | has["x"]), "left": size - len(has["r"] | has["x"]), "nx": len(has["x"])}
+    faults = [f"group {gid}: {name} is {values[name]}, not {counts[name]}" for name in counts
+              if values[name] != counts[name]]  # fmt: skip
     unscored = {str(k) for k in has["s"] - has["r"] - has["x"]}
     if "whole" in names:
         unscored = {WHOLE} if unscored and not counts["todo"] else set()
-        if values["st"] == b"open" and has["r"]:
+        if state == "open" and has["r"]:
             faults.append(f"group {gid}: is scored whole, and samples {sorted(has['r'])} have a score alone")
     if unscored != samples:
         faults.append(f"group {gid}: samples {sorted(unscored)} wait for a score, {sorted(samples)} are in rollouts")
@@ -102,23 +133,14 @@ async def _group_faults(ledger: Ledger, gid: int, waiting: bool, samples: set[st
         faults.append(f"group {gid}: samples {sorted(has['r'] & has['x'])} have a score and are dead")
     if waiting != (counts["todo"] > 0):
         faults.append(f"group {gid}: {counts['todo']} samples to generate, {int(waiting)} entries in prompts")
-    if len({closed, counts["left"] == 0, values["st"] == b"closed"}) != 1:
-        faults.append(f"group {gid}: {values['st'].decode()}, {counts['left']} left, {int(closed)} entries in scored")
+    if len({closed, counts["left"] == 0, state == "closed"}) != 1:
+        faults.append(f"group {gid}: {state}, {counts['left']} left, {int(closed)} entries in scored")
     return faults
 
 
-async def _stream_faults(ledger: Ledger, stream: str, entries: set[str]) -> list[str]:
-    read = ledger.connection.read
-    pending: set[str] = set()
-    start = "-"
-    while True:
-        rows = await read("XPENDING", stream, GROUP, start, "+", _PAGE)
-        pending.update(row[0].decode() for row in rows)
-        if len(rows) < _PAGE:
-            break
-        start = f"({rows[-1][0].decode()}"
-    delivered = max(_order(_text(group, "last-delivered-id")) for group in await read("XINFO", "GROUPS", stream))
-    orphans = [entry for entry in entries if _order(entry) <= delivered and entry not in pending]
+def _stream_faults(stream: str, entries: set[str], delivered: str, pending: set[str]) -> list[str]:
+    last = _order(delivered)
+    orphans = [entry for entry in entries if _order(entry) <= last and entry not in pending]
     faults = [f"{stream}: entry {entry} was delivered and is with nobody" for entry in sorted(orphans)]
     return faults + [f"{stream}: {entry} is pending and gone" for entry in sorted(pending - entries)]
 
@@ -126,7 +148,3 @@ async def _stream_faults(ledger: Ledger, stream: str, entries: set[str]) -> list
 def _order(entry: str) -> tuple[int, int]:
     first, _, second = entry.partition("-")
     return int(first), int(second)
-
-
-def _text(fields: Mapping[bytes, Any] | list[Any], name: str) -> str:
-    return str(replies.pairs(fields)[name.encode()].decode())
