@@ -63,6 +63,10 @@ def test_every_value_has_its_origin(name):
     assert loaded.origins["learner.lr"] == "default"
 
 
+def test_on_policy_trains_no_token_of_older_weights():
+    assert load(None, ["learner.preset=on_policy"], {}).config.token_staleness_limit == 0
+
+
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(text)

@@ -63,6 +63,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 "passes": 1,
                 "mini_batches": 1,
                 "publish_every": 1,
+                "max_token_staleness": 0,
             },
         },
     }

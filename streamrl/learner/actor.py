@@ -18,7 +18,7 @@ from streamrl.learner.algorithms.aggregation import token_weights
 from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.objective import objective
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums
+from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums, skipped_sums
 from streamrl.learner.algorithms.tokens import Tokens
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
@@ -117,12 +117,17 @@ class Actor(Sharded):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
-        live = [sample for sample in batch if sample.has_advantage] if self.recipe.skips_zero else batch
+        skips = self.recipe.skips_zero
+        live = [sample for sample in batch if sample.has_advantage] if skips else batch
+        idle = [sample for sample in batch if not sample.has_advantage] if skips else []
         parts = self._agree(live)
         self._backward(parts, lambda part: self._loss(part, step, kl_coefficient, limits))
+        if idle:
+            ages = np.concatenate([np.maximum(0, step - sample.steps) for sample in idle])
+            self._sums += skipped_sums(ages.size, int(ages.sum())).to(self._sums.device, non_blocking=True)
         return MicroStats(
             samples=sum(len(part.samples) for part in parts),
-            skipped=len(batch) - len(live),
+            skipped=len(idle),
             tokens=sum(int(part.counts.sum()) for part in parts),
             computed=sum(part.input_ids.size for part in parts),
             passes=len(parts),
@@ -255,7 +260,14 @@ class Actor(Sharded):
         limits: Sequence[float | None] | None,
     ) -> torch.Tensor:
         tokens = self._tokens(part, logprobs, entropy, step)
-        found = objective(tokens, self.recipe, kl_coefficient, weights=self._weights(part), limits=limits)
+        found = objective(
+            tokens,
+            self.recipe,
+            kl_coefficient,
+            weights=self._weights(part),
+            limits=limits,
+            measure_all=self.recipe.measures_all,
+        )
         self._sums += found.sums
         total: torch.Tensor = found.per_token.sum()
         return total

@@ -172,7 +172,7 @@ class Crew:
 
 
 def share(
-    groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, streams: bool
+    groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, all_read: bool
 ) -> list[int]:
     """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
 
@@ -182,13 +182,13 @@ def share(
         groups: of one micro-batch.
         world: ranks.
         work: of the samples of a group, in any unit (`ShardedModule.work`).
-        streams: the step is not collected (`Recipe.streams`); else every group needs a rank that knows its rewards.
+        all_read: every group needs a rank that reads it, also one without a gradient (`Recipe.reads_all`).
     """
     loads = [(0, rank) for rank in range(world)]
     owners = [NOBODY] * len(groups)
     costs = [0 if group.flat else work(group.samples) for group in groups]
     for index in sorted(range(len(groups)), key=lambda place: -costs[place]):
-        if not (groups[index].flat and streams):
+        if all_read or not groups[index].flat:
             load, rank = heapq.heappop(loads)
             owners[index] = rank
             heapq.heappush(loads, (load + costs[index], rank))

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
-from streamrl.learner.algorithms.groupdata import FloatArray, GroupData
+from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import Int64Array, TrainSample
 from streamrl.learner.chain import Branch
@@ -62,7 +62,7 @@ class TrainGroup:
     @property
     def zero_variance(self) -> bool:
         """Whether all rewards are equal, so that nothing is learnt from their contrast."""
-        return len(set(self.rewards)) < 2
+        return all_equal(np.asarray(self.rewards))
 
     @property
     def cost(self) -> int:

@@ -297,7 +297,7 @@ class Leader:
     async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
         """Train one micro-batch; meanwhile the groups of the one before are acquitted."""
         world = self._trainer.ranks.world
-        owners = share(groups, world, self._trainer.work, streams=self._trainer.recipe.streams)
+        owners = share(groups, world, self._trainer.work, all_read=self._trainer.recipe.reads_all)
         gids = [group.gid for group in groups]
         mine = [sample for group, owner in zip(groups, owners, strict=True) if owner == 0 for sample in group.samples]
         self._meter.begin()

@@ -32,6 +32,7 @@ from streamrl.producers.servers.group import EngineGroup
 from streamrl.producers.sharing import taking_turns
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
+from streamrl.queues.leases import NotNow
 from streamrl.weight_sync import Follower
 from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
 
@@ -181,6 +182,7 @@ class Replica:
 
         Raises:
             Unreachable: the engine died.
+            NotNow: the weights stay too old.
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -190,6 +192,8 @@ class Replica:
         except WireError as error:
             await lease.ledger.fail_prompt(lease, "not a prompt", str(error))
             return
+        if not lease.ledger.evaluation:
+            await self._wait_for_weights()
         self._opened += 1
         self._missing += len(work.missing)
         try:
@@ -232,6 +236,19 @@ class Replica:
             else:
                 logger.info("takes prompts again", extra=extra)
         return stale
+
+    async def _wait_for_weights(self) -> None:
+        """Wait while the weights are too old: a read that began before a version came out brings prompts of after it.
+
+        Raises:
+            NotNow: no newer version was applied within `weights.deadline`; another replica may have it.
+        """
+        try:
+            async with asyncio.timeout(self._config.weights.deadline):
+                while self._is_stale():
+                    await self._follower.next_applied()
+        except TimeoutError:
+            raise NotNow("the weights of this replica are too old") from None
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""

@@ -104,6 +104,7 @@ class Follower:
         self._arrivals: Arrivals | None = None
         self._one_at_a_time = asyncio.Lock()
         self._news = asyncio.Event()
+        self._took = asyncio.Condition()
         self._known: tuple[int, bytes] | None = None
         self._applied: Manifest | None = None
         self._made: Manifest | None = None
@@ -155,6 +156,11 @@ class Follower:
                 traffic = self._arrivals.traffic
                 self._before = Traffic(self._before.bytes + traffic.bytes, self._before.seconds + traffic.seconds)
             self._arrivals = None
+
+    async def next_applied(self) -> None:
+        """Return when one more version was applied. Cancelling is harmless."""
+        async with self._took:
+            await self._took.wait()
 
     async def again(self, apply: Apply | None = None) -> bool:
         """Hand the newest version that is here once more, to a server that was restarted, added or left behind.
@@ -259,6 +265,8 @@ class Follower:
         self._applied = manifest
         self.applied_step = manifest.step
         self.first.set()
+        async with self._took:
+            self._took.notify_all()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
 
     @contextlib.asynccontextmanager

@@ -412,8 +412,11 @@ def test_a_group_is_opened_with_its_numbers():
     assert group.staleness(15) == {5: 1, 0: 3}
     assert [sample.advantages.tolist() for sample in group.samples] == [[0.5] * 3, [-0.5]]
     assert group.cost == 4 + 2  # prompt and response, without the last token, of each
-    equal = msgspec.structs.replace(wire.Score(value=1.0))
-    same = {number: (payload, wire.encode(equal)) for number, (payload, _) in closed.samples.items()}
+    # 0.1 + 0.2 is not 0.3 to a computer.
+    equal = iter([0.1 + 0.2, 0.3])
+    same = {
+        number: (payload, wire.encode(wire.Score(value=next(equal)))) for number, (payload, _) in closed.samples.items()
+    }
     flat = opened(ClosedGroup(**{**vars(closed), "samples": same}), branch)
     assert flat.flat
     assert flat.zero_variance

@@ -150,9 +150,6 @@ async def test_two_ranks_know_the_ages_of_tokens(run, tmp_path):
         pids = [run.start(name=f"learner.{rank}", environ={**environ, "RANK": str(rank)}) for rank in range(2)]
         assert [await run.wait(pid) for pid in pids] == [0, 0], run.log() + run.log("learner.1")
     for line in run.steps():
-        trained = {age: tokens for age, tokens in line["staleness"].items() if tokens}
-        if line["zero_advantage_groups"] == 0:
-            assert line["lr"] == pytest.approx(1e-3 / (1 + line["staleness_mean"]) ** 0.5, rel=1e-6), trained
-        elif len(trained) == 1:
-            assert line["lr"] == pytest.approx(1e-3 / (1 + int(next(iter(trained)))) ** 0.5, rel=1e-6)
+        # Groups with equal rewards, which nobody computes, count as well.
+        assert line["lr"] == pytest.approx(1e-3 / (1 + line["staleness_mean"]) ** 0.5, rel=1e-6), line["staleness"]
     assert (await run.audit()).trained == 16

@@ -10,7 +10,12 @@ from streamrl.learner.algorithms.losses import LOSSES
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND
 
 ALL = LOSSES.names
-OPTIONS = {"ppo": {"dual_clip": None}, "dppo": {"regulariser": 1e-3}}
+OPTIONS = {
+    "ppo": {"dual_clip": None},
+    "gspo": {"dual_clip": None},
+    "gmpo": {"dual_clip": None},
+    "dppo": {"regulariser": 1e-3},
+}
 FAR = st.floats(-1000, 0, width=32)
 WILD = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
@@ -44,6 +49,19 @@ def check_finite(name, rows, size):
     assert torch.isfinite(gradient).all()
     bound = torch.e**LOG_RATIO_BOUND * tokens.advantages.abs() + LOG_RATIO_BOUND
     assert (gradient.abs() <= bound * 1.001).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(FAR, FAR, FAR, st.floats(-100, 100, width=32)), min_size=1, max_size=8), st.integers(1, 3))
+def test_without_options_no_gradient_is_above_twenty_advantages(name, rows, size):
+    """The greatest bound of a default is `dppo`'s cap of 20; kimi pulls back with up to tau x 20 of its own."""
+    logprobs, old, behaviour, advantages = zip(*rows, strict=True)
+    counts = [size] * (len(rows) // size) + ([len(rows) % size] if len(rows) % size else [])
+    tokens = tokens_of(logprobs, old, advantages, behaviour=behaviour, counts=counts)
+    _, gradient = differentiate(LOSSES.resolve(name, {}), tokens)
+    pull = 0.1 * LOG_RATIO_BOUND if name == "kimi" else 0.0
+    assert (gradient.abs() <= 20 * tokens.advantages.abs() + pull + 1e-9).all()
 
 
 @pytest.mark.parametrize("name", ALL)

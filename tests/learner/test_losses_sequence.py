@@ -6,6 +6,7 @@ import pytest
 import torch
 from loss_kit import differentiate, random_tokens, slope, tokens_of
 
+from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.losses_sequence import gmpo, gspo, kimi, topr, vespo
 
 LN = math.log
@@ -32,6 +33,37 @@ def test_gmpo_by_hand():
     assert result.per_token.tolist() == pytest.approx([-first, -first, 2 * second, third, third])
     assert gradient.tolist() == pytest.approx([0, -first, 2 * second, 0, 0])
     assert result.clipped.tolist() == [True, False, False, True, True]
+
+
+# One response of two tokens, u = e^6 and e^2: s = e^4 = 54.6, far above the bound; the same with A > 0
+FAR_OFF = tokens_of([-1.0, -1.0] * 2, [-7.0, -3.0] * 2, [-2.0, -2.0, 3.0, 3.0], counts=[2, 2])
+
+
+def test_gspo_has_a_bound_where_the_clip_has_none():
+    result, gradient = differentiate(gspo, FAR_OFF)
+    assert result.per_token.tolist() == pytest.approx([20, 20, -3 * (1 + 4e-4), -3 * (1 + 4e-4)])
+    assert gradient.tolist() == [0, 0, 0, 0]
+    assert result.clipped.all()
+    result, gradient = differentiate(lambda tokens: gspo(tokens, dual_clip=None), FAR_OFF)
+    assert gradient.tolist() == pytest.approx([2 * math.exp(4), 2 * math.exp(4), 0, 0])
+    _, gradient = differentiate(lambda tokens: gspo(tokens, dual_clip=60), FAR_OFF)
+    assert gradient.tolist() == pytest.approx([2 * math.exp(4), 2 * math.exp(4), 0, 0])
+
+
+def test_gmpo_has_a_bound_where_the_clip_has_none():
+    result, gradient = differentiate(gmpo, FAR_OFF)
+    # A > 0: both tokens are clipped to e^.4
+    assert result.per_token.tolist() == pytest.approx([20, 20, -3 * math.exp(0.4), -3 * math.exp(0.4)])
+    assert gradient.tolist() == [0, 0, 0, 0]
+    assert result.clipped.all()
+    _, gradient = differentiate(lambda tokens: gmpo(tokens, dual_clip=None), FAR_OFF)
+    assert gradient.tolist() == pytest.approx([2 * math.exp(4), 2 * math.exp(4), 0, 0])
+
+
+@pytest.mark.parametrize("loss", [gspo, gmpo])
+def test_a_bound_below_the_clip_is_refused(loss):
+    with pytest.raises(ConfigError, match="dual_clip"):
+        differentiate(lambda tokens: loss(tokens, dual_clip=1.0), BY_HAND)
 
 
 def test_topr_by_hand():

@@ -36,7 +36,7 @@ def work(samples):
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_rank_has_more_than_the_mean_and_one_group(lengths, world):
     groups = [group(number, length, length) for number, length in enumerate(lengths)]
-    owners, costs = share(groups, world, work, streams=True), [work(each.samples) for each in groups]
+    owners, costs = share(groups, world, work, all_read=False), [work(each.samples) for each in groups]
     assert set(owners) <= set(range(world))
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(world)]
     assert max(loads) <= sum(costs) / world + max(costs)
@@ -45,11 +45,11 @@ def test_no_rank_has_more_than_the_mean_and_one_group(lengths, world):
 def test_work_is_not_the_number_of_tokens():
     """Attention makes one response of 4000 tokens dearer than four of 1000."""
     groups = [group(0, 4000), group(1, 1000), group(2, 1000), group(3, 1000), group(4, 1000)]
-    owners = share(groups, 2, work, streams=True)
+    owners = share(groups, 2, work, all_read=False)
     assert owners == [0, 1, 1, 1, 1]
 
 
 def test_nobody_computes_a_group_without_advantage():
     groups = [group(0, 5), group(1, 5, advantage=0.0)]
-    assert share(groups, 2, work, streams=True) == [0, NOBODY]
-    assert sorted(share(groups, 2, work, streams=False)) == [0, 1], "a collected step counts all of its groups"
+    assert share(groups, 2, work, all_read=False) == [0, NOBODY]
+    assert sorted(share(groups, 2, work, all_read=True)) == [0, 1], "a collected step counts all of its groups"

@@ -59,6 +59,57 @@ def test_a_step_that_could_stream_gives_the_same_weights_collected(make, learner
     assert_same(weights(collected), weights(streaming))
 
 
+def five_groups(actor):
+    """Three groups of equal rewards whose tokens are fresh, two with a contrast that are six steps old."""
+    batch = rewarded(11, groups=5, near=actor)
+    batch = [
+        replace(
+            sample,
+            reward=1.0 if sample.gid < 3 else float(place % 2),
+            steps=np.full(len(sample.tokens), 10 if sample.gid < 3 else 4),
+        )
+        for place, sample in enumerate(batch)
+    ]
+    return estimated(batch, actor)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize("lr_scale", ["none", "staleness", "ess"])
+def test_leaving_responses_without_an_advantage_out_changes_nothing(make, lr_scale, collected):
+    """An entropy bonus too small to change a weight has all of them computed."""
+    settings = {"correction": {"lr_scale": lr_scale, "gates": [{"use": "tis"}, {"use": "mask", "low": 0.9}]}}
+    ours, whole = make(**settings), make(**settings, loss={"entropy": 1e-30})
+    assert not whole.recipe.skips_zero
+    batch = five_groups(ours)
+    done = [step(way_of(actor, collected=collected), batch, cuts=[1, 4]) for actor in (ours, whole)]
+    ages = np.concatenate([10 - sample.steps for sample in batch])
+    if lr_scale == "staleness":
+        assert done[0].lr == pytest.approx(1e-3 / np.sqrt(1 + ages.mean()), rel=1e-9)
+    assert done[0].lr == pytest.approx(done[1].lr, rel=1e-6)
+    assert done[0].grad_norm == pytest.approx(done[1].grad_norm, rel=1e-5)
+    first, second = (stats.trained for stats in done)
+    assert 0 < first.masked == second.masked
+    assert first.mean("age") == second.mean("age") == ages.mean()
+    assert first.masked_by_age == second.masked_by_age
+    for name in ("ess", "response_ess"):
+        assert getattr(first, name) == pytest.approx(getattr(second, name), rel=1e-6) != 1
+    for name in ("squared_log_ratio", "clipped", "capped", "masked", "kl_k1", "kl_k3", "entropy"):
+        assert first.mean(name) == pytest.approx(second.mean(name), rel=1e-5, abs=1e-9), name
+    assert_same(weights(ours), weights(whole))
+
+
+def test_a_reference_is_measured_on_the_same_responses(make):
+    settings = {"reference": {"kind": "frozen"}}
+    ours, whole = make(**settings), make(**settings, loss={"entropy": 1e-30})
+    batch = five_groups(ours)
+    far = [
+        step(way_of(actor, collected=False, reference=Other(actor, 0.5)), batch).trained.mean("kl_reference")
+        for actor in (ours, whole)
+    ]
+    assert far[0] == pytest.approx(far[1], rel=1e-6)
+    assert far[0] == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
+
+
 def test_several_passes_keep_the_policy_of_the_start_of_the_step(make):
     """Against the same updates by hand: log-probs once, then every update around them, mini-batches by permutation."""
     settings = {"passes": 2, "mini_batches": 3, "lr": 3e-3}
@@ -66,7 +117,8 @@ def test_several_passes_keep_the_policy_of_the_start_of_the_step(make):
     batch = estimated(rewarded(0, near=ours), ours)
     stats = step(way_of(ours, collected=True), batch, cuts=[1, 4])
     assert (stats.updates, stats.skipped_updates, stats.skipped) == (6, 0, False)
-    assert stats.trained.tokens == 2 * sum(len(sample.tokens) for sample in batch if sample.has_advantage)
+    assert stats.trained.tokens == 2 * count_tokens(batch)
+    assert stats.trained.measured == 2 * sum(len(sample.tokens) for sample in batch if sample.has_advantage)
     assert stats.trained.clipped > 0, "later updates leave the trust region somewhere"
 
     proximal = plain.compute_log_prob(batch).logprobs
@@ -139,7 +191,8 @@ def test_kl_in_the_loss_streams_with_its_reference(make):
     batch = [with_advantage(sample, 0.0) for sample in rewarded(4)]
     before = weights(ours)
     stats = step(way_of(ours, collected=False, reference=Other(ours, 0.5)), batch, cuts=[2])
-    assert stats.trained.tokens == count_tokens(batch), "without an advantage, too"
+    assert stats.trained.kl_tokens == count_tokens(batch), "without an advantage, too"
+    assert stats.trained.mean("kl_reference") == pytest.approx(0.125, rel=1e-3)
     assert stats.loss == pytest.approx(0.3 * 0.125, rel=1e-3)
     assert differ(before, weights(ours))
 

@@ -14,6 +14,7 @@ from replica_kit import Faulty, Learner, admit, check_sample, emitted, samples_o
 from streamrl.producers.engines import make_engine
 from streamrl.producers.replica import Replica, run_rollout
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues import leases
 from streamrl.queues.keys import GROUP
 from streamrl.wire import Prompt, Sample, decode
 
@@ -80,6 +81,47 @@ async def test_weights_that_are_too_old_stop_the_prompts_until_newer_ones_are_th
             assert [request.affinity for request in behind.requests] == ["g0"] * 4 + ["g1"] * 4
         finally:
             role.stop.set()
+            await asyncio.gather(task, return_exceptions=True)
+            await engine.close()
+
+
+async def test_a_prompt_that_was_asked_for_with_old_weights_waits_for_the_new_ones(small, monkeypatch):
+    """The replica asks for prompts, then a version comes out, then its prompts: the read that waits gets them."""
+    monkeypatch.setattr(leases, "_BLOCK_MS", 20_000)
+    small = small.set(None, max_staleness=0)
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        engine = make_engine(small.config, 1)
+        await engine.start()
+        behind = Behind(engine)
+        role = small.role("rollout.0", ledgers)
+        replica = Replica(role, behind, Tokenizer.load(small.config.model))
+        task = asyncio.create_task(replica.run())
+        prompts = ledgers.train.keys.prompts
+
+        async def asking():
+            clients = (await ledgers.connection.read("CLIENT", "LIST")).splitlines()
+            return any(b" cmd=xreadgroup " in client and b" flags=b" in client for client in clients)
+
+        try:
+            await until(asking)
+            behind.open.clear()
+            await learner.publish(2)
+            await until(lambda: replica._follower.newest_step == 2)
+            await admit(small, ledgers.train, 1, samples=4)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await until(lambda: behind.requests)
+            assert (await ledgers.connection.read("XPENDING", prompts, GROUP))[0] == 1
+            behind.open.set()
+            await until(lambda: emitted(ledgers.train, 4))
+            found = [decode(data, Sample) for data in (await samples_of(ledgers.train, 0)).values()]
+            assert {number for sample in found for _, number in sample.runs} == {2}
+        finally:
+            role.stop.set()
+            task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await engine.close()
 

@@ -31,7 +31,7 @@ from streamrl.learner.algorithms.egpo import (
     mean_uncertainty,
 )
 from streamrl.learner.algorithms.gae import generalized_advantages
-from streamrl.learner.algorithms.groupdata import FloatArray, GroupData
+from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal, difference
 from streamrl.learner.algorithms.normalisation import NORMALISATIONS, Normalisation, normalise
 from streamrl.learner.algorithms.registry import Registry
 
@@ -160,14 +160,14 @@ def _small_group(needs: frozenset[Need]) -> GroupData:
 
 def _centred(rewards: FloatArray) -> FloatArray:
     """Distance from the mean; exactly 0 for equal rewards and for a single one."""
-    if rewards.size < 2 or np.all(rewards == rewards[0]):
+    if all_equal(rewards):
         return np.zeros_like(rewards)
     peak = np.max(np.abs(rewards))  # taken out first, so that the sum does not overflow on rewards like 1e308
     return np.asarray((rewards / peak - np.mean(rewards / peak)) * peak)
 
 
 def _grpo(rewards: FloatArray) -> FloatArray:
-    if rewards.size < 2 or np.all(rewards == rewards[0]):
+    if all_equal(rewards):
         return np.zeros_like(rewards)
     peak = np.max(np.abs(rewards))
     scaled = rewards / peak
@@ -227,7 +227,7 @@ def reinforce_plus_plus_baseline(group: GroupData) -> list[FloatArray]:
 def remax(group: GroupData) -> list[FloatArray]:
     """Return of each token minus the reward of the greedy response (Li et al., arXiv 2310.10505)."""
     assert group.baseline_reward is not None
-    return [returns - group.baseline_reward for returns in _token_returns(group, 1.0)]
+    return [difference(returns, group.baseline_reward) for returns in _token_returns(group, 1.0)]
 
 
 @ESTIMATORS.register("opo")
@@ -235,7 +235,7 @@ def remax(group: GroupData) -> list[FloatArray]:
 def opo(group: GroupData) -> list[FloatArray]:
     """`A_i = r_i - sum(l r) / sum(l)` with lengths l: the baseline of least variance (Hao et al., arXiv 2505.23585)."""
     totals, lengths = group.totals, group.lengths
-    if totals.size < 2 or np.all(totals == totals[0]) or not lengths.any():
+    if all_equal(totals) or not lengths.any():
         return group.constant(np.zeros_like(totals))
     return group.constant(totals - np.sum(totals * (lengths / lengths.sum())))
 
@@ -255,7 +255,7 @@ def pass_at_k(group: GroupData) -> list[FloatArray]:
     advantages = np.zeros_like(totals)
     if totals.size > 1:
         best, scaled = int(np.argmax(totals)), _grpo(totals)
-        advantages[best] = scaled[best] - np.max(np.delete(scaled, best))
+        advantages[best] = difference(scaled[best : best + 1], np.max(np.delete(scaled, best)))[0]
     return group.constant(advantages)
 
 
@@ -334,6 +334,6 @@ def _generalized(group: GroupData, values: list[FloatArray], gamma: float, lam: 
         np.concatenate(values),
         gamma=gamma,
         lam=lam,
-        segments=np.repeat(np.arange(group.rewards.size), group.lengths),
+        lengths=group.lengths,
     )
     return np.split(flat, np.cumsum(group.lengths)[:-1])

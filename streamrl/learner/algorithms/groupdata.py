@@ -10,6 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
+ROUNDING = 1e-9
+"""Rewards that differ by less than this share of the largest one are equal: 0.1 + 0.2 is not 0.3 in floating point, and
+a deviation of rounding errors must neither divide an advantage nor count as a contrast."""
+
+
+def all_equal(values: FloatArray) -> bool:
+    """Whether values are equal up to `ROUNDING`; one value, and none, are."""
+    peak = np.max(np.abs(values), initial=0.0)
+    # The peak is taken out first, so that the difference does not overflow on rewards like 1e308.
+    return not peak or bool(np.ptp(values / peak) <= ROUNDING)
+
+
+def difference(left: FloatArray, right: float) -> FloatArray:
+    """Return `left - right`, exactly 0 where they are equal up to `ROUNDING`."""
+    found = left - right
+    found[np.abs(found) <= ROUNDING * np.maximum(np.abs(left), abs(right))] = 0
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

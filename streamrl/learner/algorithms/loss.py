@@ -141,3 +141,12 @@ def clipped_objective(
 def log_below_one(clip_low: float) -> float:
     """Log of 1 - clip_low; minus infinity for 1."""
     return math.log1p(-clip_low) if clip_low < 1 else -math.inf
+
+
+def log_dual_clip(dual_clip: float | None, least: float) -> float:
+    """Log of the greatest ratio where A < 0; None: `LOG_RATIO_BOUND`.
+
+    Raises:
+        ConfigError: it is below `least`, the upper end of the clip.
+    """
+    return LOG_RATIO_BOUND if dual_clip is None else math.log(option("dual_clip", dual_clip, least))

@@ -19,6 +19,7 @@ from streamrl.learner.algorithms.loss import (
     clipped_objective,
     half_square,
     log_below_one,
+    log_dual_clip,
     log_ratio,
     option,
     policy_loss,
@@ -46,13 +47,12 @@ def ppo(
             1912.09729, section 3.4) and the two-sided cap delta of INTELLECT-2 (arXiv 2505.07291) are this one bound.
     """
     high = option("clip_high", clip_high, 0)
-    log_cap = LOG_RATIO_BOUND if dual_clip is None else math.log(option("dual_clip", dual_clip, 1 + high))
     return clipped_objective(
         log_ratio(tokens),
         tokens.advantages,
         log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
         log_high=math.log1p(high),
-        log_cap=log_cap,
+        log_cap=log_dual_clip(dual_clip, 1 + high),
     )
 
 

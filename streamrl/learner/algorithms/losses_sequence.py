@@ -19,6 +19,7 @@ from streamrl.learner.algorithms.loss import (
     clipped_objective,
     half_square,
     log_below_one,
+    log_dual_clip,
     log_ratio,
     option,
     policy_loss,
@@ -31,7 +32,9 @@ _LOG_LEAST = math.log(1e-8)
 
 
 @policy_loss("gspo", uses_ratio=True)
-def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
+def gspo(
+    tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = 10.0
+) -> LossResult:
     """GSPO: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` (arXiv 2507.18071, equation 5).
 
     The paper aggregates by `sequence_mean`.
@@ -40,20 +43,25 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
         tokens: of whole responses.
         clip_low: in [0, 1].
         clip_high: at least 0.
+        dual_clip: greatest s where A < 0, above 1 + clip_high; None: e^20. The dual clip of `ppo`, on the ratio of
+            the response: the paper's minimum leaves that side open.
     """
+    high = option("clip_high", clip_high, 0)
     log_u = _bounded(log_ratio(tokens).detach())
     log_s = tokens.spread(tokens.mean_per_response(log_u))
     return clipped_objective(
         log_s + tokens.logprobs - tokens.logprobs.detach(),
         tokens.advantages,
         log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
-        log_high=math.log1p(option("clip_high", clip_high, 0)),
-        log_cap=LOG_RATIO_BOUND,
+        log_high=math.log1p(high),
+        log_cap=log_dual_clip(dual_clip, 1 + high),
     )
 
 
 @policy_loss("gmpo", uses_ratio=True)
-def gmpo(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossResult:
+def gmpo(
+    tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4, dual_clip: float | None = 10.0
+) -> LossResult:
     """GMPO: `-s' A`, s' the geometric mean of token ratios clipped one by one (arXiv 2507.20673).
 
     A ratio is clipped from above where A > 0 and from below where A < 0, in log space. Tokens that are clipped give no
@@ -63,12 +71,16 @@ def gmpo(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Lo
         tokens: of whole responses.
         clip_low: the ratio is bounded by e^-clip_low, at least 0.
         clip_high: the ratio is bounded by e^clip_high, at least 0.
+        dual_clip: greatest s' where A < 0, above e^clip_high; None: e^20. As in `gspo`.
     """
     log_low, log_high = -option("clip_low", clip_low, 0), option("clip_high", clip_high, 0)
+    log_cap = log_dual_clip(dual_clip, math.exp(log_high))
     log_u = _bounded(log_ratio(tokens).detach())
     bounded = torch.where(tokens.advantages >= 0, log_u.clamp(max=log_high), log_u.clamp(min=log_low))
-    clipped = (bounded != log_u) & (tokens.advantages != 0)
-    ratio = tokens.spread(tokens.mean_per_response(bounded)).exp()
+    log_s = tokens.spread(tokens.mean_per_response(bounded))
+    capped = torch.where(tokens.advantages < 0, log_s.clamp(max=log_cap), log_s)
+    clipped = ((bounded != log_u) | (capped != log_s)) & (tokens.advantages != 0)
+    ratio = capped.exp()
     per_token = -tokens.advantages * torch.where(clipped, ratio, with_gradient(ratio, tokens.logprobs))
     return LossResult(per_token=per_token, clipped=clipped)
 

@@ -56,6 +56,7 @@ def objective(
     *,
     weights: torch.Tensor | None = None,
     limits: Sequence[float | None] | None = None,
+    measure_all: bool = False,
 ) -> Objective:
     """Return `weight x (gates x loss + kl_coefficient x KL - entropy coefficient x entropy)` of each token.
 
@@ -68,6 +69,7 @@ def objective(
         kl_coefficient: present value of the controller; used with `learner.kl.where` loss.
         weights: of the aggregation (`aggregation.token_weights`), shape (n,); None: 1.
         limits: of gates that see the whole step (`Corrections.step_limits`); None: these tokens decide.
+        measure_all: statistics are over all responses, not only over those with an advantage.
     """
     correction = correct(tokens, terms.corrections, limits)
     loss = terms.loss(tokens)
@@ -89,6 +91,8 @@ def objective(
         cut=correction.cut,
         keep=correction.keep,
         kl_reference=kl,
+        kl_whole=terms.kl.where == "loss",
+        measure_all=measure_all,
     )
     return Objective(per_token=per_token, sums=sums)
 

@@ -120,10 +120,23 @@ class Recipe:
         whole = self.updates > 1 or self.corrections.whole_step or self.critic
         return self.early and self.estimator.normalise == "none" and not whole
 
+    @property
+    def measures_all(self) -> bool:
+        """Whether log-probabilities of responses without an advantage are needed: they count in the learning rate.
+
+        VCPO's effective sample size is that of the whole mini-batch (arXiv 2602.17616, section 4.1).
+        """
+        return self.lr_scale == "ess"
+
     @cached_property
     def skips_zero(self) -> bool:
         """Whether a response without an advantage has no gradient at all, so that leaving it out is exact."""
-        return self.early and not self.critic and not reaches_zero_advantage(self)
+        return self.early and not (self.critic or self.measures_all) and not reaches_zero_advantage(self)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether some rank has to read every group, also one without a gradient: its rewards or its ages count."""
+        return not self.streams or self.lr_scale != "none"
 
     @cached_property
     def computes(self) -> frozenset[Computed]:

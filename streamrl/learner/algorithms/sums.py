@@ -39,20 +39,30 @@ class Sums:
 
     def mean(self, name: str) -> float:
         """Mean of a field per token; 0 without tokens."""
-        value: float = getattr(self, name)
-        return value / self.tokens if self.tokens else 0.0
+        value, count = getattr(self, name), self.count(name)
+        return float(value / count) if count else 0.0
+
+    def count(self, name: str) -> float:
+        """Number of tokens that a field is summed over."""
+        del name
+        return self.tokens
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenSums(Sums):
-    """Sums over trained tokens, from which all statistics of a loss follow.
+    """Sums over the tokens of an update, from which all statistics of a loss follow.
+
+    They do not depend on whether responses without an advantage were computed. What needs log-probabilities is summed
+    over the measured tokens: those of responses with an advantage, or of all where the learning rate follows the
+    effective sample size of the whole update (`Recipe.measures_all`).
 
     w is the importance weight before any bound: the policy at the start of the step (with base bypass: the present
     one) over the one that sampled.
 
     Attributes:
-        tokens: number of trained tokens.
-        responses: number of trained responses.
+        tokens: number of tokens, measured or not.
+        measured: number of measured tokens.
+        responses: number of measured responses.
         loss: sum of what is differentiated, with the weights of the aggregation.
         weight: sum of w.
         weight_squared: sum of w^2.
@@ -62,15 +72,17 @@ class TokenSums(Sums):
         clipped: tokens on which the trust region of the loss acted.
         capped: tokens whose weight a gate cut.
         masked: tokens that a gate dropped.
-        age: sum of the staleness in steps.
+        age: sum of the staleness in steps, over `tokens`.
         kl_k1: sum of -log w, the plain estimator of KL(behaviour || policy).
         kl_k3: sum of w - 1 - log w, the low-variance estimator of the same; never negative.
         kl_reference: sum of the estimate of the KL to the reference policy, before its coefficient; 0 without one.
+        kl_tokens: number of tokens that `kl_reference` is summed over: all with a KL in the loss, else the measured.
         entropy: sum of the entropies in nats; 0 when they were not computed.
-        tokens_0: trained tokens of staleness 0; the next ones: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
+        tokens_0: measured tokens of staleness 0; the next ones: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
         masked_0: of those, the tokens that a gate dropped; likewise.
     """
 
+    measured: float = 0.0
     responses: float = 0.0
     loss: float = 0.0
     weight: float = 0.0
@@ -85,6 +97,7 @@ class TokenSums(Sums):
     kl_k1: float = 0.0
     kl_k3: float = 0.0
     kl_reference: float = 0.0
+    kl_tokens: float = 0.0
     entropy: float = 0.0
     tokens_0: float = 0.0
     tokens_1: float = 0.0
@@ -103,10 +116,15 @@ class TokenSums(Sums):
         """Sums over both."""
         return TokenSums(**{name: getattr(self, name) + getattr(other, name) for name in TOKEN_SUMS})
 
+    def count(self, name: str) -> float:
+        """See `Sums.count`."""
+        wide = {"age": self.tokens, "kl_reference": self.kl_tokens}
+        return wide.get(name, self.measured)
+
     @property
     def ess(self) -> float:
         """Normalised effective sample size of tokens, (sum w)^2 / (n sum w^2), in (0, 1]; 1 without tokens."""
-        return _ess(self.tokens, self.weight, self.weight_squared)
+        return _ess(self.measured, self.weight, self.weight_squared)
 
     @property
     def response_ess(self) -> float:
@@ -115,7 +133,7 @@ class TokenSums(Sums):
 
     @property
     def masked_by_age(self) -> dict[str, float]:
-        """Share of the trained tokens that a gate dropped, by bucket of staleness; only buckets with tokens."""
+        """Share of the measured tokens that a gate dropped, by bucket of staleness; only buckets with tokens."""
         counts = {bucket: getattr(self, f"tokens_{bucket}") for bucket in AGE_BUCKETS}
         return {
             bucket.replace("_", "-"): getattr(self, f"masked_{bucket}") / count
@@ -140,6 +158,8 @@ def token_sums(
     cut: torch.Tensor,
     keep: torch.Tensor,
     kl_reference: torch.Tensor | None,
+    kl_whole: bool,
+    measure_all: bool,
 ) -> torch.Tensor:
     """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
 
@@ -151,37 +171,56 @@ def token_sums(
         cut: bool, shape (n,).
         keep: bool, shape (n,).
         kl_reference: estimate of each token, shape (n,); None without a reference.
+        kl_whole: the KL is summed over all tokens, not over the measured ones.
+        measure_all: all tokens are measured, not only those of responses with an advantage.
     """
     wide = log_ratio.detach().double()
     bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weight = bounded.exp()
     ones, none = torch.ones_like(wide), torch.zeros_like(wide)
+    measured, responses = ones, torch.ones_like(tokens.counts, dtype=wide.dtype)
+    if not measure_all:
+        responses = (tokens.sum_per_response((tokens.advantages != 0).double()) > 0).double()
+        measured = tokens.spread(responses)
+    of_kl = none if kl_reference is None else ones if kl_whole else measured
     masked = (~keep).double()
     ages = tokens.ages.to(wide.device)
     # A table of the starts would have to be copied to the device, and the host would wait for that.
     bucket = torch.stack([ages >= start for start in _AGE_STARTS]).sum(dim=0)
-    by_age = wide.new_zeros(2, len(AGE_BUCKETS)).index_add(1, bucket, torch.stack([ones, masked]))
-    response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp()
-    columns = (
-        ones,
-        none,
-        loss.detach().double(),
-        weight,
-        weight * weight,
-        none,
-        none,
-        wide * wide,
-        clipped.double(),
-        cut.double(),
-        masked,
-        ages.double(),
-        -wide,
-        weight - 1 - bounded,
-        none if kl_reference is None else kl_reference.detach().double(),
-        none if tokens.entropy is None else tokens.entropy.detach().double(),
-    )
-    sums = torch.cat([torch.stack(columns).sum(dim=1), by_age.flatten()])
-    sums[TOKEN_SUMS.index("responses")] = tokens.counts.shape[0]
-    sums[TOKEN_SUMS.index("response_weight")] = response.sum()
-    sums[TOKEN_SUMS.index("response_weight_squared")] = (response * response).sum()
-    return sums
+    by_age = wide.new_zeros(2, len(AGE_BUCKETS)).index_add(1, bucket, torch.stack([measured, measured * masked]))
+    response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp() * responses
+    columns = {
+        "tokens": ones,
+        "measured": measured,
+        "loss": loss.detach().double(),
+        "weight": measured * weight,
+        "weight_squared": measured * weight * weight,
+        "squared_log_ratio": measured * wide * wide,
+        "clipped": measured * clipped,
+        "capped": measured * cut,
+        "masked": measured * masked,
+        "age": ages.double(),
+        "kl_k1": measured * -wide,
+        "kl_k3": measured * (weight - 1 - bounded),
+        "kl_reference": none if kl_reference is None else of_kl * kl_reference.detach().double(),
+        "kl_tokens": of_kl,
+        "entropy": none if tokens.entropy is None else measured * tokens.entropy.detach().double(),
+    }
+    found = dict(zip(columns, torch.stack(tuple(columns.values())).sum(dim=1).unbind(), strict=True))
+    found |= {
+        "responses": responses.sum(),
+        "response_weight": response.sum(),
+        "response_weight_squared": (response * response).sum(),
+    }
+    head = [found[name] for name in TOKEN_SUMS[: len(found)]]
+    return torch.cat([torch.stack(head), by_age.flatten()])
+
+
+def skipped_sums(tokens: int, age: int) -> torch.Tensor:
+    """The sums of responses that were not computed, on the CPU: they have no advantage, so nothing is measured.
+
+    Args:
+        tokens: of these responses.
+        age: sum of their staleness in steps.
+    """
+    return torch.tensor([{"tokens": tokens, "age": age}.get(name, 0) for name in TOKEN_SUMS], dtype=torch.float64)

@@ -96,10 +96,30 @@ def test_gae_takes_gamma_and_lambda_from_the_critic():
         Estimator.of(config)(group([1], [2]))
 
 
+ROUNDED = [
+    [0.1 + 0.2, 0.3],
+    [-0.3, -0.1 - 0.2, -0.3],
+    [1e12 * (0.1 + 0.2), 3e11],  # twelve digits more than the 1e-6 that is added to a deviation
+    [sum([0.1] * 10), 1.0, 1.0],
+]
+"""Rewards that are equal but for the order in which they were added up."""
+
+
 @pytest.mark.parametrize("use", OWN_BASELINE)
-@pytest.mark.parametrize("rewards", [[], [1.0], [0.1] * 7, [-3.7] * 3, [1e300] * 4])
+@pytest.mark.parametrize("rewards", [[], [1.0], [0.1] * 7, [-3.7] * 3, [1e300] * 4, *ROUNDED])
 def test_equal_rewards_and_a_group_of_one_give_exactly_zero(use, rewards):
     assert [tokens.tolist() for tokens in estimator(use)(group(rewards))] == [[0.0, 0.0]] * len(rewards)
+
+
+@pytest.mark.parametrize("use", [*OWN_BASELINE, "remax"])
+def test_a_small_contrast_is_not_rounding(use):
+    found = per_response(use, [1.0, 1.0, 1.0 + 1e-6], data={"baseline_reward": 1.0})
+    assert found[2] > 0
+
+
+def test_a_reward_equal_to_that_of_the_greedy_response_is_worth_nothing():
+    assert per_response("remax", [0.1 + 0.2, 0.3, 1.3], data={"baseline_reward": 0.3})[:2] == [0, 0]
+    assert per_response("pass_at_k", [0.1 + 0.2, 0.3, 0.0]) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])

@@ -269,13 +269,14 @@ def test_what_gives_zero_advantage_tokens_a_gradient(loss, kl, entropy, reaches)
 
 def test_the_learning_rate_by_hand():
     sums = TokenSums(
-        tokens=4,
+        tokens=8,
+        measured=4,
         responses=2,
         weight=7.0,
         weight_squared=25.0,
         response_weight=4.0,
         response_weight_squared=10.0,
-        age=6.0,
+        age=12.0,
     )
     assert lr_factor("none", sums) == 1
     assert lr_factor("ess", sums) == lr_factor("ess", sums, "geometric") == pytest.approx(math.sqrt(49 / 100))
