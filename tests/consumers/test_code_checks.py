@@ -279,25 +279,26 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-async def test_no_trick_passes_tests_that_a_right_program_passes(target):
+BY_COMPARISON = ("near", "unittest", "order")
+
+
+def tricks(before=""):
+    """One run of each trick, of those that are about comparison or unittest with the other targets as well."""
+    runs = {"right": score(ADD, before + TARGETS["unittest"])}
+    for name, attack in ATTACKS.items():
+        others = BY_COMPARISON if "equals everything" in name or "built-in" in name else ()
+        for target in ("assert", *others, *(["unittest"] if "unittest" in attack and not others else [])):
+            runs[f"{name}, {target}"] = score(f"{WRONG}\n{attack}", before + TARGETS[target])
+    return together(runs)
+
+
+async def test_no_trick_passes_tests_that_a_right_program_passes():
     need("namespaces")
-    programs = {name: f"{WRONG}\n{attack}" for name, attack in ATTACKS.items()} | {"right": ADD}
-    found = await together({name: score(program, TARGETS[target]) for name, program in programs.items()})
-    assert {name for name, value in found.items() if value} == {"right"}
-
-
-INSIDE = "import sys\n"
-"""Tests that import it run in the program's process."""
+    assert {name for name, value in (await tricks()).items() if value} == {"right"}
 
 
 async def test_no_trick_of_these_passes_in_the_process_of_the_program_either():
     need("namespaces")
-    answers = ATTACKS | {"answers": 'import os\nos.write(11, b"loaded\\n1\\n" * 9)\ndef add(a, b): os._exit(0)'}
-    runs = {
-        (name, target): score(f"{WRONG}\n{attack}", INSIDE + TARGETS[target])
-        for name, attack in answers.items()
-        for target in ("assert", "unittest")
-    }
-    found = await together(runs | {"right": score(ADD, INSIDE + TARGETS["unittest"])})
-    assert {name for name, value in found.items() if value} == {"right"}
+    assert {name for name, value in (await tricks("import sys\n")).items() if value} == {"right"}
+    blind = 'import os\nos.write(11, b"loaded\\n1\\n" * 9)\ndef add(a, b): os._exit(0)'
+    assert await score(blind, "import sys\n" + TARGETS["assert"]) == 0.0

@@ -269,7 +269,7 @@ def _serve(requests: int, replies: int) -> NoReturn:
             writer.flush()
             host = _Host(program)
             for line in reader:
-                answer = _inside(*json.loads(line), program, own) if order["inside"] else host.answer(line)
+                answer = _inside(json.loads(line), program, own) if order["inside"] else host.answer(line)
                 writer.write(json.dumps(answer).encode() + b"\n")
                 writer.flush()
         code = 0
@@ -285,8 +285,9 @@ def _serve(requests: int, replies: int) -> NoReturn:
             os._exit(code)
 
 
-def _inside(word: str, task: dict[str, Any], program: dict[str, Any], own: dict[str, Any]) -> list[Any]:
+def _inside(order: list[Any], program: dict[str, Any], own: dict[str, Any]) -> list[Any]:
     """Run tests in this process, with names of their own; return the word and how many checks were executed."""
+    word, task = order
     module = types.ModuleType("tests")
     space = module.__dict__
     space.update({name: value for name, value in program.items() if name not in task["kept"]})
