@@ -14,7 +14,7 @@ from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.answers import one_of
 from streamrl.consumers.rules.code_blocks import program_in
-from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, judge, read_tests
+from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, Unchecked, judge, read_tests
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
 from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.wrappers import interpreter
@@ -23,6 +23,9 @@ from streamrl.errors import ConfigError, DataError
 _PYTHON: Final = ("python", "py", "python3", "")
 _DRIVER: Final = (Path(sandbox_package.__file__).parent / "driver.py").read_text(encoding="utf-8")
 _SETUP_SECONDS: Final = 60.0
+_OUR_PROCESSES: Final = 2
+"""Code of tests runs in a process of its own, and another one waits for tests that need the program's."""
+_UNCHECKED_HINT: Final = "a loop over nothing, perhaps; code of tests needs an assert that is executed"
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class Code(Reward):
 
     Args:
         tests: key of the metadata with the tests of the prompt.
+        entry_point: key of the metadata with the name of the function that is tested, for HumanEval's `check(...)`.
         credit: `share` of the tests that are passed, or `all`: 1 when every one is.
         max_tests: only so many, the first ones; None: all.
         languages: of fenced blocks that are programs; empty text for blocks that name none.
@@ -91,6 +95,7 @@ class Code(Reward):
         self,
         *,
         tests: str = "tests",
+        entry_point: str = "entry_point",
         credit: Literal["share", "all"] = "share",
         max_tests: int | None = None,
         languages: Sequence[str] = _PYTHON,
@@ -124,10 +129,11 @@ class Code(Reward):
             memory=memory_mib << 20,
             address_space=None if address_space_mib is None else address_space_mib << 20,
             disk=disk_mib << 20,
-            processes=processes,
+            processes=processes + _OUR_PROCESSES,
             output=output_kib << 10,
         )
-        self._tests, self._max_tests, self._all = tests, max_tests, credit == "all"
+        self._tests, self._entry = tests, entry_point
+        self._max_tests, self._all = max_tests, credit == "all"
         self._languages, self._fenced = frozenset(map(str.lower, languages)), fenced
         self._tolerance, self._total = tolerance, total
         self._file = file
@@ -164,14 +170,18 @@ class Code(Reward):
         where = f"metadata {self._tests} of line {sample.prompt.line}"
         if self._tests not in sample.prompt.metadata:
             raise DataError(f"{where} is missing", "the rule code needs tests: name their key with args.tests")
-        tests = read_tests(sample.prompt.metadata[self._tests], where)[: self._max_tests]
+        entry = sample.prompt.metadata.get(self._entry)
+        tests = read_tests(sample.prompt.metadata[self._tests], where, entry)[: self._max_tests]
         if self._command is not None and any(test.kind != "stdin" for test in tests):
             raise DataError(f"{where} calls functions", "a program that a command runs can read and print only")
         tally = _Tally(self._total)
         text = program_in(sample.text, self._languages, fenced=self._fenced)
         if text is not None:
-            await self._run(text, [test for test in tests if test.kind == "stdin"], tally)
-            await self._run(text, [test for test in tests if test.kind != "stdin"], tally)
+            try:
+                for kind in ("stdin", "call", "code"):
+                    await self._run(text, [test for test in tests if test.kind == kind], tally)
+            except Unchecked:
+                raise DataError(f"{where} has code that has executed no check", _UNCHECKED_HINT) from None
         counts = tally.counts
         counts["unrun"] = len(tests) - counts.total()
         passed = counts["passed"]
@@ -199,7 +209,8 @@ class Code(Reward):
         if test.kind != "stdin":
             script = "driver.py"
             files = {"solution.py": text, script: _DRIVER}
-        return Program(argv=(self._interpreter.path, "-s", "-B", script), files=files, visible=self._visible)
+        argv = (self._interpreter.path, "-s", "-B", script, *([] if test.kind == "stdin" else [test.kind]))
+        return Program(argv=argv, files=files, visible=self._visible)
 
 
 def _looked_up(command: Sequence[str]) -> tuple[str, ...]:

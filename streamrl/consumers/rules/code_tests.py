@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
+from streamrl.consumers.rules.code_checks import NoTests, read_checks
 from streamrl.consumers.sandbox import Execution
 from streamrl.errors import DataError
 
@@ -39,18 +40,23 @@ class CodeTest:
     wanted: tuple[Any, ...]
 
 
+class Unchecked(Exception):
+    """Code of tests ran to its end without a check, whatever the program is."""
+
+
 @dataclass(slots=True)
 class _Malformed(Exception):
     why: str
 
 
-def read_tests(value: Any, where: str) -> list[CodeTest]:
+def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTest]:
     """Return the tests in a value of the metadata.
 
     Args:
         value: a list of tests, a mapping of `inputs` and `outputs` (with `fn_name` for calls), or a text with either as
             JSON; any other text is code.
         where: names the value in errors.
+        entry: name of the function that HumanEval's `check` is called with, where a test names none; None: unknown.
 
     Raises:
         DataError: it has another form, or no test at all; says what is wrong and where.
@@ -64,7 +70,7 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
         if isinstance(value, Mapping):
             tests = _pairs(value)
         elif isinstance(value, list):
-            tests = [_test(item) for item in value]
+            tests = [_test(item, entry) for item in value]
         else:
             raise _Malformed(f"is a {type(value).__name__}, not a list of tests")
     except _Malformed as error:
@@ -81,6 +87,9 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
         test: that was run.
         execution: what came of the run.
         tolerance: largest relative difference of numbers that counts as none.
+
+    Raises:
+        Unchecked: code of tests has asked the program for nothing and executed no check.
     """
     if execution.outcome in {"time", "memory", "output"}:
         return execution.outcome
@@ -89,6 +98,8 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
     if test.kind == "stdin":
         return "passed" if same_output(execution.stdout, test.wanted[0], tolerance) else "wrong"
     if test.kind == "code":
+        if execution.result == f"{test.wanted[0]} unchecked":
+            raise Unchecked
         return "passed" if execution.result == test.wanted[0] else "wrong"
     try:
         found = orjson.loads(execution.result)
@@ -172,15 +183,15 @@ def _pairs(value: Mapping[str, Any]) -> list[CodeTest]:
     return tests
 
 
-def _test(item: Any) -> CodeTest:
+def _test(item: Any, entry: str | None) -> CodeTest:
     if isinstance(item, str):
-        return _code(item)
+        return _code(item, entry)
     if not isinstance(item, Mapping):
         raise _Malformed(f"has a {type(item).__name__} among its tests")
     if "call" in item:
         return _call(item)
     if "code" in item:
-        return _code(item["code"])
+        return _code(item["code"], item.get("entry_point", entry))
     if "input" in item and "output" in item:
         return _program(item["input"], item["output"])
     raise _Malformed(f"has a test with the keys {', '.join(map(str, item)) or 'none'}")
@@ -205,8 +216,14 @@ def _call(item: Mapping[str, Any]) -> CodeTest:
     return CodeTest("call", orjson.dumps({"call": name, "args": args, "kwargs": named}).decode(), (item["output"],))
 
 
-def _code(text: Any) -> CodeTest:
+def _code(text: Any, entry: Any) -> CodeTest:
     if not isinstance(text, str) or not text.strip():
         raise _Malformed("has `code` that is no text, or empty")
+    if entry is not None and not isinstance(entry, str):
+        raise _Malformed(f"has the entry point {entry!r}, which is no text")
+    try:
+        checks = read_checks(text, entry)
+    except NoTests as error:
+        raise _Malformed(str(error)) from None
     token = secrets.token_hex(16)
-    return CodeTest("code", orjson.dumps({"code": text, "token": token}).decode(), (token,))
+    return CodeTest("code", orjson.dumps({**checks.task, "token": token}).decode(), (token,))

@@ -1,0 +1,367 @@
+"""Code of tests, before it is run: what of it is run, that it checks something, and where it can run.
+
+The text comes from the data set and is trusted; the program that it tests is not, and has no part in what is said here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+_CHECKED: Final = "__streamrl_checked__"
+_ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)*")
+_BUILT_IN: Final = frozenset(dir(builtins))
+_CHECKING: Final = ("raises", "fail")
+_STANDARD: Final = (
+    "__future__ abc bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib heapq"
+    " itertools json math numbers operator pathlib pprint pytest random re solution statistics string tempfile textwrap"
+    " time typing unittest"
+)
+_APART: Final = frozenset(_STANDARD.split())
+"""Modules that work the same in another process than the program's."""
+_OF_THE_PROCESS: Final = frozenset({"eval", "exec", "globals", "locals", "vars", "input", "id", "super", "__import__"})
+_METHODS: Final = "append extend insert remove pop popleft appendleft clear sort reverse add discard update setdefault"
+_CHANGING: Final = frozenset(_METHODS.split())
+_SETUPS: Final = ("setup", "setup_method", "setup_class", "teardown", "teardown_method", "teardown_class")
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class NoTests(ValueError):
+    """Code that cannot be the tests of a program; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Code of tests, ready to run.
+
+    Attributes:
+        task: for the driver: `code`, with a count of the checks that are executed; test `functions` and `classes` to
+            run after it; `names` that it takes from the program, names that are `kept` from it, and `modules` that it
+            uses without importing them; whether it needs `unittest`, `skips` tests by itself, and must run `inside` the
+            program's process.
+    """
+
+    task: Mapping[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def read_checks(text: str, entry: str | None) -> Checks:
+    """Return code of tests ready to run.
+
+    Run are the code, then its functions whose names begin with `test`, its classes of unittest, and those whose names
+    begin with `Test`. A function `check` with one argument that nobody calls is called with the entry point, as in
+    HumanEval.
+
+    Args:
+        text: the code.
+        entry: name of the function that is tested, `Solution().name` or `Solution.name`; None: there is none.
+
+    Raises:
+        NoTests: it is no Python, executes no check, or has a form that cannot be run.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        where = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
+        raise NoTests(f"has code that is no Python{where}") from None
+    tree.body = [one for one in tree.body if not _is_main(one)]
+    _call_check(tree, entry)
+    functions, classes = _test_functions(tree), _test_classes(tree)
+    if not any(_checks(node, _defined(tree)) for node in _reachable(tree, {*functions, *classes})):
+        raise NoTests(
+            "has code that executes no check: there is no assert in what is run (a comparison alone, or one that is"
+            " returned, checks nothing)"
+        )
+    names, kept, modules = _names(tree, entry)
+    inside = _inside(tree, names)
+    code = ast.unparse(ast.fix_missing_locations(_Instrument(_defined(tree)).visit(tree)))
+    task = {
+        "code": code,
+        "functions": functions,
+        "classes": classes,
+        "names": sorted(names - kept - modules),
+        "kept": sorted(kept | modules),
+        "modules": sorted(modules),
+        "unittest": "unittest" in text or "TestCase" in text,
+        "skips": "skip" in text.lower(),
+        "inside": inside,
+    }
+    return Checks(task)
+
+
+def _is_main(node: ast.stmt) -> bool:
+    """Whether it is `if __name__ == "__main__"`, which no test is run as."""
+    return isinstance(node, ast.If) and any(
+        isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test)
+    )
+
+
+def _defined(tree: ast.Module) -> dict[str, ast.stmt]:
+    return {node.name: node for node in tree.body if isinstance(node, _Definition)}
+
+
+def _loaded(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        for one in ast.walk(node):
+            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load):
+                yield one.id
+
+
+def _call_check(tree: ast.Module, entry: str | None) -> None:
+    """Add the call of HumanEval's `check`, where nobody calls it."""
+    check = _defined(tree).get("check")
+    if not isinstance(check, ast.FunctionDef) or len(check.args.args) != 1:
+        return
+    if "check" in _loaded(node for node in tree.body if node is not check):
+        return
+    if entry is None:
+        raise NoTests(
+            "has code that defines check(...) and does not call it: give the name of the function that is tested as"
+            " `entry_point`, in the line or in the test"
+        )
+    if not _ENTRY.fullmatch(entry):
+        raise NoTests(f"has the entry point {entry!r}, which is no name of a function")
+    owner, _, name = entry.rpartition(".")
+    function = f"{owner if owner.endswith(')') else owner + '()'}.{name}" if owner else name
+    tree.body.extend(ast.parse(f"check({function})").body)
+
+
+def _test_functions(tree: ast.Module) -> list[str]:
+    found = []
+    for node in tree.body:
+        if not isinstance(node, _Function) or not node.name.startswith("test"):
+            continue
+        others = list(_loaded(one for one in tree.body if one is not node))
+        if _needs(node, 0):
+            if node.name in others:
+                continue  # called by others, with what it needs
+            raise NoTests(f"has a test {node.name} with arguments: fixtures and parameters are not known here")
+        _refuse_generator(node)
+        found.append(node.name)
+    return found
+
+
+def _test_classes(tree: ast.Module) -> list[str]:
+    found: list[str] = []
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        bases = [ast.unparse(base) for base in node.bases]
+        of_unittest = any(base.endswith("TestCase") or base in found for base in bases)
+        if not of_unittest and not node.name.startswith("Test"):
+            continue
+        methods = [one for one in node.body if isinstance(one, _Function)]
+        tests = [one for one in methods if one.name.startswith("test")]
+        for test in tests:
+            _refuse_generator(test)
+            if _needs(test, 1) and not test.decorator_list:
+                raise NoTests(f"has a test {node.name}.{test.name} with arguments: fixtures are not known here")
+            if of_unittest and isinstance(test, ast.AsyncFunctionDef) and "IsolatedAsyncioTestCase" not in str(bases):
+                raise NoTests(
+                    f"has an async test {node.name}.{test.name} in a class that is no unittest.IsolatedAsyncioTestCase:"
+                    " unittest does not run it"
+                )
+        if not of_unittest and (odd := [one.name for one in methods if one.name in _SETUPS]):
+            raise NoTests(f"has a class {node.name} with {odd[0]}, which is pytest's: write a unittest.TestCase")
+        if tests or of_unittest:
+            found.append(node.name)
+    return found
+
+
+def _needs(node: ast.FunctionDef | ast.AsyncFunctionDef, given: int) -> bool:
+    """Whether a function needs more arguments than are given."""
+    args = node.args
+    needed = len(args.posonlyargs) + len(args.args) - len(args.defaults)
+    return needed > given or any(default is None for default in args.kw_defaults)
+
+
+def _refuse_generator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in _own(node)):
+        raise NoTests(f"has a test {node.name} with yield: nobody would run what it yields")
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """All below a node, without the functions and classes that are defined in it."""
+    waiting = list(ast.iter_child_nodes(node))
+    while waiting:
+        one = waiting.pop()
+        yield one
+        if not isinstance(one, (*_Definition, ast.Lambda)):
+            waiting.extend(ast.iter_child_nodes(one))
+
+
+def _reachable(tree: ast.Module, roots: set[str]) -> list[ast.stmt]:
+    """The statements that are run: those outside of functions, the tests, and the functions that these name."""
+    defined = _defined(tree)
+    found = [node for node in tree.body if not isinstance(node, _Definition) or node.name in roots]
+    waiting = list(found)
+    while waiting:
+        for name in set(_loaded([waiting.pop()])):
+            node = defined.get(name)
+            if node is not None and node not in found:
+                found.append(node)
+                waiting.append(node)
+    return found
+
+
+def _checks(node: ast.AST, defined: Mapping[str, Any]) -> bool:
+    return any(_is_check(one, defined) for one in ast.walk(node))
+
+
+def _is_check(node: ast.AST, defined: Mapping[str, Any]) -> bool:
+    """Whether it fails a test, or can: an assert, a call of an assert function, a raise that depends on something."""
+    if isinstance(node, ast.Call):
+        return _asserts(node, defined)
+    if isinstance(node, ast.If):
+        return any(isinstance(one, ast.Raise) for part in (*node.body, *node.orelse) for one in (part, *_own(part)))
+    return isinstance(node, ast.Assert)
+
+
+def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
+    """Whether it calls a function that asserts, which the tests do not define themselves."""
+    if isinstance(node.func, ast.Name):
+        name = node.func.id
+        if name in defined:
+            return False
+    elif isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+    else:
+        return False
+    return name.startswith("assert") or name in _CHECKING
+
+
+class _Instrument(ast.NodeTransformer):
+    """Counts the checks that are executed, and compares in functions of the driver."""
+
+    def __init__(self, defined: Mapping[str, Any]) -> None:
+        self._defined = defined
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        self.generic_visit(node)
+        return [node, ast.Expr(_call(_CHECKED))]
+
+    def visit_If(self, node: ast.If) -> Any:
+        counted = _is_check(node, self._defined)
+        self.generic_visit(node)
+        if counted:
+            node.test = _call(_CHECKED, node.test)
+        return node
+
+    def visit_Try(self, node: ast.Try) -> Any:
+        """Count an exception that must come: what follows the call that raises it fails."""
+        must = any(
+            isinstance(one, ast.Raise) or _is_check(one, self._defined)
+            for part in (*node.body, *node.orelse)
+            for one in ast.walk(part)
+        )
+        self.generic_visit(node)
+        for handler in node.handlers if must else ():
+            handler.body.insert(0, ast.Expr(_call(_CHECKED)))
+        return node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        counted = _asserts(node, self._defined)
+        self.generic_visit(node)
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name in {"type", "isinstance"} and len(node.args) == 1 + (name == "isinstance") and not node.keywords:
+            node.func = ast.Name(f"__streamrl_{name}__", ast.Load())
+        if not counted:
+            return node
+        compares = isinstance(node.func, ast.Attribute) and node.func.attr.endswith("Equal") and len(node.args) > 1
+        if compares and not any(isinstance(arg, ast.Starred) for arg in node.args):
+            pair = ast.Starred(_call("__streamrl_pair__", *node.args[:2]), ast.Load())
+            node.args = [pair, *node.args[2:]]
+        return _call(_CHECKED, node)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        if all(isinstance(op, ast.Eq) for op in node.ops):
+            return _call("__streamrl_equal__", node.left, *node.comparators)
+        return node
+
+
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that the tests define, anywhere."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, _Definition):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            found.add(node.name)
+    return found
+
+
+def _names(tree: ast.Module, entry: str | None) -> tuple[set[str], set[str], set[str]]:
+    """Return the names that are taken from the program, those that are not whatever it defines, and modules.
+
+    A program that defines `abs` must not change what the tests compute with it, unless it is all that they test.
+    """
+    loaded, bound = set(_loaded([tree])), _bound(tree)
+    free = loaded - bound - _BUILT_IN
+    modules = {name for name in free & sys.stdlib_module_names if _only_owns(tree, name)}
+    imports = any(isinstance(node, ast.ImportFrom) and node.module == "solution" for node in ast.walk(tree))
+    tested = {(entry or "").partition(".")[0].removesuffix("()")} & loaded
+    kept = (loaded & _BUILT_IN) - bound - tested if tested or imports or free - modules else set()
+    return loaded, kept, modules
+
+
+def _only_owns(tree: ast.Module, name: str) -> bool:
+    """Whether a name only stands before a dot, as that of a module does."""
+    owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return all(id(node) in owners for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name)
+
+
+def _inside(tree: ast.Module, names: set[str]) -> bool:
+    """Whether tests do what works in the program's process only."""
+    of_the_program = names - _bound(tree) - _BUILT_IN
+    return any(_is_inside(node, of_the_program) for node in ast.walk(tree))
+
+
+def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:
+    if isinstance(node, ast.Import):
+        return any(not _works_apart(alias.name) for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        wanted = {alias.name for alias in node.names}
+        return not _works_apart(node.module or "") or (node.module == "unittest" and "mock" in wanted)
+    if isinstance(node, ast.Name):
+        return node.id in _OF_THE_PROCESS
+    if isinstance(node, ast.ClassDef):
+        return any(name in of_the_program for name in _loaded([*node.bases, *node.keywords]))
+    if isinstance(node, ast.Compare):
+        return any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops) and not any(
+            isinstance(one, ast.Constant) or (isinstance(one, ast.Name) and one.id in _BUILT_IN)
+            for one in (node.left, *node.comparators)
+        )
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr == "seed" or (node.func.attr in _CHANGING and _within(node.func.value))
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        return _within(node.value)
+    return isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom)
+
+
+def _works_apart(module: str) -> bool:
+    return module.partition(".")[0] in _APART and module != "unittest.mock"
+
+
+def _within(node: ast.expr) -> bool:
+    """Whether it is something that an object holds, so that a change of a copy would be lost."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return isinstance(node, ast.Attribute | ast.Call)
