@@ -1,6 +1,7 @@
 """The feeder: admits prompts while the staleness budget has room, and looks after the held-out rounds.
 
 ```
+queue -> dead groups that people want admitted again (`streamrl dead replay`) come before anything new
 FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
 MOVED -> go on where Redis says
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
@@ -11,6 +12,7 @@ dead  -> too many dead letters: end with an error; somebody has to look at them
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import Final
 
 from streamrl.config import RunConfig
@@ -21,7 +23,7 @@ from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
-from streamrl.queues.records import AdmitOutcome
+from streamrl.queues.records import AdmitOutcome, ReplayOutcome
 
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
@@ -112,10 +114,12 @@ class Training:
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version
-            if self._end is not None and self._admitter.cursor >= self._end:
+            outcome = await self._replay()
+            if outcome is None and self._end is not None and self._admitter.cursor >= self._end:
                 await self._finish(self._end // len(self._data))
                 continue
-            outcome = await self._admitter.admit(version, limit=limit, end=self._end)
+            if outcome is None:
+                outcome = await self._admitter.admit(version, limit=limit, end=self._end)
             if outcome is AdmitOutcome.FULL:
                 self._show("full")
                 rung = await self._bell.wait(version, pause)
@@ -124,6 +128,20 @@ class Training:
             else:
                 self._show("admitting")
                 pause, limit = _FIRST_PAUSE, BURST
+
+    async def _replay(self) -> AdmitOutcome | None:
+        """Admit again the dead groups that people have queued, before anything new; None when there are none."""
+        queue = await self._ledger.queued_replays()
+        if not queue:
+            self._role.status.pop("replays", None)
+            return None
+        self._role.status["replays"] = len(queue)
+        config = self._role.config
+        for gid, letters in islice(queue.items(), BURST):
+            outcome = await self._ledger.replay_queued(gid, letters, budget=config.budget, hard_cap=config.hard_cap)
+            if outcome is ReplayOutcome.FULL:
+                return AdmitOutcome.FULL
+        return AdmitOutcome.ADMITTED
 
     def _prompt(self, gid: int) -> bytes:
         config = self._role.config

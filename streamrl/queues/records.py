@@ -141,7 +141,8 @@ class LedgerState:
     `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `whole` says that groups are
     put up for scoring as one piece of work each, since their rewards compare them. `held` are closed groups in
     Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
-    samples and groups together; `retired` and `dropped` are statistics.
+    samples and groups together, `replays` dead groups that wait to be admitted again; `retired` and `dropped` are
+    statistics.
     """
 
     cursor: int
@@ -159,6 +160,7 @@ class LedgerState:
     retired: int
     dropped: int
     whole: bool
+    replays: int
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ class ReplayOutcome(Enum):
     """What became of an attempt to admit a dead group again."""
 
     REPLAYED = "replayed"
+    QUEUED = "queued"
+    """It is admitted again as soon as there is room."""
     GONE = "gone"
     """There is no such letter: replayed or dropped before, or a repeat."""
     LIVE = "live"

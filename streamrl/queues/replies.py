@@ -31,7 +31,7 @@ def _text(value: bytes | None) -> str | None:
 
 def ledger_state(reply: Sequence[Any]) -> LedgerState:
     """Reply of the script `state`."""
-    fields, live, dead = reply
+    fields, live, dead, replays = reply
     known = pairs(fields)
 
     def number(name: bytes) -> int:
@@ -53,6 +53,7 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
         retired=number(b"retired"),
         dropped=number(b"dropped"),
         whole=b"whole" in known,
+        replays=replays,
     )
 
 
@@ -110,6 +111,12 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
         "scores": _numbered(known, b"r"),
         "causes": {k: why.decode(errors="replace") for k, why in _numbered(known, b"x").items()},
     }
+
+
+def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
+    """Reply of HGETALL on the queue of replays: letters by group, ascending, that of the group first."""
+    known = {int(gid): letters.decode().split(",") for gid, letters in pairs(reply).items()}
+    return {gid: [letter for letter in letters if letter] for gid, letters in sorted(known.items())}
 
 
 def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:

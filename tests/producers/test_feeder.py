@@ -10,6 +10,7 @@ from streamrl.errors import DataError, Refused
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues.records import ReplayOutcome
 
 
 def expected(run, count):
@@ -140,6 +141,47 @@ async def test_too_many_dead_letters_end_the_feeder_and_nothing_in_flight_is_los
         cursor = (await ledgers.train.state()).cursor
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # somebody has looked at them
             await until(lambda: moved(ledgers.train, cursor))
+
+
+async def bury_all(ledgers, hands):
+    """Every group that is there dies; returns how many did."""
+    leases = await hands.lease(ledgers.train.keys.prompts)
+    for one in leases:
+        await ledgers.train.fail_prompt(one, "broken")
+    return len(leases)
+
+
+async def test_dead_groups_that_are_replayed_are_admitted_as_room_comes(run):
+    """All of them, within the budget, also when the feeder is cut off in between; `max_dead` does not stop them."""
+    async with run.open() as ledgers:
+        train = ledgers.train
+        hands = await Hands(train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            dead = 0
+            while dead < 10:
+                dead += await bury_all(ledgers, hands)
+                await asyncio.sleep(0)
+        assert set((await train.queue_replays(range(10))).values()) == {ReplayOutcome.QUEUED}
+        run.set(None, max_dead=1)
+        async with run.running(run_feeder, "feeder.0", ledgers, stop=False):
+            await until(lambda: is_full(train, run.config.budget))
+            assert (await train.state()).replays == 10 - run.config.budget
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("replays") == 10 - run.config.budget)
+            while (await train.state()).replays:
+                await hands.step()
+                state = await train.state()
+                assert state.live - state.held <= run.config.budget
+            await until(lambda: role.status.get("admission") == "end of data")
+            assert "replays" not in role.status
+            await hands.step()
+        state = await train.state()
+        assert (state.cursor, state.live, state.retired, state.dead) == (10, 0, 10, 0)
+    assert hands.prompts == expected(run, 10)
+
+
+async def is_full(ledger, budget):
+    return (await ledger.state()).live == budget
 
 
 async def test_fewer_epochs_than_were_begun_end_the_data_where_it_stands(run):
