@@ -5,7 +5,7 @@ queue -> dead groups that people want admitted again (`streamrl dead replay`) co
 FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
 MOVED -> go on where Redis says
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
-dead  -> too many dead letters: end with an error; somebody has to look at them
+dead  -> too many dead letters, or all die alike: end with an error; somebody has to look at them
 ```
 """
 
@@ -18,6 +18,7 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrap
 from streamrl.producers.admission import BURST, Admitter, Terms
+from streamrl.producers.all_alike import AllAlike
 from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
@@ -38,7 +39,8 @@ async def run_feeder(role: Role) -> None:
     Raises:
         ConfigError: the tokenizer is none, or another model's.
         DataError: a prompt file is missing or has a line that cannot be used.
-        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters.
+        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters; or all
+            responses die alike.
         Fenced: a newer feeder took over the held-out ledger.
     """
     config = role.config
@@ -93,6 +95,7 @@ class Training:
             max_dead=config.max_dead,
         )
         self._admitter = Admitter(self._ledger, terms, self._prompt)
+        self._all_alike = AllAlike(self._ledger)
 
     async def check(self) -> None:
         """Find the cursor, and refuse a ledger that holds groups of other data."""
@@ -103,17 +106,19 @@ class Training:
                 "restore them, or start a new run (--fresh, or another name)",
             )
         self._admitter.cursor = state.cursor
+        await self._all_alike.begin()
         self._show("starting")
 
     async def run(self) -> None:
         """Admit until the role stops.
 
         Raises:
-            Refused: as `Admitter.admit`.
+            Refused: as `Admitter.admit` and `AllAlike.check`.
         """
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version
+            await self._all_alike.check()
             outcome = await self._replay()
             if outcome is None and self._end is not None and self._admitter.cursor >= self._end:
                 await self._finish(self._end // len(self._data))

@@ -358,6 +358,13 @@ class Ledger(Rewarding):
         """Ids of all live groups, ascending."""
         return [int(gid) for gid in await self.connection.read("ZRANGE", self.keys.live, 0, -1)]
 
+    async def has_scores(self) -> bool:
+        """Whether a sample of a live group has a score."""
+        async with asyncio.TaskGroup() as tasks:
+            hashes = map(self.keys.group, await self.live())
+            reads = [tasks.create_task(self.connection.read("HKEYS", name)) for name in hashes]
+        return any(field.startswith(b"r:") for read in reads for field in read.result())
+
     async def dropped(self) -> list[int]:
         """Ids of all dropped groups, ascending."""
         bitmap: bytes = await self.connection.read("GET", self.keys.dropped) or b""

@@ -168,7 +168,8 @@ class DeadLetter:
     """One dead sample, or a whole group (`sample` is None).
 
     `stage` is `prompt`, `generate`, `reward`, `close` (too few scores) or `learner`; `at` is the server's clock in
-    seconds; `detail` is at most 4 KiB of traceback; `prompt` is there for a group, so that it can be replayed.
+    seconds; `detail` is at most 4 KiB of traceback; `prompt` is there for a group, so that it can be replayed, and
+    `scored` says how many of its samples had a score.
     """
 
     entry: str
@@ -181,6 +182,7 @@ class DeadLetter:
     detail: str
     at: float
     prompt: bytes | None
+    scored: int = 0
 
 
 class ReplayOutcome(Enum):

@@ -133,4 +133,5 @@ def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
         detail=fields.get(b"detail", b"").decode(errors="replace"),
         at=int(entry.partition("-")[0]) / 1000,
         prompt=fields.get(b"prompt"),
+        scored=int(fields.get(b"n", b"0")) - int(fields.get(b"failed", b"0")),
     )
