@@ -280,7 +280,7 @@ def dead_show(
 def dead_replay(
     letters: Letters, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False
 ) -> int:
-    """Admit dead groups again under a new attempt: generated and scored anew. 1 when one of them was not."""
+    """Admit dead groups again, as there is room: generated and scored anew. 1 when one of them cannot be."""
     from streamrl.commands.dead import replay as command
 
     return command(run, letters, evaluation=evaluation, json=json)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from streamrl.runtime.logs import RECORD_FIELDS
+
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "streamrl").rglob("*.py"))
 OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
@@ -42,3 +44,29 @@ def test_nothing_is_unpickled_anywhere():
 def test_no_vague_names():
     vague = {"manager", "util", "utils", "helper", "helpers", "misc", "common"}
     assert not [path for path in FILES if path.stem in vague]
+
+
+def test_no_log_line_names_an_extra_like_a_field_of_the_record():
+    assert not [
+        f"{path}:{node.lineno} {sorted(taken)}"
+        for path in FILES
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.keyword) and node.arg == "extra"
+        for taken in [_keys_of(node.value, function) & RECORD_FIELDS]
+        if taken
+    ]
+
+
+def _keys_of(value: ast.expr, function: ast.AST) -> set[object]:
+    """String keys of all dictionaries in an expression, and in what the function gives to the names in it."""
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    given = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and {target.id for target in node.targets if isinstance(target, ast.Name)} & names
+    ]
+    dictionaries = [node for root in (value, *given) for node in ast.walk(root) if isinstance(node, ast.Dict)]
+    return {key.value for found in dictionaries for key in found.keys if isinstance(key, ast.Constant)}

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from streamrl.commands import output
 from streamrl.commands.attach import is_running, ledgers, ledgers_to_look
@@ -20,6 +20,7 @@ LIST_SCHEMA = "streamrl.dead/1"
 SHOW_SCHEMA = "streamrl.dead.show/1"
 REPLAY_SCHEMA = "streamrl.dead.replay/1"
 DROP_SCHEMA = "streamrl.dead.drop/1"
+_REPLAYED: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.QUEUED, ReplayOutcome.LIVE})
 
 
 def ls(chosen: Path | None, *, limit: int, evaluation: bool, json: bool) -> int:
@@ -58,19 +59,46 @@ def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> in
 
 
 def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, json: bool) -> int:
-    """Admit the groups of dead letters again under a new attempt; 1 when one of them was not."""
+    """Admit the groups of dead letters again under a new attempt, as room comes; 1 when one of them cannot be."""
     run = find_run(chosen)
+    if run.config["recording"]["mode"] == "read":
+        raise UsageError(
+            f"{run.path} trains a recording: nobody generates in it", "`streamrl dead drop` removes the letters"
+        )
     running = is_running(run)
     outcomes = asyncio.run(_replay(run, entries, evaluation=evaluation))
+    waiting = sum(outcome is ReplayOutcome.QUEUED for outcome in outcomes.values())
     if json:
-        output.write_json(REPLAY_SCHEMA, [{"group": gid, "outcome": outcome.value} for gid, outcome in outcomes])
+        output.write_json(REPLAY_SCHEMA, [{"group": gid, "outcome": said.value} for gid, said in outcomes.items()])
     else:
-        for gid, outcome in outcomes:
+        for gid, outcome in outcomes.items():
             output.write(f"group {gid}: {outcome.value}{_advice(outcome)}")
-        if not running and any(outcome is ReplayOutcome.REPLAYED for _, outcome in outcomes):
-            output.note(f"nobody takes them until the run goes on: streamrl up --resume --run {run.path}")
-    done = all(outcome in {ReplayOutcome.REPLAYED, ReplayOutcome.LIVE} for _, outcome in outcomes)
+        if waiting:
+            groups = _counted(waiting, "group waits", "groups wait")
+            output.note(f"{groups} for room: the feeder admits them, before anything new")
+        if waiting or ReplayOutcome.REPLAYED in outcomes.values():
+            _say_how_it_goes_on(run, running=running)
+    done = all(outcome in _REPLAYED for outcome in outcomes.values())
     return int(ExitCode.OK if done else ExitCode.FAILURE)
+
+
+def _say_how_it_goes_on(run: RunDirectory, *, running: bool) -> None:
+    """Who takes the groups, when nobody does now: the run is over, or it does not run."""
+    from streamrl.learner.ending import read_finished
+    from streamrl.runfile import read_saved
+
+    finished = read_finished(run.path)
+    if finished is None or not finished.holds(read_saved(run.path / "run.json").config):
+        if not running:
+            output.note(f"nobody takes them until the run goes on: streamrl up --resume --run {run.path}")
+    elif finished.reason == "data":
+        output.note(f"the run is over: streamrl up --resume --run {run.path} goes on with them")
+    else:
+        key = "learner.steps" if finished.reason == "steps" else "learner.stop_at_accuracy"
+        output.note(
+            f"the run is over, as {key} says. With a greater N this goes on with them:"
+            f" streamrl up RUN.yaml --resume --run {run.path} --set {key}=N"
+        )
 
 
 def drop(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, yes: bool, json: bool) -> int:
@@ -91,13 +119,38 @@ async def _letters(run: RunDirectory, *, evaluation: bool) -> list[DeadLetter]:
         return await (opened.evaluation if evaluation else opened.train).dead_letters()
 
 
-async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> list[tuple[int, ReplayOutcome]]:
+async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:
+    """Queue the groups, and admit those that there is room for now: the run may have no feeder at the moment."""
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
-        gids = dict.fromkeys(letter.gid for letter in _chosen(await ledger.dead_letters(), entries))
+        letters = await ledger.dead_letters()
+        gids = list(dict.fromkeys(letter.gid for letter in _chosen(letters, entries)))
+        if list(entries) == ["all"]:
+            gids = _dead_groups(letters) or gids
+        outcomes = await ledger.queue_replays(gids)
         # A held-out group has no staleness to keep within: there is always room for it.
         room = (sys.maxsize >> 1, sys.maxsize >> 1) if evaluation else (run.budget, run.hard_cap)
-        return [(gid, await ledger.replay(gid, budget=room[0], hard_cap=room[1])) for gid in gids]
+        for gid, entry in (await ledger.queued_replays()).items():
+            outcome = await ledger.replay_queued(gid, entry, budget=room[0], hard_cap=room[1])
+            if outcome is ReplayOutcome.FULL:
+                break
+            if gid in outcomes and outcome is not ReplayOutcome.GONE:  # gone: the feeder was faster
+                outcomes[gid] = outcome
+        return outcomes
+
+
+def _dead_groups(letters: Sequence[DeadLetter]) -> list[int]:
+    """The groups that are dead as a whole; says what is left out."""
+    gids = list(dict.fromkeys(letter.gid for letter in letters if letter.sample is None))
+    alone = sum(letter.gid not in gids for letter in letters)
+    if alone:
+        samples = _counted(alone, "dead sample of a group that goes", "dead samples of groups that go")
+        output.note(f"{samples} on without {'it' if alone == 1 else 'them'} cannot be replayed")
+    return gids
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 async def _drop(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> int:
@@ -120,7 +173,6 @@ def _chosen(letters: Sequence[DeadLetter], entries: Sequence[str]) -> list[DeadL
 
 def _advice(outcome: ReplayOutcome) -> str:
     advice: dict[Any, str] = {
-        ReplayOutcome.FULL: ": no room in the budget now, try again after a step",
         ReplayOutcome.NO_PROMPT: ": its prompt was lost, drop it",
         ReplayOutcome.GONE: ": only samples of a group that lives are dead, or it was replayed before",
     }

@@ -2,5 +2,16 @@
 
 from streamrl.consumers.reward import GroupReward, Reward, RewardContext, RewardPrompt, RewardSample, Score
 from streamrl.consumers.samples import make_sample
+from streamrl.errors import RewardBusy, RewardUnavailable
 
-__all__ = ["GroupReward", "Reward", "RewardContext", "RewardPrompt", "RewardSample", "Score", "make_sample"]
+__all__ = [
+    "GroupReward",
+    "Reward",
+    "RewardBusy",
+    "RewardContext",
+    "RewardPrompt",
+    "RewardSample",
+    "RewardUnavailable",
+    "Score",
+    "make_sample",
+]

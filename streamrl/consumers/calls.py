@@ -319,10 +319,9 @@ class RewardCalls:
             self.circuit.neither(tries=tries)
         else:
             was_open = self.circuit.since is not None
-            why = f"{type(error).__name__}: {error.message if isinstance(error, StreamrlError) else error}"
             unavailable = outcome == "unavailable"
             now = time.monotonic()
-            why = utf8(why[:WHY_CHARACTERS])
+            why = utf8(described(error)[:WHY_CHARACTERS])
             self.circuit.failure(now, _identity(subject), why, tries=tries, unavailable=unavailable)
             if self.circuit.since is not None and not was_open:
                 extra = {"reward": self.reward.name, "why": self.circuit.why}
@@ -352,6 +351,11 @@ class RewardCalls:
             extra = {"reward": self.reward.name, "seconds": round(seconds, 3), "times": self.figures.blocked}
             hint = "await what takes long, or make it a sync reward, which runs in a thread"
             logger.warning("a reward held the event loop", extra=extra | {"hint": hint})
+
+
+def described(error: BaseException) -> str:
+    """Kind and message of an error, on one line of a log."""
+    return f"{type(error).__name__}: {error.message if isinstance(error, StreamrlError) else error}"
 
 
 def detail_of(error: BaseException) -> str:

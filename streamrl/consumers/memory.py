@@ -114,7 +114,7 @@ class MemoryWatch:
             if calls.reward.name in named:
                 found = named[calls.reward.name]
                 calls.figures.leaks = f"{found.bytes / self._seconds / 1e6:.3g} MB/s at {found.line}"
-                extra = {"reward": calls.reward.name, "at": found.line, **shown}
+                extra = {"reward": calls.reward.name, "line": found.line, **shown}
                 logger.warning("a reward keeps memory", extra=extra)
 
 

@@ -249,15 +249,15 @@ class RewardLife:
     concurrency: int | None = None
 
     async def open(self, context: RewardContext) -> None:
-        """Get ready: called once per worker, before the first score and in its event loop; nothing by default.
+        """Get ready: called before the first score, in the event loop of each worker; nothing by default.
 
-        What fails for good (a file that is missing, a model that `reward_models` does not have) is a `ConfigError`,
-        which ends the run with its hint. A server that is away for the moment is no error here: scores fail until it
-        is there.
+        A service that is away for the moment is waited for: after `RewardUnavailable`, an error of the network, or a
+        status of HTTP that asks for another attempt, `close` and `open` are called again after a pause, for up to 90 %
+        of `supervisor.start_deadline`. Any other error ends the run at once; a `ConfigError` does so with its hint.
         """
 
     async def close(self) -> None:
-        """Let go of what `open` got: called once when the worker ends, also after an error of `open`."""
+        """Let go of what `open` got: called once for each `open`, also for one that failed."""
 
     def room(self) -> int | None:
         """Calls that those it asks can take at the same time now; None: any number. Asked before each call.
@@ -289,8 +289,8 @@ class Reward(RewardLife, ABC):
         """Score one response.
 
         An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then its
-        `on_failure` decides (docs/rewards.md). `RewardUnavailable` says that nobody can score now. Cancelled when its
-        deadline is over, which counts as a failed attempt.
+        `on_failure` decides (docs/rewards.md). `RewardUnavailable` says that nobody can score now: the sample waits,
+        and no attempt is counted. Cancelled when its deadline is over, which counts as a failed attempt.
 
         Args:
             sample: the response with its prompt.

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import random
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from streamrl import wire
 from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
-from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, detail_of
+from streamrl.consumers.absence import may_pass
+from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, described, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import LoadedReward, load_rewards, stages
 from streamrl.consumers.reward import AskedModel, RewardContext, RewardSample, Score
 from streamrl.consumers.threads import CallThreads
-from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError
+from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError, Unreachable
 from streamrl.queues.ledgers import Ledgers
+from streamrl.queues.outage import Outage
 
 __all__ = ["Scorer", "ScoringFailed", "models_of", "open_scorer"]
 
@@ -25,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_HANGING: Final = 256
 _CLOSE_SECONDS: Final = 10.0
+_OPEN_SHARE: Final = 0.9
+"""Part of the start of a worker in which its rewards are tried again when a service is away."""
 
 
 class Scorer:
@@ -217,7 +223,11 @@ def models_of(
 
 @contextlib.asynccontextmanager
 async def open_scorer(
-    config: RunConfig, context: RewardContext, rewards: Sequence[LoadedReward] | None = None
+    config: RunConfig,
+    context: RewardContext,
+    rewards: Sequence[LoadedReward] | None = None,
+    *,
+    patience: float | None = None,
 ) -> AsyncIterator[Scorer]:
     """Load the rewards of a run, open them, and close them at the end of the block, also when opening fails.
 
@@ -225,40 +235,81 @@ async def open_scorer(
         config: of the run.
         context: what the rewards may use.
         rewards: loaded already; None: those of the run.
+        patience: seconds for which a service that is away while a reward opens is tried again; None: most of
+            `supervisor.start_deadline`.
 
     Raises:
         PluginError: a reward cannot be loaded or opened.
+        Unreachable: a service stayed away while a reward opened, in a run that has scores already.
         ConfigError: what a reward says of its own settings.
         DeadlineExceeded: a reward was not open within `supervisor.start_deadline`.
     """
     rewards = load_rewards(config) if rewards is None else rewards
+    patience = _OPEN_SHARE * config.supervisor.start_deadline if patience is None else patience
     begun: list[LoadedReward] = []
     try:
         for reward in rewards:
             begun.append(reward)
-            await _open(reward, context)
+            await _open(reward, context, patience)
         yield Scorer(rewards, config.reward_worker, config.scoring, config.sampling.max_new_tokens)
     finally:
         for reward in reversed(begun):
             await _close(reward)
 
 
-async def _open(reward: LoadedReward, context: RewardContext) -> None:
+async def _open(reward: LoadedReward, context: RewardContext, patience: float) -> None:
+    """Open one reward; a service that is away is tried again, with growing pauses, for up to `patience` seconds."""
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline
-    deadline = reward.deadline(context.config.reward_worker)
+    about = dataclasses.replace(context, deadline=reward.deadline(context.config.reward_worker))
+    outage = Outage(patience)
     try:
         async with asyncio.timeout(seconds) as limit:
-            await reward.life.open(dataclasses.replace(context, deadline=deadline))
+            while True:
+                try:
+                    await reward.life.open(about)
+                except Exception as error:
+                    if limit.expired() or not may_pass(error):
+                        raise
+                    await _pause_before_another(reward, context, outage, error)
+                else:
+                    return
     except TimeoutError as error:
         if not limit.expired():
-            raise PluginError(f"reward {reward.name} cannot be opened: {error}") from error
+            raise _not_opened(reward, error) from error
         raise DeadlineExceeded(f"reward {reward.name} was not open within {seconds:g} s", "see its `open`") from error
     except StreamrlError:
         raise
     except Exception as error:
-        raise PluginError(f"reward {reward.name} cannot be opened: {type(error).__name__}: {error}") from error
+        raise _not_opened(reward, error) from error
+
+
+async def _pause_before_another(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> None:
+    """Close the reward, and wait until it may be opened again.
+
+    Raises:
+        PluginError: it was tried for as long as `outage` allows; restarting does not help.
+        Unreachable: the same, in a run that had scores: the service was there, so the worker is started again.
+    """
+    now = time.monotonic()
+    pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
+    if pause is None or outage.since is None:
+        scored = await context.scored()
+        times = f", {outage.failures} times within {outage.patience:.3g} s"
+        raise _not_opened(reward, error, times, Unreachable if scored else PluginError) from error
+    if outage.failures & (outage.failures - 1) == 0:  # the first, second, fourth, ... time
+        extra = {"reward": reward.name, "why": described(error), "times": outage.failures}
+        logger.warning("a reward cannot be opened yet", extra=extra)
+    await _close(reward)
+    await asyncio.sleep(min(pause, outage.since + outage.patience - now))
+
+
+def _not_opened(
+    reward: LoadedReward, error: Exception, times: str = "", kind: type[StreamrlError] = PluginError
+) -> StreamrlError:
+    hint = "is the service that it asks running? then `streamrl up --resume` goes on" if times else ""
+    return kind(f"reward {reward.name} cannot be opened{times}: {described(error)}", hint)
 
 
 async def _close(reward: LoadedReward) -> None:

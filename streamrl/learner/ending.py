@@ -54,13 +54,14 @@ def read_finished(run_dir: Path) -> Finished | None:
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
     """Whether the run has ended and nothing calls for going on.
 
-    After the end of the data, groups that are live again do: dead letters that were replayed, or groups that came back
-    with a Redis from the past.
+    After the end of the data, groups that are live again do, or wait to be: dead groups that people replay, or groups
+    that came back with a Redis from the past.
     """
     finished = read_finished(run_dir)
     if finished is None or not finished.holds(config):
         return False
-    if finished.reason == "data" and (await ledger.state()).live:
+    state = await ledger.state()
+    if finished.reason == "data" and (state.live or state.replays):
         return False
     logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
     return True

@@ -94,10 +94,11 @@ class Intake:
     async def ended(self) -> bool:
         """Whether no group will close any more: the data is at its end and every live group is in `scored`.
 
-        An end of fewer epochs than the configuration has now is none: the feeder has not gone on yet.
+        An end of fewer epochs than the configuration has now is none: the feeder has not gone on yet. Dead groups that
+        wait to be admitted again are more data.
         """
         state, epochs = await self._ledger.state(), self._config.data.epochs
-        if state.done != state.cursor or epochs is None or state.epochs < epochs:
+        if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
             return False
         await self.refresh()
         return state.live <= self._closed

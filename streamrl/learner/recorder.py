@@ -186,7 +186,7 @@ class Recorder:
     async def _reason(self) -> Reason | None:
         """Whether the data is at its end and every live group is recorded."""
         state, epochs = await self._ledger.state(), self._config.data.epochs
-        if state.done != state.cursor or epochs is None or state.epochs < epochs:
+        if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
             return None
         closed = await self._ledger.closed()
         done = all(gid in self._fresh or gid in self._durable for gid in closed)

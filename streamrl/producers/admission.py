@@ -14,6 +14,7 @@ from typing import Final
 
 from streamrl.errors import Refused
 from streamrl.queues import Ledger
+from streamrl.queues.dead_causes import by_cause
 from streamrl.queues.records import Admission, AdmitOutcome
 
 BURST: Final = 32
@@ -77,10 +78,12 @@ class Admitter:
         return next((outcome for outcome in worst if outcome in outcomes), AdmitOutcome.ADMITTED)
 
     async def _too_many_dead(self) -> Refused:
-        dead = (await self._ledger.state()).dead
+        letters = await self._ledger.dead_letters()
+        causes = by_cause(letters)
+        most = f"; most of them: {causes[0].newest.why}" if causes else ""
         kind, option = ("held-out ", " --eval") if self._ledger.evaluation else ("", "")
         return Refused(
-            f"{dead} dead {kind}letters, max_dead is {self._terms.max_dead}: nothing more is admitted",
+            f"{len(letters)} dead {kind}letters, max_dead is {self._terms.max_dead}: nothing more is admitted{most}",
             f"`streamrl dead ls{option}` shows them; mend the cause, `streamrl dead replay all{option}` (or `drop`), or"
             " raise max_dead, then `streamrl up --resume`",
         )

@@ -1,11 +1,12 @@
 """The feeder: admits prompts while the staleness budget has room, and looks after the held-out rounds.
 
 ```
+queue -> dead groups that people want admitted again (`streamrl dead replay`) come before anything new
 FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
 MOVED -> go on where Redis says
 waste -> more groups are dropped than trained: admit nothing, and say why (`waste.py`)
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
-dead  -> too many dead letters: end with an error; somebody has to look at them
+dead  -> too many dead letters, or all die alike: end with an error; somebody has to look at them
 ```
 """
 
@@ -13,18 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import islice
 from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrap
 from streamrl.producers.admission import BURST, Admitter, Terms
+from streamrl.producers.all_alike import AllAlike
 from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
 from streamrl.producers.versions import VersionBell
 from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
-from streamrl.queues.records import AdmitOutcome
+from streamrl.queues.records import AdmitOutcome, ReplayOutcome
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
@@ -42,7 +45,8 @@ async def run_feeder(role: Role) -> None:
     Raises:
         ConfigError: the tokenizer is none, or another model's.
         DataError: a prompt file is missing or has a line that cannot be used.
-        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters.
+        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters; or all
+            responses die alike.
         Fenced: a newer feeder took over the held-out ledger.
     """
     config = role.config
@@ -99,6 +103,7 @@ class Training:
         self._admitter = Admitter(self._ledger, terms, self._prompt)
         self._waste = Waste(config.budget, config.learner.groups_per_step)
         self._look_at = 0.0
+        self._all_alike = AllAlike(self._ledger)
 
     async def check(self) -> None:
         """Find the cursor, and refuse a ledger that holds groups of other data."""
@@ -109,29 +114,31 @@ class Training:
                 "restore them, or start a new run (--fresh, or another name)",
             )
         self._admitter.cursor = state.cursor
+        await self._all_alike.begin()
         self._show("starting")
 
     async def run(self) -> None:
         """Admit until the role stops.
 
         Raises:
-            Refused: as `Admitter.admit`.
+            Refused: as `Admitter.admit` and `AllAlike.check`.
         """
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version
-            if self._end is not None and self._admitter.cursor >= self._end:
+            await self._all_alike.check()
+            await self._look_for_waste()
+            stopped = self._waste.allowed == 0
+            outcome = None if stopped else await self._replay()
+            if outcome is None and self._end is not None and self._admitter.cursor >= self._end:
                 await self._finish(self._end // len(self._data))
                 continue
-            await self._look_for_waste()
-            allowed = self._waste.allowed
-            if allowed == 0:
+            if stopped:
                 self._show("stopped")
                 await self._bell.wait(version, _IDLE_PAUSE)
                 continue
-            before = self._admitter.cursor
-            outcome = await self._admitter.admit(version, limit=min(limit, allowed or limit), end=self._end)
-            self._waste.admitted(self._admitter.cursor - before)
+            if outcome is None:
+                outcome = await self._admit(version, limit)
             if outcome is AdmitOutcome.FULL:
                 self._show("full")
                 rung = await self._bell.wait(version, pause)
@@ -140,6 +147,27 @@ class Training:
             else:
                 self._show("admitting")
                 pause, limit = _FIRST_PAUSE, BURST
+
+    async def _admit(self, version: int, limit: int) -> AdmitOutcome:
+        before = self._admitter.cursor
+        outcome = await self._admitter.admit(version, limit=self._waste.most(limit), end=self._end)
+        self._waste.admitted(self._admitter.cursor - before)
+        return outcome
+
+    async def _replay(self) -> AdmitOutcome | None:
+        """Admit again the dead groups that people have queued, before anything new; None when there are none."""
+        queue = await self._ledger.queued_replays()
+        if not queue:
+            self._role.status.pop("replays", None)
+            return None
+        self._role.status["replays"] = len(queue)
+        config = self._role.config
+        for gid, letters in islice(queue.items(), self._waste.most(BURST)):
+            outcome = await self._ledger.replay_queued(gid, letters, budget=config.budget, hard_cap=config.hard_cap)
+            if outcome is ReplayOutcome.FULL:
+                return AdmitOutcome.FULL
+            self._waste.admitted(1)
+        return AdmitOutcome.ADMITTED
 
     async def _look_for_waste(self) -> None:
         """Compare what is dropped with what is trained; stop or go on, and say so."""

@@ -81,6 +81,10 @@ class Waste:
         elif now - self._since >= WINDOW and self.dropped - self.trained > self._budget:
             self._stop(now)
 
+    def most(self, wanted: int) -> int:
+        """How many of the wanted groups may be admitted now."""
+        return wanted if self.allowed is None else min(wanted, self.allowed)
+
     def admitted(self, count: int) -> None:
         """Groups were admitted."""
         if self.allowed is not None:

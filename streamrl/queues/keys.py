@@ -51,6 +51,11 @@ class Keys:
         return self._key("dead")
 
     @property
+    def replays(self) -> str:
+        """Hash of the dead groups that wait to be admitted again: group to its letter and those of its samples."""
+        return self._key("replays")
+
+    @property
     def dropped(self) -> str:
         """Bitmap of the groups that were dropped."""
         return self._key("dropped")

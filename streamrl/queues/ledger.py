@@ -67,6 +67,7 @@ _REPLAYS: Final = {
     3: ReplayOutcome.NO_PROMPT,
     -1: ReplayOutcome.FULL,
 }
+_QUEUED: Final = {1: ReplayOutcome.QUEUED, 0: ReplayOutcome.GONE, 3: ReplayOutcome.NO_PROMPT}
 
 
 class Ledger(Rewarding):
@@ -176,7 +177,9 @@ class Ledger(Rewarding):
 
     async def state(self) -> LedgerState:
         """Counters of this key space, read in one instant."""
-        reply = await self.connection.call("state", [self.keys.state, self.keys.live, self.keys.dead], [])
+        reply = await self.connection.call(
+            "state", [self.keys.state, self.keys.live, self.keys.dead, self.keys.replays], []
+        )
         return replies.ledger_state(reply)
 
     # Rollout replicas: the lease of a prompt.
@@ -356,6 +359,13 @@ class Ledger(Rewarding):
         """Ids of all live groups, ascending."""
         return _ids(await self.connection.read("ZRANGE", self.keys.live, 0, -1))
 
+    async def has_scores(self) -> bool:
+        """Whether a sample of a live group has a score."""
+        async with asyncio.TaskGroup() as tasks:
+            hashes = map(self.keys.group, await self.live())
+            reads = [tasks.create_task(self.connection.read("HKEYS", name)) for name in hashes]
+        return any(field.startswith(b"r:") for read in reads for field in read.result())
+
     async def dropped(self) -> list[int]:
         """Ids of all dropped groups, ascending."""
         bitmap: bytes = await self.connection.read("GET", self.keys.dropped) or b""
@@ -374,19 +384,40 @@ class Ledger(Rewarding):
         rows = await read_ours(self.connection, self.keys.dead, command, (b"g", b"k"), (b"why", b"stage"))
         return [replies.dead_letter(entry, fields) for entry, fields in rows]
 
-    async def replay(self, gid: int, *, budget: int, hard_cap: int) -> ReplayOutcome:
-        """Admit a dead group again under a new attempt, and remove its letters. A repeat answers GONE.
+    async def queue_replays(self, gids: Sequence[int]) -> dict[int, ReplayOutcome]:
+        """Queue dead groups to be admitted again; whoever admits takes them with `replay_queued` as room comes.
 
-        `budget` and `hard_cap` are those of `admit`: FULL when there is no room.
+        The queue lives in Redis, and a group leaves it in the script that admits it: a repeat changes nothing.
         """
-        letters = [letter for letter in await self.dead_letters() if letter.gid == gid]
-        whole = [letter.entry for letter in letters if letter.sample is None]
-        if not whole:
-            return ReplayOutcome.GONE
-        others = [letter.entry for letter in letters if letter.entry != whole[-1]]
+        letters = _letters_of(gids, await self.dead_letters())
+        found: dict[int, ReplayOutcome] = dict.fromkeys(gids, ReplayOutcome.GONE)
+        dead = [gid for gid in gids if letters[gid]]
+        for start in range(0, len(dead), RETIRE_CHUNK):
+            chunk = dead[start : start + RETIRE_CHUNK]
+            arguments = [part for gid in chunk for part in (gid, letters[gid][0], ",".join(letters[gid][1:]))]
+            answers = await self.connection.call("queue_replay", [self.keys.dead, self.keys.replays], arguments)
+            found.update(zip(chunk, map(_QUEUED.__getitem__, answers), strict=True))
+        return found
+
+    async def queued_replays(self) -> dict[int, list[str]]:
+        """The queue of replays: letters by group, ascending, that of the group first."""
+        return replies.queued_replays(await self.connection.read("HGETALL", self.keys.replays))
+
+    async def replay_queued(self, gid: int, letters: Sequence[str], *, budget: int, hard_cap: int) -> ReplayOutcome:
+        """Admit a group of the queue again under a new attempt, and remove its letters. A repeat answers GONE.
+
+        `budget` and `hard_cap` are those of `admit`: FULL when there is no room; then it stays queued.
+        """
         keys = self.keys
-        names = [keys.dead, keys.group(gid), keys.prompts, keys.live, keys.state]
-        return _REPLAYS[await self.connection.call("replay", names, [whole[-1], gid, budget, hard_cap, *others])]
+        names = [keys.dead, keys.group(gid), keys.prompts, keys.live, keys.state, keys.replays]
+        return _REPLAYS[await self.connection.call("replay", names, [letters[0], gid, budget, hard_cap, *letters[1:]])]
+
+    async def replay(self, gid: int, *, budget: int, hard_cap: int) -> ReplayOutcome:
+        """As `replay_queued`, of any dead group."""
+        letters = _letters_of([gid], await self.dead_letters())[gid]
+        if not letters:
+            return ReplayOutcome.GONE
+        return await self.replay_queued(gid, letters, budget=budget, hard_cap=hard_cap)
 
     async def drop_dead(self, entries: Sequence[str]) -> int:
         """Throw dead letters away; whole groups count as dropped from then on. Returns how many were removed now."""
@@ -404,6 +435,18 @@ _ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
 def _ids(members: Sequence[bytes]) -> list[int]:
     """Ids of groups; a member that somebody else added is left out, and `streamrl audit` names it."""
     return [int(member) for member in members if member.isdigit()]
+
+
+def _letters_of(gids: Sequence[int], letters: Sequence[DeadLetter]) -> dict[int, list[str]]:
+    """The letters of each group, that of the whole group first; none of a group that is not dead."""
+    found: dict[int, list[str]] = {gid: [] for gid in gids}
+    whole = {letter.gid: letter.entry for letter in letters if letter.sample is None}
+    for letter in letters:
+        if letter.gid in found and letter.gid in whole:
+            ours = found[letter.gid] = found[letter.gid] or [whole[letter.gid]]
+            if letter.entry != whole[letter.gid]:
+                ours.append(letter.entry)
+    return found
 
 
 def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:

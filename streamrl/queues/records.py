@@ -141,7 +141,8 @@ class LedgerState:
     `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `whole` says that groups are
     put up for scoring as one piece of work each, since their rewards compare them. `held` are closed groups in
     Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
-    samples and groups together; `retired`, `dropped` and `dropped_for` (by reason) are statistics.
+    samples and groups together, `replays` dead groups that wait to be admitted again; `retired`, `dropped` and
+    `dropped_for` (by reason) are statistics.
     """
 
     cursor: int
@@ -160,6 +161,7 @@ class LedgerState:
     dropped: int
     dropped_for: dict[str, int]
     whole: bool
+    replays: int
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class DeadLetter:
     """One dead sample, or a whole group (`sample` is None).
 
     `stage` is `prompt`, `generate`, `reward`, `close` (too few scores) or `learner`; `at` is the server's clock in
-    seconds; `detail` is at most 4 KiB of traceback; `prompt` is there for a group, so that it can be replayed.
+    seconds; `detail` is at most 4 KiB of traceback; `prompt` is there for a group, so that it can be replayed, and
+    `scored` says how many of its samples had a score.
     """
 
     entry: str
@@ -180,12 +183,15 @@ class DeadLetter:
     detail: str
     at: float
     prompt: bytes | None
+    scored: int = 0
 
 
 class ReplayOutcome(Enum):
     """What became of an attempt to admit a dead group again."""
 
     REPLAYED = "replayed"
+    QUEUED = "queued"
+    """It is admitted again as soon as there is room."""
     GONE = "gone"
     """There is no such letter: replayed or dropped before, or a repeat."""
     LIVE = "live"

@@ -35,7 +35,7 @@ def _text(value: bytes | None) -> str | None:
 
 def ledger_state(reply: Sequence[Any]) -> LedgerState:
     """Reply of the script `state`."""
-    fields, live, dead = reply
+    fields, live, dead, replays = reply
     known = pairs(fields)
 
     def number(name: bytes) -> int:
@@ -62,6 +62,7 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
             if name.startswith(_DROPPED_FOR)
         },
         whole=b"whole" in known,
+        replays=replays,
     )
 
 
@@ -129,6 +130,12 @@ def _statistic(fields: Mapping[bytes, bytes], name: bytes) -> int:
     return int(value) if value.isdigit() else 0
 
 
+def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
+    """Reply of HGETALL on the queue of replays: letters by group, ascending, that of the group first."""
+    known = {int(gid): letters.decode().split(",") for gid, letters in pairs(reply).items()}
+    return {gid: [letter for letter in letters if letter] for gid, letters in sorted(known.items())}
+
+
 def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
     """One entry of the stream of dead letters."""
     sample = int(fields[b"k"])
@@ -143,4 +150,5 @@ def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
         detail=fields.get(b"detail", b"").decode(errors="replace"),
         at=int(entry.partition("-")[0]) / 1000,
         prompt=fields.get(b"prompt"),
+        scored=int(fields.get(b"n", b"0")) - int(fields.get(b"failed", b"0")),
     )

@@ -53,7 +53,7 @@ class Role:
     def ready(self) -> None:
         """Say that the role can do work. A repeat changes nothing."""
         if not self._ready.is_set():
-            logger.info("role ready", extra={"role": self.name, "seconds": round(time.time() - self._began, 3)})
+            logger.info("role ready", extra={"seconds": round(time.time() - self._began, 3)})
         self._ready.set()
 
     @property
@@ -67,7 +67,7 @@ class Role:
         One write per line, so that a line is whole after a kill; numbers that are not finite become null. Safe from any
         thread. On a full disk the line is lost, with a warning: figures are not worth a role.
         """
-        data = {"at": time.time(), "mono": time.monotonic(), **line}
+        data = {"at": 0.0, "mono": 0.0, **line} | {"at": time.time(), "mono": time.monotonic()}
         try:
             if self._records is None:
                 path = self.run_dir / "metrics" / f"{self.name}.jsonl"

@@ -1,6 +1,7 @@
 """Logging of a role: one JSON object per line on stderr, which the supervisor (or a container) collects.
 
 Fields: `at` (seconds since 1970), `level`, `role`, `logger`, `event`, everything given as `extra=`, and `exception`.
+Extras never replace a field of the record: `extra={"at": ...}` is written as `at_`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import time
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 from streamrl.errors import CannotCreate
+
+RECORD_FIELDS: Final = frozenset({"at", "level", "role", "logger", "event", "exception"})
+"""What a line says of itself. Something else that is given under such a name is written as `NAME_`."""
+_copy_extras: Final = structlog.stdlib.ExtraAdder()
 
 
 def log_as_json(role: str, level: int = logging.INFO) -> None:
@@ -55,6 +60,14 @@ def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO
         handler.close()
 
 
+def _add_extras(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    record: logging.LogRecord = event["_record"]
+    given = _copy_extras(logger, method, {"_record": record})
+    del given["_record"]
+    event.update({f"{name}_" if name in RECORD_FIELDS else name: value for name, value in given.items()})
+    return event
+
+
 def _formatter(role: str) -> logging.Formatter:
     def stamp(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         record: logging.LogRecord | None = event.get("_record")
@@ -64,7 +77,7 @@ def _formatter(role: str) -> logging.Formatter:
         foreign_pre_chain=[
             structlog.stdlib.add_log_level,
             structlog.stdlib.add_logger_name,
-            structlog.stdlib.ExtraAdder(),
+            _add_extras,
         ],
         processors=[
             stamp,

@@ -6,8 +6,12 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from streamrl.learner.ending import Finished, write_finished
 from streamrl.monitor.lines import date_time
 from streamrl.queues import embedded, open_ledgers
+from tests.queues import ledger_kit
 
 from .run_kit import admit, cli, data_of, fill, make_run
 
@@ -76,17 +80,69 @@ async def test_replay_in_a_run_that_does_not_run_says_how_it_goes_on(tmp_path: P
     assert f"streamrl up --resume --run {tmp_path}" in done.stderr
 
 
-async def test_replay_without_room_says_so_and_loses_nothing(tmp_path: Path):
-    config = make_run(tmp_path, "max_staleness=0")
+async def with_dead_groups(config, run_dir: Path, count: int) -> None:
+    async with open_ledgers(config, run_dir) as ledgers:
+        for gid in range(count):
+            await admit(ledgers.train, gid)
+        for prompt in await ledger_kit.lease(ledgers.train, "prompts", count=count):
+            await ledgers.train.fail_prompt(prompt, "broken")
+
+
+async def test_replay_of_all_queues_what_finds_no_room_and_a_repeat_changes_nothing(tmp_path: Path):
+    config = make_run(tmp_path, "max_staleness=0")  # room for 4
     async with embedded.running(config.redis, tmp_path):
-        await fill(config, tmp_path)
+        await with_dead_groups(config, tmp_path, 70)
+        done = await run("dead", "replay", "all", "--run", str(tmp_path))
+        assert done.returncode == 0, done.stdout
+        lines = done.stdout.splitlines()
+        assert lines[:2] == ["group 0: replayed", "group 1: replayed"]
+        assert lines[4:] == [f"group {gid}: queued" for gid in range(4, 70)]
+        assert "66 groups wait for room: the feeder admits them, before anything new" in done.stderr
+        again = await run("dead", "replay", "all", "--run", str(tmp_path), "--json")
+        assert [one["outcome"] for one in data_of(again.stdout, "streamrl.dead.replay/1")] == ["queued"] * 66
         async with open_ledgers(config, tmp_path) as ledgers:
-            await admit(ledgers.train, 5)
-        letter = await whole(tmp_path)
-        done = await run("dead", "replay", letter["id"], "--run", str(tmp_path))
-        assert done.returncode == 1
-        assert "full: no room in the budget now" in done.stdout
-        assert (await whole(tmp_path))["id"] == letter["id"]
+            state = await ledgers.train.state()
+            assert (state.live, state.replays) == (4, 66)
+        audit = data_of((await run("audit", "--run", str(tmp_path), "--json")).stdout, "streamrl.audit/1")
+        assert (audit["admitted"], audit["live"], audit["dead"], audit["lost"]) == (70, 4, 66, 0)
+
+
+async def test_all_means_the_groups_that_are_dead(tmp_path: Path):
+    """A dead sample of a group that went on with the others cannot be replayed; that is said, and is no success."""
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path):
+        async with open_ledgers(config, tmp_path) as ledgers:
+            await admit(ledgers.train, 0)
+            (prompt,) = await ledger_kit.lease(ledgers.train, "prompts")
+            await ledgers.train.fail_sample(prompt, 0, "broken")
+        done = await run("dead", "replay", "all", "--run", str(tmp_path))
+        assert (done.returncode, done.stdout.split(":")[:2]) == (1, ["group 0", " gone"])
+        assert "1 dead sample of a group that goes on without it cannot be replayed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings", "advice"),
+    [
+        ("data", ["data.epochs=1"], "streamrl up --resume --run {0} goes on with them"),
+        ("steps", ["learner.steps=8"], "streamrl up RUN.yaml --resume --run {0} --set learner.steps=N"),
+    ],
+)
+async def test_replay_in_a_finished_run_says_how_it_goes_on(tmp_path: Path, reason, settings, advice):
+    config = make_run(tmp_path, *settings)
+    async with embedded.running(config.redis, tmp_path):
+        await with_dead_groups(config, tmp_path, 2)
+    write_finished(tmp_path, Finished(reason=reason, step=8, version=8, epoch=1, epochs=1))
+    done = await run("dead", "replay", "all", "--run", str(tmp_path))
+    assert done.returncode == 0
+    assert advice.format(tmp_path) in " ".join(done.stderr.split())
+
+
+async def test_replay_in_a_run_that_trains_a_recording_is_refused(tmp_path: Path):
+    config = make_run(tmp_path, "recording.mode=read", f"recording.path={tmp_path}", "data.epochs=1")
+    async with embedded.running(config.redis, tmp_path):
+        done = await run("dead", "replay", "all", "--run", str(tmp_path))
+    assert done.returncode == 2
+    assert "nobody generates" in done.stderr
 
 
 async def test_drop_wants_a_yes_and_keeps_the_group_accounted_for(live_run: Path):

@@ -90,4 +90,4 @@ async def test_a_sample_that_no_reward_could_score_shows_its_cause(tmp_path):
         assert "sample 1  dead: 'ValueError: I do not like this" in shown.stdout
         replayed = await asyncio.to_thread(cli, "dead", "replay", "all", "--run", str(tmp_path))
         assert replayed.returncode == 1
-        assert "only samples of a group that lives are dead" in replayed.stdout
+        assert "1 dead sample of a group that goes on without it cannot be replayed" in replayed.stderr

@@ -114,7 +114,7 @@ async def test_a_leak_is_named_in_log_and_figures(monkeypatch, caplog):
         keeps_memory.forget()
     assert "MB/s at keeps_memory.py:" in leaky.figures.leaks
     record = next(record for record in caplog.records if record.msg == "a reward keeps memory")
-    assert (record.reward, record.at.split(":")[0]) == ("leaky", "keeps_memory.py")
+    assert (record.reward, record.line.split(":")[0]) == ("leaky", "keeps_memory.py")
     assert tidy.figures.leaks == ""
 
 

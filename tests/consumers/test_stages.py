@@ -1,14 +1,17 @@
 """A sample and a group through several rewards: stages up to gates, parts that failed, opening and closing."""
 
 import asyncio
+import errno
 from dataclasses import replace
+from unittest.mock import AsyncMock
+from urllib.error import HTTPError
 
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.consumers import Reward, RewardContext, RewardSample
+from streamrl.consumers import Reward, RewardContext, RewardSample, RewardUnavailable
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
-from streamrl.errors import ConfigError, DeadlineExceeded, PluginError
+from streamrl.errors import ConfigError, DeadlineExceeded, PluginError, Unreachable
 from tests.consumers.calls_kit import lease_end, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
 
@@ -213,7 +216,8 @@ async def test_rewards_are_opened_in_order_and_closed_in_the_other(tmp_path):
     [
         (ConfigError("no model critic", "add it to reward_models"), ConfigError, "no model critic"),
         (FileNotFoundError("rubric.txt"), PluginError, "reward b cannot be opened: FileNotFoundError: rubric.txt"),
-        (TimeoutError("of the reward itself"), PluginError, "of the reward itself"),
+        (KeyError("model"), PluginError, "reward b cannot be opened: KeyError: 'model'"),
+        (HTTPError("http://judge", 401, "who are you", None, None), PluginError, "HTTP Error 401: who are you"),
     ],
 )
 async def test_one_that_cannot_be_opened_closes_those_before_and_is_named(tmp_path, error, kind, message):
@@ -223,6 +227,46 @@ async def test_one_that_cannot_be_opened_closes_those_before_and_is_named(tmp_pa
         async with open_scorer(config, about, [living(log, "a"), living(log, "b", error=error), living(log, "c")]):
             pass
     assert log == ["open a in reward.3", "open b in reward.3", "close b", "close a"]
+
+
+def raised_from(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError("judge:8000"),
+        TimeoutError("of the reward itself"),
+        RewardUnavailable("the judge loads its model"),
+        HTTPError("http://judge", 503, "loading", None, None),
+        raised_from(RuntimeError("of a client library"), OSError(errno.EHOSTUNREACH, "no route")),
+    ],
+)
+async def test_a_service_that_is_away_while_a_reward_opens_is_waited_for(tmp_path, caplog, error):
+    log = []
+    config, about = context(tmp_path)
+    reward = living(log, "a")
+    life = reward.life
+    life.open = AsyncMock(side_effect=[error, error, error, None])
+    async with open_scorer(config, about, [reward]) as scoring:
+        assert (await scoring.score(seen(), lease_end())).value == 1.0
+    assert life.open.await_count == 4
+    assert log == ["close a"] * 4  # each that failed is closed before the next
+    assert [record.reward for record in caplog.records if record.msg == "a reward cannot be opened yet"] == ["a", "a"]
+
+
+@pytest.mark.parametrize(("scored", "kind"), [(False, PluginError), (True, Unreachable)])
+async def test_a_service_that_stays_away_ends_the_worker_which_comes_back_when_the_run_had_scores(
+    tmp_path, scored, kind
+):
+    config, about = context(tmp_path, supervisor={"start_deadline": 0.2})
+    about = replace(about, scored=AsyncMock(return_value=scored))
+    refused = living([], "a", error=ConnectionRefusedError("judge:8000"))
+    with pytest.raises(kind, match=r"reward a cannot be opened, \d+ times within .* s: ConnectionRefusedError: judge"):
+        async with open_scorer(config, about, [refused]):
+            pass
 
 
 async def test_one_that_does_not_open_meets_a_deadline(tmp_path):

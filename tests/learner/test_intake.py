@@ -14,6 +14,7 @@ from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.chain import Branch, TrainedDigest, TrainedLog
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
+from streamrl.learner.ending import Finished, is_over, write_finished
 from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.intake import Intake
 from streamrl.learner.takeover import Start, take_over
@@ -286,6 +287,20 @@ async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
     await intake.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
     assert [(letter.gid, "too long" in letter.why) for letter in letters] == [(1, True)]
+
+
+async def test_dead_groups_that_are_to_be_replayed_are_more_data(table):
+    table.player.end = 2
+    intake = await table.intake(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
+    await table.play()
+    assert await intake.ended()
+    ended = Finished(reason="data", step=1, version=1, epoch=1, epochs=1)
+    write_finished(table.redis_run.run_dir, ended)
+    await table.ledger.retire(intake._nonce, "1-1", 0, [0])
+    assert await is_over(table.config, table.redis_run.run_dir, table.ledger)
+    await table.ledger.queue_replays([1])
+    assert not await intake.ended()
+    assert not await is_over(table.config, table.redis_run.run_dir, table.ledger)
 
 
 async def test_end_of_data(table):

@@ -19,7 +19,9 @@ from streamrl.producers import feeder, waste
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
+from streamrl.wire import Score, encode
 
 
 def expected(run, count):
@@ -141,7 +143,7 @@ async def test_too_many_dead_letters_end_the_feeder_and_nothing_in_flight_is_los
             leases = await hands.lease(ledgers.train.keys.prompts)
             await ledgers.train.fail_prompt(leases[0], "broken")
             await ledgers.train.fail_sample(leases[1], 0, "broken")
-            with pytest.raises(Refused, match="dead letters, max_dead is 2") as caught:
+            with pytest.raises(Refused, match=r"dead letters, max_dead is 2: .* most of them: broken") as caught:
                 await asyncio.wait_for(task, 30)
         assert caught.value.exit_code == 78
         assert "streamrl dead ls" in caught.value.hint
@@ -150,6 +152,118 @@ async def test_too_many_dead_letters_end_the_feeder_and_nothing_in_flight_is_los
         cursor = (await ledgers.train.state()).cursor
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # somebody has looked at them
             await until(lambda: moved(ledgers.train, cursor))
+
+
+async def bury_all(ledgers, hands):
+    """Every group that is there dies; returns how many did."""
+    leases = await hands.lease(ledgers.train.keys.prompts)
+    for one in leases:
+        await ledgers.train.fail_prompt(one, "broken")
+    return len(leases)
+
+
+async def test_dead_groups_that_are_replayed_are_admitted_as_room_comes(run):
+    """All of them, within the budget, also when the feeder is cut off in between; `max_dead` does not stop them."""
+    async with run.open() as ledgers:
+        train = ledgers.train
+        hands = await Hands(train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            dead = 0
+            while dead < 10:
+                dead += await bury_all(ledgers, hands)
+                await asyncio.sleep(0)
+        assert set((await train.queue_replays(range(10))).values()) == {ReplayOutcome.QUEUED}
+        run.set(None, max_dead=1)
+        async with run.running(run_feeder, "feeder.0", ledgers, stop=False):
+            await until(lambda: is_full(train, run.config.budget))
+            assert (await train.state()).replays == 10 - run.config.budget
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            await until(lambda: role.status.get("replays") == 10 - run.config.budget)
+            while (await train.state()).replays:
+                await hands.step()
+                state = await train.state()
+                assert state.live - state.held <= run.config.budget
+            await until(lambda: role.status.get("admission") == "end of data")
+            assert "replays" not in role.status
+            await hands.step()
+        state = await train.state()
+        assert (state.cursor, state.live, state.retired, state.dead) == (10, 0, 10, 0)
+    assert hands.prompts == expected(run, 10)
+
+
+class Scoring:
+    """A reward worker by hand; `cause(gid, sample)` is why a sample dies, None scores it."""
+
+    def __init__(self, hands, cause):
+        self.hands, self.cause = hands, cause
+
+    async def once(self):
+        await self.hands.answer(0)
+        for one in await self.hands.lease(self.hands.ledger.keys.rollouts):
+            why = self.cause(one.gid, one.sample)
+            if why is None:
+                await self.hands.ledger.score(one, encode(Score(value=1.0)))
+            else:
+                await self.hands.ledger.fail_score(one, why)
+
+    async def until(self, condition):
+        async with asyncio.timeout(60):
+            while not condition():
+                await self.once()
+                await asyncio.sleep(0)
+
+
+def broken(gid, sample):
+    return f"ValueError: I cannot read 'response {gid}' (3 attempts) [mine]"
+
+
+async def test_a_run_in_which_all_fail_alike_ends_early_and_names_the_cause(run):
+    run.set("data", epochs=100)
+    async with run.open() as ledgers:
+        scoring = Scoring(await Hands(ledgers.train).fence(), broken)
+        async with run.running(run_feeder, "feeder.0", ledgers, stop=False) as (_, task):
+            await scoring.until(task.done)
+            with pytest.raises(Refused, match=r"died alike, and none has a score: ValueError: I cannot read") as caught:
+                await task
+        assert caught.value.exit_code == 78
+        assert "streamrl dead replay all" in caught.value.hint
+        state = await ledgers.train.state()
+        assert 32 <= state.dead < 120  # long before max_dead
+        async with run.running(run_feeder, "feeder.0", ledgers) as (_, task):  # mended: what is old does not count
+            scoring.cause = lambda gid, sample: None
+            cursor = state.cursor
+            while (await ledgers.train.state()).cursor < cursor + 8:
+                await scoring.once()
+                await scoring.hands.publish()
+                await scoring.hands.retire()
+            scoring.cause = broken  # and later failures are no reason to end: the run has had scores
+            while (await ledgers.train.state()).cursor < cursor + 40:
+                await scoring.once()
+            assert not task.done()
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        lambda gid, sample: broken(gid, sample) if sample or gid else None,  # one has a score, in a group that dies
+        lambda gid, sample: broken(gid, sample) if gid != 7 else "TypeError: another one [mine]",
+        lambda gid, sample: broken(gid, sample) if gid % 5 == 0 else None,
+    ],
+)
+async def test_a_run_in_which_not_all_fail_alike_goes_on(run, cause):
+    run.set("data", epochs=100).set("sampling", min_group=2)
+    async with run.open() as ledgers:
+        scoring = Scoring(await Hands(ledgers.train).fence(), cause)
+        async with run.running(run_feeder, "feeder.0", ledgers) as (_, task):
+            while (await ledgers.train.state()).dead < 60:
+                await scoring.once()
+                await scoring.hands.publish()
+                await scoring.hands.retire()
+            assert not task.done()
+
+
+async def is_full(ledger, budget):
+    return (await ledger.state()).live == budget
 
 
 async def test_fewer_epochs_than_were_begun_end_the_data_where_it_stands(run):

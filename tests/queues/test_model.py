@@ -84,6 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.groups: dict[int, Group] = {}
         self.letters: list[tuple[int, int | None]] = []
         self.fates: dict[int, str] = {}
+        self.queued: set[int] = set()
         self.dead_groups: dict[int, Group] = {}
         self.prompts: list[Lease] = []
         self.samples: list[Lease] = []
@@ -408,10 +409,38 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert outcome is ReplayOutcome.REPLAYED
         assert self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
+        self.live_again(gid)
+
+    def live_again(self, gid):
         old = self.dead_groups[gid]
         self.groups[gid] = Group(old.size, old.least, old.attempt + 1, whole=self.said)
         del self.fates[gid]
         self.letters = [letter for letter in self.letters if letter[0] != gid]
+        self.queued.discard(gid)
+
+    @precondition(lambda self: self.fates)
+    @rule(data=st.data())
+    def queue_replays(self, data):
+        gids = data.draw(st.lists(st.sampled_from(sorted(self.fates)), unique=True))
+        wanted = {"dead": ReplayOutcome.QUEUED, "lost": ReplayOutcome.NO_PROMPT}
+        answers = {gid: wanted.get(self.fates[gid], ReplayOutcome.GONE) for gid in gids}
+        assert self.twice(lambda: self.ledger.queue_replays(gids), unchanged=answers) == answers
+        self.queued.update(gid for gid in gids if self.fates[gid] == "dead")
+
+    @precondition(lambda self: self.queued)
+    @rule(data=st.data())
+    def replay_queued(self, data):
+        gid, letters = data.draw(st.sampled_from(list(self.wait(self.ledger.queued_replays()).items())))
+        outcome = self.twice(lambda: self.ledger.replay_queued(gid, letters, budget=BUDGET, hard_cap=CAP))
+        live = len(self.groups)
+        if self.fates[gid] != "dead":
+            assert outcome is ReplayOutcome.GONE
+            self.queued.discard(gid)
+        elif live - self.held >= BUDGET or live >= CAP:
+            assert outcome is ReplayOutcome.FULL
+        else:
+            assert outcome is ReplayOutcome.REPLAYED
+            self.live_again(gid)
 
     @precondition(lambda self: self.letters)
     @rule(data=st.data())
@@ -444,6 +473,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (state.held, state.version, state.live) == (self.held, self.version_number, len(self.groups))
         assert state.whole == self.said
         assert state.live <= CAP
+        assert list(self.wait(self.ledger.queued_replays())) == sorted(self.queued)
+        assert state.replays == len(self.queued)
         assert self.wait(self.ledger.dropped()) == sorted(gid for gid, f in self.fates.items() if f == "dropped")
         letters = self.wait(self.ledger.dead_letters())
         assert [(letter.gid, letter.sample) for letter in letters] == self.letters

@@ -43,9 +43,11 @@ async def test_records_are_whole_lines(redis_run: RedisRun):
         lines = (redis_run.run_dir / "metrics" / "learner.jsonl").read_bytes().splitlines()
         assert [orjson.loads(line)["loss"] for line in lines] == [0.5, None]
         assert {"at", "mono"} <= orjson.loads(lines[0]).keys()
+        role.record({"at": "a line", "mono": 0})
+        assert orjson.loads((redis_run.run_dir / "metrics" / "learner.jsonl").read_bytes().splitlines()[-1])["mono"] > 0
     async with open_role("learner", config, redis_run.run_dir) as role:
         role.record({"loss": 1.0})
-    assert len((redis_run.run_dir / "metrics" / "learner.jsonl").read_bytes().splitlines()) == 3
+    assert len((redis_run.run_dir / "metrics" / "learner.jsonl").read_bytes().splitlines()) == 4
 
 
 async def test_records_that_cannot_be_written_cost_no_role(redis_run: RedisRun, caplog):

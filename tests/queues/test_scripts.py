@@ -331,6 +331,27 @@ async def test_replay_under_a_new_attempt(ledgers: Ledgers):
     assert await train.replay(5, budget=9, hard_cap=9) is ReplayOutcome.GONE
 
 
+async def test_dead_groups_wait_in_a_queue_until_there_is_room(ledgers: Ledgers):
+    train = ledgers.train
+    for cursor in range(4):
+        await admit(train, cursor, samples=2)
+    for prompt in (await lease(train, "prompts", count=4))[:3]:
+        await train.fail_prompt(prompt, "poison")
+    wanted = {0: ReplayOutcome.QUEUED, 1: ReplayOutcome.QUEUED, 2: ReplayOutcome.QUEUED, 3: ReplayOutcome.GONE}
+    assert await train.queue_replays([0, 1, 2, 3]) == wanted
+    await same_again(train, lambda: train.queue_replays([0, 1, 2, 3]))
+    assert (await train.state()).replays == 3
+    assert [letter.gid for letter in await train.dead_letters() if letter.sample is None] == [0, 1, 2]  # still dead
+    await train.drop_dead([letter.entry for letter in await train.dead_letters() if letter.gid == 2])
+    queue = await train.queued_replays()
+    room = {"budget": 2, "hard_cap": 9}
+    assert await train.replay_queued(0, queue[0], **room) is ReplayOutcome.REPLAYED
+    assert await train.replay_queued(1, queue[1], **room) is ReplayOutcome.FULL
+    assert await train.replay_queued(2, queue[2], **room) is ReplayOutcome.GONE
+    assert await train.queued_replays() == {1: queue[1]}
+    assert {letter.gid for letter in await train.dead_letters()} == {1}
+
+
 async def test_a_dead_letter_thrown_away_stays_accounted_for(ledgers: Ledgers):
     train = ledgers.train
     await admit(train, 0)

@@ -52,3 +52,16 @@ def test_a_log_that_cannot_be_opened_is_an_error_with_its_path(root, tmp_path):
     (tmp_path / "logs").write_text("")
     with pytest.raises(CannotCreate, match="logs"), log_to_file("supervisor", tmp_path / "logs" / "x", 100):
         pass
+
+
+def test_what_is_logged_beside_the_text_never_replaces_the_records_own_fields(root, monkeypatch):
+    """A library, or the code of a reward, may call its extras what it likes."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    log_as_json("reward.0")
+    logger = logging.getLogger("my.reward")
+    theirs = {"at": "rewards.py:3", "role": "judge", "level": 9, "logger": "x", "event": "y", "exception": "z"}
+    logger.warning("a reward keeps memory", extra={**theirs, "size": 1})
+    line = orjson.loads(sys.stderr.getvalue())
+    assert isinstance(line["at"], float)
+    own = {"role": "reward.0", "level": "warning", "logger": "my.reward", "event": "a reward keeps memory", "size": 1}
+    assert line == {"at": line["at"], **own, **{f"{name}_": value for name, value in theirs.items()}}

@@ -1,0 +1,66 @@
+"""Ends a run early in which no response ever gets a score and all die alike: its rewards, or its engine, are broken."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from streamrl.errors import Refused
+from streamrl.queues import Ledger
+from streamrl.queues.dead_causes import by_cause, same_kind
+
+SAMPLES: Final = 32
+"""Responses that died alike, before the run ends."""
+GROUPS: Final = 4
+"""Prompts that they answer: fewer may be broken prompts."""
+
+
+class AllAlike:
+    """Looks at what died since this feeder began, until the first score; then it looks no more.
+
+    Args:
+        ledger: of the training groups.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._after = "-"
+        self._seen = 0
+        self._over = False
+
+    async def begin(self) -> None:
+        """What died before now does not count: somebody may have mended the cause."""
+        letters = await self._ledger.dead_letters()
+        self._after = letters[-1].entry if letters else "-"
+        self._seen = len(letters)
+
+    async def check(self) -> None:
+        """See that not all fail alike.
+
+        Raises:
+            Refused: they do; the message names the cause.
+        """
+        if self._over:
+            return
+        state = await self._ledger.state()
+        if state.retired or state.dropped or state.held:
+            self._over = True
+            return
+        if state.dead == self._seen:
+            return
+        self._seen = state.dead
+        letters = await self._ledger.dead_letters(self._after)
+        samples = [letter for letter in letters if letter.sample is not None]
+        groups = {letter.gid for letter in samples}
+        if samples and not same_kind(samples):
+            self._over = True
+        if self._over or len(samples) < SAMPLES or len(groups) < GROUPS:
+            return
+        if any(letter.scored for letter in letters) or await self._ledger.has_scores():
+            self._over = True
+            return
+        [cause, *_] = by_cause(samples)
+        raise Refused(
+            f"{len(samples)} responses to {len(groups)} prompts died alike, and none has a score: {cause.newest.why}",
+            "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
+            " --resume`",
+        )
