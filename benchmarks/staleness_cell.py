@@ -55,6 +55,10 @@ def config_of(cell: Cell) -> RunConfig:
         "sampling.group_size": cell.size,
         "engine.slots": min(256, cell.groups * cell.size),
         "engine.attention": "eager",
+        # What the cells share, whatever the demo's own recipe is.
+        "learner.loss.use": "ppo",
+        "learner.correction.base": "decoupled",
+        "learner.warmup_steps": 5,
     }
     rule = [] if cell.rule == "own" else [f"learner.correction.lr_scale={cell.rule}"]
     overrides = [*(f"{name}={value}" for name, value in values.items()), *cell.settings, *rule]

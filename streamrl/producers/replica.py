@@ -153,6 +153,7 @@ class Replica:
             width=self._width,
             handle=self.answer,
             drain=_DRAIN_SHARE * config.supervisor.drain_deadline,
+            first=role.ledgers.evaluation,  # a round is to be over before there are many newer versions
         )
 
     async def run(self) -> None:

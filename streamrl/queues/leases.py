@@ -76,7 +76,7 @@ class Leases:
     """Leases of one kind of work for one process, over several ledgers that share a connection.
 
     Args:
-        ledgers: where to lease from; entries of the first are not preferred.
+        ledgers: where to lease from.
         stage: `prompts` or `rollouts`.
         consumer: name of the role; the name in Redis gets a nonce.
         config: lease seconds, longest hold, deliveries.
@@ -88,6 +88,7 @@ class Leases:
             unsettled counts as one more delivery; work that it ends with `NotNow` does not, and the next that has
             room takes it.
         drain: seconds that work in flight gets after `stop`.
+        first: the one of `ledgers` whose entries are taken before those of the others; None: no order.
     """
 
     def __init__(  # noqa: PLR0917
@@ -100,10 +101,12 @@ class Leases:
         handle: Callable[[Lease], Awaitable[None]],
         *,
         drain: float = 30.0,
+        first: Ledger | None = None,
     ) -> None:
         self.stage = stage
         self.consumer = f"{consumer}-{secrets.token_hex(4)}"
         self._streams = {getattr(ledger.keys, stage): ledger for ledger in ledgers}
+        self._first = [] if first is None else [getattr(first.keys, stage)]
         self._connection = ledgers[0].connection
         self._config = config
         self._idle_ms = int(config.seconds * 1000)
@@ -173,16 +176,23 @@ class Leases:
 
     async def _read(self, room: int) -> None:
         """Take new entries. A read is never cancelled in normal running, so it blocks for a short time only."""
-        count = max(1, room // len(self._streams))
-        command = ("XREADGROUP", "GROUP", GROUP, self.consumer, "COUNT", count, "BLOCK", _BLOCK_MS, "STREAMS")
-        reply = await self._connection.block(
-            *command, *self._streams, *(">" for _ in self._streams), milliseconds=_BLOCK_MS
+        if self._first and await self._read_from(self._first, room):
+            return
+        await self._read_from(list(self._streams), max(1, room // len(self._streams)), wait_ms=_BLOCK_MS)
+
+    async def _read_from(self, streams: Sequence[str], each: int, wait_ms: int = 0) -> bool:
+        """Take up to `each` new entries of each stream; False when there was none."""
+        block = ("BLOCK", wait_ms) if wait_ms else ()
+        command = ("XREADGROUP", "GROUP", GROUP, self.consumer, "COUNT", each, *block, "STREAMS")
+        found = replies.streams(
+            await self._connection.block(*command, *streams, *(">" for _ in streams), milliseconds=wait_ms)
         )
-        for stream, rows in replies.streams(reply).items():
+        for stream, rows in found.items():
             for entry, fields in rows:
                 held = await self._hold((stream, entry), fields, 1)
                 if held is not None:
                     self._start(held)
+        return bool(found)
 
     async def _hold(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> _Held | None:
         """Note a lease; None for an entry that is held already or is none of ours (which is removed)."""

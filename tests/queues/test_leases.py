@@ -47,6 +47,16 @@ async def test_both_ledgers_are_served_to_the_end(ledgers: Ledgers):
     assert await faults(ledgers.train) == []
 
 
+async def test_one_ledger_may_come_first(ledgers: Ledgers):
+    for cursor in range(10):
+        await admit(ledgers.train, cursor)
+        await admit(ledgers.evaluation, cursor)
+    done: list[Lease] = []
+    async with working(ledgers, generating(done), width=2, first=ledgers.evaluation):
+        await until(lambda: len(done) == 20)
+    assert [found.ledger.evaluation for found in done] == [True] * 10 + [False] * 10
+
+
 async def test_no_more_handlers_than_the_width(ledgers: Ledgers):
     for cursor in range(20):
         await admit(ledgers.train, cursor)
