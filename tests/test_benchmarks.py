@@ -10,6 +10,9 @@ import pytest
 from tests.needs import missing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+needs_trl = pytest.mark.skipif(
+    not (BENCHMARKS.parent / ".crosscheck").exists() and not os.environ.get("CI"), reason="make crosscheck makes it"
+)
 
 
 def run(script, *arguments, path):
@@ -71,3 +74,16 @@ def test_train(tmp_path):
     assert figures["tokens_trl_computes"] > figures["tokens"]
     assert found["speedup_vs_trl"] == figures["speedup_vs_trl"]["median"]
     assert found["share_of_dense"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@needs_trl
+def test_race(tmp_path, sort_cache):
+    picture = tmp_path / "r.png"
+    found = run("race.py", "--quick", "--picture", str(picture), path=tmp_path / "r.json")
+    [pair] = found["pairs"]
+    assert pair["streamrl"]["steps"] == pair["trl"]["steps"] == 2
+    assert 0.2 < pair["trl"]["accuracy_after"] < 0.7
+    assert found["speedup_vs_trl"]["median"] > 0
+    assert picture.stat().st_size > 10_000
