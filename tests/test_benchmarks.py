@@ -10,9 +10,12 @@ import pytest
 from tests.needs import missing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-needs_trl = pytest.mark.skipif(
-    not (BENCHMARKS.parent / ".crosscheck").exists() and not os.environ.get("CI"), reason="make crosscheck makes it"
-)
+
+
+@pytest.fixture
+def trl():
+    if not (BENCHMARKS.parent / ".crosscheck").exists():
+        missing("no .crosscheck: `make crosscheck` makes it")
 
 
 def run(script, *arguments, path):
@@ -64,9 +67,7 @@ def test_engines(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_train(tmp_path):
-    if not (BENCHMARKS.parent / ".crosscheck").exists():
-        missing("no .crosscheck: `make crosscheck` makes it")
+def test_train(tmp_path, trl):
     found = run("train.py", "--quick", "--kinds", "sort", "--paths", "onednn", path=tmp_path / "t.json")
     figures = found["sort"]["onednn"]
     assert len(figures["speedup_vs_trl"]["runs"]) == 2
@@ -78,8 +79,7 @@ def test_train(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@needs_trl
-def test_race(tmp_path, sort_cache):
+def test_race(tmp_path, trl, sort_cache):
     picture = tmp_path / "r.png"
     found = run("race.py", "--quick", "--picture", str(picture), path=tmp_path / "r.json")
     [pair] = found["pairs"]
