@@ -42,6 +42,7 @@ TRIED = [
     {"precision": precision, "attention": attention, "rows": rows}
     for (precision, attention), rows in itertools.product((("highest", "sdpa"), ("medium", "eager")), (64, 128, 256))
 ]
+QUICK = {**TRIED[0], "rows": 32, "groups": 4, "threads": 1, "prompts": 16, "final_prompts": 64}
 DEADLINE = 900.0
 
 
@@ -51,14 +52,14 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="accuracy against seconds, as PNG")
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--steps", type=int, default=40, help="updates after which a run is given up")
-    parser.add_argument("--quick", action="store_true", help="one seed, two steps, one setting of trl: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one seed, two small steps, trl untuned: does it run?")
     arguments = parser.parse_args()
     if not TRL_PYTHON.exists():
         raise SystemExit(f"no {TRL_PYTHON}: `make crosscheck` makes it")
     subprocess.run([sys.executable, str(EXAMPLE / "prepare.py")], check=True)
     seeds = [int(seed) for seed in arguments.seeds.split(",")][: 1 if arguments.quick else None]
     steps = 2 if arguments.quick else arguments.steps
-    settings = TRIED[0] if arguments.quick else fastest()
+    settings = QUICK if arguments.quick else fastest()
     print(f"trl runs with {settings}")
     pairs: list[dict[str, Any]] = []
     for seed in seeds:
@@ -148,7 +149,7 @@ def trl(settings: dict[str, Any], *, seed: int, steps: int, **changed: int) -> d
         "size": 8,
         "max_new_tokens": 42,
     }
-    options |= {**settings, "seed": seed, "steps": steps, **changed}
+    options |= {"seed": seed, "steps": steps, **settings, **changed}
     command = [str(TRL_PYTHON), str(Path(__file__).parent / "race_trl.py"), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     if done.returncode:
