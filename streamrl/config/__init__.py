@@ -118,7 +118,9 @@ class EngineConfig(Section):
     slots: Positive = Field(64, description="responses decoded at the same time; servers: at most")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the engine")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    device: str = Field(
+        "auto", description="auto (a GPU when there is one), cpu, cuda or cuda:N; a GPU that is missing is refused"
+    )
     threads: Positive | None = Field(None, description="CPU threads of the engine; empty: torch's choice")
     kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
 

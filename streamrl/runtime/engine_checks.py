@@ -26,7 +26,8 @@ def look_at_engine(config: RunConfig) -> str:
     """Return what responses are generated with.
 
     Raises:
-        ConfigError: the environment or our plug-in is missing, made for another machine, or keys do not fit together.
+        ConfigError: the GPU, the environment or our plug-in is missing, the environment is made for another machine, or
+            keys do not fit together.
         Unreachable: a server at `engine.url` does not answer within ten seconds.
     """
     engine = config.engine
@@ -61,6 +62,7 @@ def look_at_reward_models(config: RunConfig) -> str:
 
 
 def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
+    wants_cpu = environments.on_cpu(engine)
     folder = environments.find_environment(engine.environment, kind)
     taken = sorted({flag.lstrip("-").replace("_", "-") for flag in engine.flags} & _OWN_FLAGS)
     if taken:
@@ -75,7 +77,6 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
     marker = environments.installed(folder)
     if marker is None:
         return f"{kind} of unknown version in {folder}"
-    wants_cpu = engine.device == "cpu" or (engine.device == "auto" and not environments.has_gpu())
     if marker["cpu"] != wants_cpu:
         made, wanted = ("CPUs", "a GPU") if marker["cpu"] else ("GPUs", "the CPU")
         option = "--cpu" if wants_cpu else "--gpu"

@@ -22,6 +22,7 @@ from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
 from streamrl.queues.probe import Probe
 from streamrl.runtime.engine_checks import look_at_engine, look_at_reward_models, look_at_way, shared_memory_copies
+from streamrl.runtime.limits import look_at_files, look_at_memory
 
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
@@ -51,6 +52,8 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
         "weights": lambda: look_at_way(config),
         "disk": lambda: _disk(config, run_dir),
         "shared memory": lambda: _shared_memory(config),
+        "memory": lambda: look_at_memory(config, _model_bytes(config, "float32")),
+        "open files": lambda: look_at_files(config, _model_bytes(config, config.weights.dtype)),
     }
     if config.recording.mode == "read":
         looks |= {"data": lambda: _recording(config)}

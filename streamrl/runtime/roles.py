@@ -28,6 +28,7 @@ from streamrl.runfile import read_saved
 from streamrl.runtime import lifeline
 from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.status import StatusPipe
+from streamrl.weight_sync.descriptors import allow_many_files
 
 if TYPE_CHECKING:
     from streamrl.queues import Role
@@ -88,6 +89,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     name = f"{kind}.{index}"
     status = StatusPipe()
     log_as_json(name)
+    allow_many_files()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     stop = asyncio.Event()

@@ -23,6 +23,7 @@ from streamrl.runtime.logs import log_to_file
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, RENDEZVOUS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.unit import KILL_SECONDS, Unit
+from streamrl.weight_sync.descriptors import allow_many_files
 from streamrl.weight_sync.transports import release_memory
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ async def supervise(
         EventPump(on_event) as pump,
     ):
         _clear(run_dir / RENDEZVOUS)
+        allow_many_files()
         lifeline = Lifeline()
         try:
             supervisor = Supervisor(

@@ -1,4 +1,4 @@
-"""Room for many open files: each mapped or held file of a version takes a descriptor, a large model has hundreds."""
+"""Room for many open files: connections, programs, and each mapped or held file of a version take a descriptor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _WANTED: Final = 1 << 16
 
 
 def allow_many_files() -> None:
-    """Raise this process's soft limit of open files, as far as its hard limit lets it. A repeat does nothing."""
+    """Raise this process's soft limit of open files, as far as its hard limit lets it. A repeat does nothing.
+
+    Roles, the supervisor and `engines serve` do so at their start.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

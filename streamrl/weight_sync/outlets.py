@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from streamrl.config import RunConfig
 from streamrl.weight_sync.bearer import make_token
-from streamrl.weight_sync.descriptors import allow_many_files
 from streamrl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -87,7 +86,6 @@ async def open_outlet(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
         CannotCreate: the port is taken, or the token cannot be written.
     """
     weights = config.weights
-    allow_many_files()
     if weights.transport not in ("http", "collective"):
         yield _Files()
         return

@@ -17,6 +17,8 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
 from streamrl.producers.servers import environments
+from streamrl.producers.servers.sglang import SglangDialect
+from streamrl.producers.servers.vllm import VllmDialect
 from streamrl.runtime import engine_checks
 from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
 
@@ -53,13 +55,32 @@ def test_a_missing_environment_names_the_command_that_makes_it(environment: Path
     assert "streamrl engines install sglang" in caught.value.hint
 
 
-def test_an_environment_for_another_machine_is_refused(environment: Path):
+def test_an_environment_for_another_machine_is_refused(environment: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
     with pytest.raises(ConfigError, match="made for CPUs, this run generates on a GPU") as caught:
         look_at_engine(config(engine={"kind": "vllm", "device": "cuda"}))
     assert "--gpu" in caught.value.hint
     (environment / environments.MARKER).write_bytes(orjson.dumps({"version": "0.32.1", "cpu": False}))
     with pytest.raises(ConfigError, match="made for GPUs, this run generates on the CPU"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
+
+
+@pytest.mark.parametrize(("kind", "dialect"), [("vllm", VllmDialect), ("sglang", SglangDialect)])
+@pytest.mark.parametrize(
+    ("device", "said"), [("cuda", "no NVIDIA GPU"), ("cuda:1", "no NVIDIA GPU"), ("gpu", "auto, cpu")]
+)
+def test_a_gpu_that_is_not_there_is_refused_by_every_kind(
+    environment: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dialect: Any, device: str, said: str
+):
+    """Never served from a CPU in silence: that is a hundred times slower than what was asked for."""
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    asked = config(engine={"kind": kind, "device": device, "environment": environment})
+    for start in (lambda: look_at_engine(asked), lambda: dialect(asked).launch(model="owner/name", port=1, seed=0)):
+        with pytest.raises(ConfigError, match=f"engine.device .*{device}") as caught:
+            start()
+        assert said in f"{caught.value.message} {caught.value.hint}"
+    elsewhere = config(engine={"kind": kind, "device": "cuda", "url": ["http://gpu-host:8000"]})
+    assert not environments.on_cpu(elsewhere.engine)
 
 
 @pytest.mark.parametrize("flag", ["port", "--host", "model_path"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import orjson
 
+from streamrl.config import EngineConfig
 from streamrl.errors import ConfigError
 
 Kind: TypeAlias = Literal["vllm", "sglang"]
@@ -80,6 +82,28 @@ def install_command(kind: str) -> str:
 def has_gpu() -> bool:
     """Whether this machine has an NVIDIA device; looks at the device files only."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def on_cpu(engine: EngineConfig) -> bool:
+    """Whether the engine servers of a run compute on a CPU; every kind asks here.
+
+    Raises:
+        ConfigError: `engine.device` asks for a GPU and this machine has none, or it is no device. What servers at
+            `engine.url` have is not known here.
+    """
+    device = engine.device
+    if device in {"auto", "cpu"}:
+        return device == "cpu" or not has_gpu()
+    if re.fullmatch(r"cuda(:\d+)?", device) is None:
+        raise ConfigError(
+            f"engine.device {device!r} is no device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
+        )
+    if not engine.url and not has_gpu():
+        raise ConfigError(
+            f"engine.device is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)",
+            "set engine.device to auto or cpu; in a container, start it with the GPUs (--gpus all)",
+        )
+    return False
 
 
 def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.environment") -> Path:

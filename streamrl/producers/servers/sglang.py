@@ -25,8 +25,9 @@ from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.command_line import merged
 from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
+from streamrl.producers.servers.environments import on_cpu
 from streamrl.producers.servers.plugin_source import describe_version
-from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, on_cpu, wants_memory_saver
+from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, wants_memory_saver
 from streamrl.weight_sync.version import Version
 
 OLDEST: Final = (0, 5, 20)
@@ -204,7 +205,7 @@ class SglangDialect:
         """
         if level == 0:
             return self.pause("keep")
-        if on_cpu(self._config):
+        if on_cpu(self._config.engine):
             raise Refused(
                 f"SGLang on a CPU cannot sleep at level {level}: it answers that it did and frees nothing",
                 "use level 0, or stop the server",
@@ -220,7 +221,7 @@ class SglangDialect:
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         """See `Dialect.wake`. Decoding goes on when the keys and values are back."""
         calls = []
-        if not on_cpu(self._config) and wants_memory_saver(self._config):
+        if not on_cpu(self._config.engine) and wants_memory_saver(self._config):
             calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
         return [*calls, *self.resume()] if "kv_cache" in tags else calls
 

@@ -12,18 +12,12 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.servers.command_line import adapters_in_flight, merged, words
 from streamrl.producers.servers.dialect import Launch
-from streamrl.producers.servers.environments import find_environment, has_gpu
+from streamrl.producers.servers.environments import find_environment, on_cpu
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
 LOADER: Final = "streamrl_engine.sglang.load"
 SHIM: Final = PLUGIN / "sglang_cpu"
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
-
-
-def on_cpu(config: RunConfig) -> bool:
-    """Whether the servers of this run compute on a CPU."""
-    device = config.engine.device
-    return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def wants_memory_saver(config: RunConfig) -> bool:
@@ -37,7 +31,8 @@ def launch_server(config: RunConfig, *, model: str, port: int, seed: int) -> Lau
     """Return command line and environment of a server on the loopback interface; the user's flags have the last word.
 
     Raises:
-        ConfigError: there is no environment for SGLang, or `model` is a folder without a readable `config.json`.
+        ConfigError: there is no environment for SGLang, the GPU is missing, or `model` is a folder without a readable
+            `config.json`.
     """
     engine = config.engine
     python = find_environment(engine.environment, "sglang") / "bin" / "python"
@@ -74,7 +69,7 @@ def launch_server(config: RunConfig, *, model: str, port: int, seed: int) -> Lau
             "lora-target-modules": "all",
             "max-loras-per-batch": adapters_in_flight(config.max_staleness),
         }
-    if on_cpu(config):
+    if on_cpu(config.engine):
         flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
     elif wants_memory_saver(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
@@ -89,7 +84,7 @@ def _environ(config: RunConfig, model: str) -> dict[str, str]:
     paths = [os.environ.get("PYTHONPATH", "")]
     if Path(model).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
-    if on_cpu(config):
+    if on_cpu(config.engine):
         # More threads than one fight each other for the cores of a busy machine.
         environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
         if engine.tensor_parallel > 1:

@@ -16,7 +16,7 @@ from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.command_line import adapters_in_flight, merged, words
 from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
-from streamrl.producers.servers.environments import find_environment, has_gpu
+from streamrl.producers.servers.environments import find_environment, on_cpu
 from streamrl.producers.servers.plugin_source import describe_version
 from streamrl.weight_sync.version import Version
 
@@ -53,10 +53,10 @@ class VllmDialect:
         self._salt = uuid.uuid4().hex
 
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`. Raises `ConfigError` when the environment is missing."""
+        """See `Dialect.launch`. Raises `ConfigError` when the environment or the GPU is missing."""
         engine = self._config.engine
         python = find_environment(engine.environment, "vllm") / "bin" / "python"
-        cpu = engine.device == "cpu" or not has_gpu()
+        cpu = on_cpu(engine)
         flags: dict[str, Any] = {
             "model": model,
             "served-model-name": MODEL,
@@ -260,7 +260,7 @@ class VllmDialect:
         """See `Dialect.sleep`. A server on a CPU keeps its memory."""
         engine = self._config.engine
         asleep = self._config.rollout.placement == "colocated" or engine.flags.get("enable-sleep-mode") or engine.url
-        if level > 0 and has_gpu() and engine.device != "cpu" and not asleep:
+        if level > 0 and not asleep and not on_cpu(engine):
             raise Refused("this vLLM server keeps its memory", "engine.flags.enable-sleep-mode: true")
         return (Call("POST", "/sleep", query={"level": str(level), "mode": "keep"}, repeatable=True),)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.producers.engines.contract import Request
-from streamrl.producers.servers import sglang_launch
+from streamrl.producers.servers import environments, sglang_launch
 from streamrl.producers.servers.sglang import SglangDialect
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN
 from streamrl.weight_sync.version import Version
@@ -263,7 +263,8 @@ def test_a_server_on_a_cpu_refuses_to_pretend_that_it_sleeps():
     assert [call.path for call in dialect().wake(["weights", "kv_cache"])] == ["/continue_generation"]
 
 
-def test_memory_is_given_back_only_after_requests_were_put_back():
+def test_memory_is_given_back_only_after_requests_were_put_back(monkeypatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
     with pytest.raises(Refused, match="colocated"):
         dialect(engine={"device": "cuda"}).sleep(1)
     shared = dialect(engine={"device": "cuda"}, rollout={"placement": "colocated"})
@@ -403,7 +404,8 @@ def test_a_cpu_server_gets_the_shim_and_one_thread(environment, tmp_path, monkey
     assert launch.environ["PYTHONPATH"].split(":") == [str(PLUGIN), str(PLUGIN / "sglang_cpu"), "/mine"]
 
 
-def test_an_accelerator_gets_none_of_that(environment, tmp_path):
+def test_an_accelerator_gets_none_of_that(environment, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
     engine = {"environment": str(environment), "device": "cuda", "tensor_parallel": 2}
     shared = dialect(engine=engine, rollout={"placement": "colocated"})
     launch = shared.launch(model=str(make_model(tmp_path)), port=1, seed=9)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.producers.engines.contract import Request
-from streamrl.producers.servers import vllm
+from streamrl.producers.servers import environments
 from streamrl.producers.servers.vllm import PLUGIN, VllmDialect
 from streamrl.weight_sync.version import Version
 
@@ -250,7 +250,7 @@ def test_an_update_names_files_and_version() -> None:
 
 
 def test_sleep_is_refused_where_memory_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
     with pytest.raises(Refused, match="enable-sleep-mode"):
         dialect().sleep(1)
     assert dialect().sleep(0)[0].query == {"level": "0", "mode": "keep"}
@@ -346,7 +346,7 @@ def flags_of(argv: Any) -> dict[str, str]:
 
 
 def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "has_gpu", lambda: False)
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
     monkeypatch.setenv("PYTHONPATH", "/mine")
     engine = {
         "environment": str(environment),
@@ -375,7 +375,7 @@ def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.Mon
 
 
 def test_a_server_of_our_own_on_a_gpu(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
     engine = {"kind": "vllm", "environment": str(environment)}
     flags = flags_of(dialect(engine=engine).launch(model="/m", port=1, seed=0).argv)
     assert not {"enforce-eager", "kv-cache-memory-bytes", "enable-sleep-mode"} & set(flags)

@@ -1,0 +1,167 @@
+"""Open files and memory: what a run needs at least, and what this machine lets it have.
+
+Both needs are counted from below, from what is certain: a run that is refused here would fail. One that is let in may
+still need more, for activations, keys and values, and what rewards do.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate
+from streamrl.producers.servers.environments import has_gpu
+from streamrl.runtime.engine_checks import shared_memory_copies
+from streamrl.runtime.plan import processes
+
+_PYTHON_FILES: Final = 64
+"""Of a role: packages while they are imported, pipes, logs, sockets to Redis."""
+_REDIS_FILES: Final = 48
+"""Of Redis itself: 32 that it keeps back, and its own."""
+_CONNECTIONS: Final = 8
+"""To Redis from one process: commands, and each read that blocks."""
+_LOOKERS: Final = 4
+"""Commands like `status` and `lag` at the same time."""
+_CHILD_FILES: Final = 6
+"""Of the supervisor, for one process: two pipes and the log, and both ends of pipes while it starts."""
+_RANK_FILES: Final = 8
+"""Of a rank of the learner, for each other rank."""
+_VERSIONS: Final = 3
+"""Versions of the weights whose files are open at the same time."""
+_PROCESS_BYTES: Final = 128 << 20
+_NO_LIMIT: Final = 1 << 60
+_HINT_FILES: Final = (
+    "raise the hard limit: `ulimit -n 65536` as root, LimitNOFILE= of the service, docker --ulimit nofile=65536"
+)
+_HINT_MEMORY: Final = (
+    "raise the limit of the container, or take a smaller model, fewer replicas or servers, or learner.lora"
+)
+
+
+def look_at_files(config: RunConfig, model_bytes: int) -> str:
+    """Return how many files a process may open; roles raise their soft limit to the hard one.
+
+    Args:
+        config: of the run.
+        model_bytes: of the weights in `weights.dtype`.
+
+    Raises:
+        CannotCreate: fewer than some process of this run needs.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs = open_files(config, model_bytes)
+    kind = max(needs, key=lambda kind: needs[kind])
+    if hard != resource.RLIM_INFINITY and hard < needs[kind]:
+        raise CannotCreate(
+            f"a process may open {hard} files here (ulimit -n), {kind} of this run needs {needs[kind]}", _HINT_FILES
+        )
+    return f"{'any number' if hard == resource.RLIM_INFINITY else hard} for a process, {needs[kind]} needed ({kind})"
+
+
+def open_files(config: RunConfig, model_bytes: int) -> dict[str, int]:
+    """Files that one process of each kind has open at the same time, by kind."""
+    counts = processes(config)
+    total = sum(counts.values())
+    ranks = config.learner.ranks
+    files = _VERSIONS * ranks * max(1, math.ceil(model_bytes / ranks / config.weights.shard_bytes))
+    needs = {"supervisor": _PYTHON_FILES + _CHILD_FILES * (total + 1)}
+    if config.redis.url is None:
+        needs["redis"] = _REDIS_FILES + _CONNECTIONS * (total + _LOOKERS)
+    if "learner" in counts:
+        needs["learner"] = _PYTHON_FILES + files + _RANK_FILES * (ranks - 1)
+    if "rollout" in counts:
+        engine = config.engine
+        servers = len(engine.url) or (engine.servers if engine.managed else 0)
+        needs["rollout"] = _PYTHON_FILES + files + servers * engine.slots
+    if "reward" in counts:
+        needs["reward"] = _PYTHON_FILES + config.reward_worker.concurrency
+    return needs
+
+
+def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")) -> str:
+    """Return how much memory is free.
+
+    Args:
+        config: of the run.
+        model_float32: bytes of the weights in float32; 0 when the files are not here.
+        root: of the file system (tests).
+
+    Raises:
+        CannotCreate: less than the weights of all processes of this run take.
+    """
+    free = free_memory(root)
+    need = memory(config, model_float32)
+    if free is None:
+        return f"not known on this system, {need >> 20} MiB needed"
+    if free < need:
+        raise CannotCreate(f"{free >> 20} MiB of memory are free, this run needs {need >> 20} MiB", _HINT_MEMORY)
+    return f"{free >> 20} MiB free, {need >> 20} MiB needed"
+
+
+def memory(config: RunConfig, model_float32: int) -> int:
+    """Bytes of host memory that a run takes at least: processes, weights on the CPU, versions in /dev/shm."""
+    counts = processes(config)
+    sizes = {"float32": model_float32, "bfloat16": model_float32 // 2}
+    need = _PROCESS_BYTES * sum(counts.values())
+    if "learner" in counts:
+        need += shared_memory_copies(config) * sizes[config.weights.dtype]
+        if _on_cpu(config.learner.device):
+            # Weights and two moments of AdamW, all in float32; with an adapter the weights alone.
+            need += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
+            need += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
+    engine = config.engine
+    if "rollout" in counts and not engine.url and _on_cpu(engine.device):
+        need += counts["rollout"] * engine.servers * sizes[engine.dtype]
+    return need
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that may still be taken, swap included, within the limits of the control groups; None: not known."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        known = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+        machine = known["MemAvailable"] + known.get("SwapFree", 0)
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return min([machine, *_left_in_groups(root)])
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What is left in each control group of this process that has a limit, of both versions of Linux's interface."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            places, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            places = mount / "memory"
+        else:
+            continue
+        inner = Path(path.lstrip("/"))
+        for folder in (places / inner, *(places / parent for parent in inner.parents)):
+            left = _left(folder, *names)
+            if left is not None:
+                yield left
+
+
+def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
+    try:
+        most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cache = int(stat.get(reclaimable, 0))
+    except (OSError, ValueError):  # not there, or `max`
+        return None
+    return max(0, most - taken + cache) if most < _NO_LIMIT else None
