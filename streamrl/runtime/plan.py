@@ -12,6 +12,7 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.queues import embedded
+from streamrl.queues.server_lock import STARTER
 from streamrl.runtime.process import Command
 
 WAITS_FOR: Final = {
@@ -160,7 +161,7 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
 def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> Command:
     # -P: the working directory must not shadow installed modules (somebody's `redis/` or `queue.py`).
     argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
-    return Command(argv, {"PYTHONUNBUFFERED": "1", "STREAMRL_SUPERVISOR": str(os.getpid()), **env})
+    return Command(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
 
 
 def threads(config: RunConfig, kind: str) -> dict[str, str]:

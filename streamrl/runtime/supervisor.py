@@ -15,6 +15,7 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode
+from streamrl.queues.server_lock import end_orphan
 from streamrl.restarts import ExitClass, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
 from streamrl.runtime.instance import State
@@ -94,6 +95,7 @@ async def supervise(
                 config, run_dir, plan(config, run_dir) if units is None else units, lifeline, pump.send
             )
             with _signals(supervisor.hurry):
+                await end_orphan(run_dir)
                 return await supervisor.run()
         finally:
             lifeline.close()

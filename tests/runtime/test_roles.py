@@ -295,3 +295,69 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind_and_the_next_one_star
             while _there(pid):
                 assert time.monotonic() < end, f"{pids} outlived the supervisor"
                 time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def supervisor_process(run_dir):
+    """A supervisor of its own process with Redis and a reward worker, both ready, and the pids of both."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(run_dir)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        pids, ready = {}, set()
+        while ready != {"redis", "reward.0"}:
+            name, state, pid = process.stdout.readline().split(" ")
+            pids |= {name: int(pid)} if pid.strip().isdecimal() else {}
+            ready |= {name} if state == "ready" else set()
+        yield process, pids
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_a_redis_that_outlived_its_supervisor_is_ended_and_its_data_served_again(tmp_path):
+    """It hangs, so it cannot do what the kernel asks of it when the supervisor dies."""
+    config, run_dir = make_config(), tmp_path / "run"
+    save_run(config, run_dir)
+    with supervisor_process(run_dir) as (process, pids):
+        async with open_ledgers(config, run_dir) as ledgers:
+            await put(ledgers.train, 0, ["4", "5"])
+            await until_closed(ledgers.train, [0])
+        os.kill(pids["redis"], signal.SIGSTOP)
+        for pid in (process.pid, pids["reward.0"]):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        try:
+            assert _there(pids["redis"])
+            async with supervised(config, run_dir, "redis", "reward") as run:
+                await run.until(run.all_ready, 60)
+                assert not _there(pids["redis"])
+                async with open_ledgers(config, run_dir) as ledgers:
+                    assert await ledgers.train.closed() == [0]
+                    assert not await faults(ledgers.train)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids["redis"], signal.SIGKILL)
+
+
+FOSTER = """
+import os, subprocess, sys
+environ = os.environ | {"STREAMRL_SUPERVISOR": str(os.getpid())}
+child = subprocess.Popen([sys.executable, "-m", "streamrl.runtime", "redis", "0", sys.argv[1]], env=environ)
+os.kill(child.pid, 19)
+print(child.pid, flush=True)
+"""
+
+
+def test_a_redis_whose_supervisor_dies_before_it_has_begun_does_not_begin(tmp_path):
+    save_run(make_config(), tmp_path)
+    with subprocess.Popen([sys.executable, "-c", FOSTER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as foster:
+        pid = int(foster.stdout.readline())
+    child = psutil.Process(pid)
+    child.send_signal(signal.SIGCONT)
+    _, left = psutil.wait_procs([child], 30)
+    for process in left:
+        process.kill()
+    assert not left
+    assert not (tmp_path / "redis.sock").exists()
