@@ -428,17 +428,42 @@ async def wait_ready(run_dir: Path, deadline: float, process: asyncio.subprocess
         await asyncio.sleep(_POLL)
 
 
+async def answers(run_dir: Path) -> bool:
+    """Whether the run's own server says anything to a PING, be it that it loads or cannot write; False after 2 s."""
+    return bool(await _ask(socket_path(run_dir)))
+
+
+def describe(run_dir: Path, pid: int) -> dict[str, str]:
+    """What can be seen of a server that does not answer: its process, the room on its disk, the end of its log."""
+    found = {"log": _last_words(run_dir)}
+    for name in ("status", "wchan", "stack"):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+            shown = [
+                line for line in lines if name != "status" or line.startswith(("State", "VmRSS", "SigPnd", "ShdPnd"))
+            ]
+            found[name] = " / ".join(" ".join(line.split()) for line in shown)
+    with contextlib.suppress(OSError):
+        found["disk_free"] = f"{shutil.disk_usage(run_dir).free >> 20} MiB"
+    return found
+
+
 async def _ping(path: Path) -> bool:
+    return (await _ask(path)).startswith(b"+PONG")
+
+
+async def _ask(path: Path) -> bytes:
+    """The reply to a PING; empty when there is none within two seconds."""
     try:
         async with asyncio.timeout(2.0):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
                 writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
+                return await reader.readline()
             finally:
                 writer.close()
     except (OSError, TimeoutError):
-        return False
+        return b""
 
 
 def _last_words(run_dir: Path) -> str:

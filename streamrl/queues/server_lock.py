@@ -1,7 +1,6 @@
 """Who holds the lock of a run's own Redis server, and the end of a server that its starter has left behind.
 
-The server process inherits the lock, so the file is locked for as long as it lives, and beside it stands who started it.
-Usually the kernel ends a server with its starter (SIGTERM). A server that hangs at that moment, or its child that
+The server process inherits the lock, so the file is locked for as long as it lives; in it stands who started it. Usually the kernel ends a server with its starter (SIGTERM). A server that hangs at that moment, or its child that
 rewrites the append-only file, stays: then no other can start on these files, and nobody ends it.
 """
 
@@ -122,8 +121,15 @@ def _open_in(path: Path) -> Iterator[int]:
     """Processes of this host that have a file open; none where there is no /proc."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
-            if any(os.readlink(handle) == str(path) for handle in (process / "fd").iterdir()):
+            if any(_target(handle) == path for handle in (process / "fd").iterdir()):
                 yield int(process.name)
+
+
+def _target(handle: Path) -> Path | None:
+    try:
+        return handle.readlink()
+    except OSError:
+        return None  # closed meanwhile
 
 
 def _group(pid: int) -> int:

@@ -233,6 +233,29 @@ async def test_redis_that_is_killed_comes_back_with_its_data_and_the_worker_ride
     assert not psutil.pid_exists(run.pid("redis"))
 
 
+async def test_redis_that_hangs_is_killed_with_what_is_known_of_it_and_the_worker_rides_it_out(tmp_path):
+    config, run_dir = make_config(supervisor={"liveness_deadline": 3.0}), tmp_path / "run"
+    async with supervised(config, run_dir, "redis", "reward") as run:
+        await run.until(run.all_ready)
+        async with open_ledgers(config, run_dir) as ledgers:
+            await put(ledgers.train, 0, ["4", "5"])
+            await until_closed(ledgers.train, [0])
+            redis = run.pid("redis")
+            os.kill(redis, signal.SIGSTOP)
+            await run.until(lambda: run.now("redis") is State.READY and run.pid("redis") != redis, 60)
+            await put(ledgers.train, 1, ["4", "5"])
+            await until_closed(ledgers.train, [1], seconds=60)
+            assert await ledgers.train.closed() == [0, 1]
+        os.kill(os.getpid(), signal.SIGINT)
+        outcome = await run.outcome()
+    assert outcome.restarts == {"redis": 1, "reward.0": 0}
+    reasons = [event.reason for event in run.events if getattr(event, "state", None) is State.BACKOFF]
+    assert [reason.partition(" for ")[0] for reason in reasons] == ["redis: no answer"]
+    log = (run_dir / "logs" / "redis.jsonl").read_text()
+    assert "T (stopped)" in log
+    assert "ready to accept connections" in log
+
+
 @pytest.mark.slow
 async def test_a_reward_that_blocks_the_loop_is_killed_until_its_sample_is_dead(tmp_path):
     config = make_config(
