@@ -261,6 +261,19 @@ async def command(config: RedisConfig, run_dir: Path, server: Server | None = No
     return Command(server.executable, argv, dict(os.environ))
 
 
+async def sweep_stopped(run_dir: Path) -> list[Path]:
+    """As `sweep` where no server of the run is running; elsewhere nothing is removed."""
+    if not (run_dir / "redis").exists():
+        return []
+    lock = await _lock(run_dir, "server.lock", fcntl.LOCK_EX, 0)
+    if lock is None:
+        return []
+    try:
+        return sweep(run_dir)
+    finally:
+        os.close(lock)
+
+
 def sweep(run_dir: Path) -> list[Path]:
     """Remove what rewrites of the append-only file left behind when they were killed; return what was there.
 

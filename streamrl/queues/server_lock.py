@@ -1,6 +1,7 @@
 """Who holds the lock of a run's own Redis server, and the end of a server that its starter has left behind.
 
-The server process inherits the lock, so the file is locked for as long as it lives; in it stands who started it. Usually the kernel ends a server with its starter (SIGTERM). A server that hangs at that moment, or its child that
+The server process inherits the lock, so the file is locked for as long as it lives; in it stands who started it.
+Usually the kernel ends a server with its starter (SIGTERM). A server that hangs at that moment, or its child that
 rewrites the append-only file, stays: then no other can start on these files, and nobody ends it.
 """
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -321,11 +322,12 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind_and_the_next_one_star
 
 
 @contextlib.contextmanager
-def supervisor_process(run_dir):
-    """A supervisor of its own process with Redis and a reward worker, both ready, and the pids of both."""
+def supervisor_process(run_dir, terminal=None):
+    """A supervisor in a process of its own with Redis and a reward worker, both ready, and the pids of both."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(run_dir)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+        [sys.executable, "-c", SUPERVISOR if terminal is None else f"{TERMINAL}{SUPERVISOR}", str(run_dir)],
+        stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         pids, ready = {}, set()
         while ready != {"redis", "reward.0"}:
@@ -337,6 +339,12 @@ def supervisor_process(run_dir):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY)
+"""
 
 
 async def test_a_redis_that_outlived_its_supervisor_is_ended_and_its_data_served_again(tmp_path):
@@ -362,6 +370,18 @@ async def test_a_redis_that_outlived_its_supervisor_is_ended_and_its_data_served
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids["redis"], signal.SIGKILL)
+
+
+def test_a_terminal_that_is_closed_drains_the_run(tmp_path):
+    save_run(make_config(), tmp_path)
+    ours, theirs = pty.openpty()
+    with supervisor_process(tmp_path, terminal=theirs) as (process, pids):
+        os.close(theirs)
+        os.close(ours)
+        assert process.wait(60) == 0
+        assert not any(_there(pid) for pid in pids.values())
+    said = [orjson.loads(line) for line in (tmp_path / "logs" / "supervisor.jsonl").read_bytes().splitlines()]
+    assert [line["why"] for line in said if line.get("state") == "draining"] == ["run ends"] * 2
 
 
 FOSTER = """
