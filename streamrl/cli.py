@@ -218,6 +218,14 @@ def audit(run: RunOption = None, json: JsonOption = False) -> int:
 
 
 @app.command()
+def clean(run: RunOption = None, json: JsonOption = False) -> int:
+    """Remove what killed processes of a stopped run left behind: shared memory, temporary files, a Redis server."""
+    from streamrl.commands.clean import clean as command
+
+    return command(run, json=json)
+
+
+@app.command()
 def export(
     *,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],

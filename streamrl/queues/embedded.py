@@ -34,6 +34,7 @@ from urllib.parse import quote
 
 from streamrl.config import RedisConfig
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
+from streamrl.queues.server_lock import STARTER, Holder, read_holder, say_holder
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +242,7 @@ async def command(config: RedisConfig, run_dir: Path, server: Server | None = No
         server = await asyncio.to_thread(find_server)
     _make_directories(run_dir)
     folder = run_dir.resolve() / "redis"
+    sweep(run_dir)
     await check_append_only_file(server, folder)
     options = {
         "port": "0",
@@ -257,6 +259,32 @@ async def command(config: RedisConfig, run_dir: Path, server: Server | None = No
     }
     argv = [server.executable.name, *(part for key, value in options.items() for part in (f"--{key}", value))]
     return Command(server.executable, argv, dict(os.environ))
+
+
+async def sweep_stopped(run_dir: Path) -> list[Path]:
+    """As `sweep` where no server of the run is running; elsewhere nothing is removed."""
+    if not (run_dir / "redis").exists():
+        return []
+    lock = await _lock(run_dir, "server.lock", fcntl.LOCK_EX, 0)
+    if lock is None:
+        return []
+    try:
+        return sweep(run_dir)
+    finally:
+        os.close(lock)
+
+
+def sweep(run_dir: Path) -> list[Path]:
+    """Remove what rewrites of the append-only file left behind when they were killed; return what was there.
+
+    Only for the holder of the run's server lock: a server that runs may be writing such a file.
+    """
+    left = [file for file in (run_dir / "redis").rglob("temp-*") if file.suffix in {".aof", ".rdb"} and file.is_file()]
+    for file in left:
+        file.unlink(missing_ok=True)
+    if left:
+        logger.info("files of killed rewrites were removed", extra={"files": [file.name for file in left]})
+    return left
 
 
 def _die_with_parent(number: int) -> None:
@@ -276,10 +304,17 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
         Refused: another server of this run is running, or the append-only file is damaged.
         DeadlineExceeded: its check took too long.
     """
-    parent = os.getppid()
+    supervisor = int(os.environ.get(STARTER, "0"))
+    parent = supervisor or os.getppid()  # a supervisor may be dead by now: then nobody would ever end this server
     lock = asyncio.run(_lock(run_dir, "server.lock", fcntl.LOCK_EX, wait_seconds))
     if lock is None:
-        raise Refused(f"a Redis server of {run_dir} is already running", "stop the other `streamrl up` first")
+        holder = read_holder(run_dir)
+        which = f" (process {holder.pid})" if holder is not None else ""
+        raise Refused(
+            f"a Redis server of {run_dir} is already running{which}",
+            "stop what has started it: another `streamrl up`, a command on this run, or `streamrl run redis`",
+        )
+    say_holder(lock, Holder(os.getpid(), supervisor))
     what = asyncio.run(command(config, run_dir))
     os.set_inheritable(lock, True)  # the server process holds the lock for as long as it lives
     _die_with_parent(signal.SIGTERM)
@@ -343,6 +378,7 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
         if lock is not None:
             try:
                 process = await _start(config, run_dir, lock)
+                say_holder(lock, Holder(process.pid, os.getpid()))
             finally:
                 os.close(lock)
         await wait_ready(run_dir, deadline, process)
@@ -458,17 +494,42 @@ async def wait_ready(run_dir: Path, deadline: float, process: asyncio.subprocess
         await asyncio.sleep(_POLL)
 
 
+async def answers(run_dir: Path) -> bool:
+    """Whether the run's own server says anything to a PING, be it that it loads or cannot write; False after 2 s."""
+    return bool(await _ask(socket_path(run_dir)))
+
+
+def describe(run_dir: Path, pid: int) -> dict[str, str]:
+    """What can be seen of a server that does not answer: its process, the room on its disk, the end of its log."""
+    found = {"log": _last_words(run_dir)}
+    for name in ("status", "wchan", "stack"):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+            shown = [
+                line for line in lines if name != "status" or line.startswith(("State", "VmRSS", "SigPnd", "ShdPnd"))
+            ]
+            found[name] = " / ".join(" ".join(line.split()) for line in shown)
+    with contextlib.suppress(OSError):
+        found["disk_free"] = f"{shutil.disk_usage(run_dir).free >> 20} MiB"
+    return found
+
+
 async def _ping(path: Path) -> bool:
+    return (await _ask(path)).startswith(b"+PONG")
+
+
+async def _ask(path: Path) -> bytes:
+    """The reply to a PING; empty when there is none within two seconds."""
     try:
         async with asyncio.timeout(2.0):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
                 writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
+                return await reader.readline()
             finally:
                 writer.close()
     except (OSError, TimeoutError):
-        return False
+        return b""
 
 
 def _last_words(run_dir: Path) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.queues import embedded
+from streamrl.queues.server_lock import STARTER
 from streamrl.runtime.process import Command
 
 WAITS_FOR: Final = {
@@ -52,6 +54,23 @@ _FINISHES: Final = END_OF_RUN | {"feeder"}
 
 
 @dataclass(frozen=True, slots=True)
+class Checkup:
+    """How a unit is looked after whose process cannot say itself how it is: Redis.
+
+    Args:
+        ready: returns when it can do its work; called at each start.
+        answers: whether it answers now; asked once a second while it is ready.
+        silence: seconds without an answer after which it is killed.
+        describe: what is known of a process, by its id, that does not answer; for the log.
+    """
+
+    ready: Callable[[], Awaitable[None]]
+    answers: Callable[[], Awaitable[bool]]
+    silence: float
+    describe: Callable[[int], Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSpec:
     """Processes that live and die together: one role instance, or all ranks of the learner.
 
@@ -61,7 +80,7 @@ class UnitSpec:
         command: makes the command of the process at a position; the second argument is a token that is new for each
             start of the unit (the ranks of one start find each other by it).
         finishes: whether exit code 0 without being asked is the end of its work.
-        probe: for a process that cannot say itself that it is ready: returns when it is, and is called at each start.
+        checkup: for a process that cannot say itself how it is; None: it does.
         start_seconds: that it may take to be ready, where that is longer than `supervisor.start_deadline`.
         starts_after: kinds that have to be ready before its first start.
         waits_for: kinds that it waits for after its start; the time to its readiness does not run meanwhile.
@@ -71,7 +90,7 @@ class UnitSpec:
     processes: tuple[str, ...]
     command: Callable[[int, str], Command]
     finishes: bool = False
-    probe: Callable[[], Awaitable[None]] | None = None
+    checkup: Checkup | None = None
     start_seconds: float = 0.0
     starts_after: frozenset[str] = frozenset()
     waits_for: frozenset[str] = frozenset()
@@ -118,13 +137,19 @@ def processes(config: RunConfig) -> dict[str, int]:
 
 
 def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
-    async def probe() -> None:
+    async def ready() -> None:
         await embedded.wait_ready(run_dir, config.supervisor.start_deadline)
 
     def command(_position: int, _token: str) -> Command:
         return _command(run_dir, "redis", 0, {})
 
-    return UnitSpec("redis", ("redis",), command, probe=probe)
+    checkup = Checkup(
+        ready=ready,
+        answers=partial(embedded.answers, run_dir),
+        silence=min(config.supervisor.liveness_deadline, config.redis.patience / 2),  # the roles ride it out
+        describe=partial(embedded.describe, run_dir),
+    )
+    return UnitSpec("redis", ("redis",), command, checkup=checkup)
 
 
 def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -> UnitSpec:
@@ -160,7 +185,7 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
 def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> Command:
     # -P: the working directory must not shadow installed modules (somebody's `redis/` or `queue.py`).
     argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
-    return Command(argv, {"PYTHONUNBUFFERED": "1", "STREAMRL_SUPERVISOR": str(os.getpid()), **env})
+    return Command(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
 
 
 def threads(config: RunConfig, kind: str) -> dict[str, str]:

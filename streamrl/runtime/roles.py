@@ -1,8 +1,8 @@
 """One role as one process: what `streamrl run ROLE`, the supervisor, Ray and Kubernetes start.
 
-Signals: the first SIGTERM or SIGINT sets `role.stop` (drain and return), the second cancels the role, the third ends
-the process on the spot. SIGUSR1 writes the stacks of all threads to the log. The exit code is the truth about the end;
-the table is in `restarts`.
+Signals: the first SIGTERM, SIGINT, SIGHUP or SIGQUIT sets `role.stop` (drain and return), the second cancels the role,
+the third ends the process on the spot. SIGUSR1 writes the stacks of all threads to the log. The exit code is the truth
+about the end; the table is in `restarts`.
 """
 
 from __future__ import annotations
@@ -190,8 +190,17 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a process of a run in order, that of a closed terminal included.
+
+    SIGHUP is none under `nohup`, which ignores it.
+    """
+    hangs_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *hangs_up)
+
+
 class StopSignals:
-    """What SIGTERM and SIGINT do to this process: set `stop`, then cancel the task that made this, then end it.
+    """What `stop_signals` do to this process: set `stop`, then cancel the task that made this, then end it.
 
     The handlers stay until the process ends: a late signal must not change its exit code.
     """
@@ -202,7 +211,7 @@ class StopSignals:
         self._code = ExitCode.TERMINATED
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             loop.add_signal_handler(number, self._take, number)
 
     @property

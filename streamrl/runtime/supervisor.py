@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -18,10 +20,12 @@ from streamrl.errors import ExitCode
 from streamrl.restarts import ExitClass, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
 from streamrl.runtime.instance import State
+from streamrl.runtime.leftovers import sweep
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, RENDEZVOUS, UnitSpec, plan
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
+from streamrl.runtime.roles import stop_signals
 from streamrl.runtime.unit import KILL_SECONDS, Unit
 from streamrl.weight_sync.descriptors import allow_many_files
 from streamrl.weight_sync.transports import release_memory
@@ -69,9 +73,9 @@ async def supervise(
 ) -> Outcome:
     """Run all roles of a run on this machine until it is finished, stopped by a signal, or failed.
 
-    Must be called in the main thread: it takes SIGINT and SIGTERM for as long as it runs. The first drains, the second
-    sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process and no shared memory of the
-    run is left; and if this process is killed, its children notice and end by themselves.
+    Must be called in the main thread: it takes SIGINT, SIGTERM, SIGHUP and SIGQUIT for as long as it runs. The first
+    drains, the second sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process and no
+    shared memory of the run is left; and if this process is killed, its children notice and end by themselves.
 
     Args:
         config: resolved configuration; the roles read the same from `run.json`.
@@ -88,7 +92,6 @@ async def supervise(
         log_to_file("supervisor", log, config.supervisor.log_bytes),
         EventPump(on_event) as pump,
     ):
-        _clear(run_dir / RENDEZVOUS)
         allow_many_files()
         lifeline = Lifeline()
         try:
@@ -96,6 +99,7 @@ async def supervise(
                 config, run_dir, plan(config, run_dir) if units is None else units, lifeline, pump.send
             )
             with _signals(supervisor.hurry):
+                await sweep(run_dir)
                 return await supervisor.run()
         finally:
             lifeline.close()
@@ -104,23 +108,32 @@ async def supervise(
                 logger.error("the reader of events failed", exc_info=pump.broken)
 
 
-def _clear(folder: Path) -> None:
-    """Make a directory and remove the files that an earlier supervisor left in it."""
-    folder.mkdir(exist_ok=True)
-    for file in folder.iterdir():
-        file.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, hurry, number)
+    terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+
+    def take(number: int) -> None:
+        if number == signal.SIGHUP:
+            _leave(terminals)
+        hurry(number)
+
+    numbers = stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, take, number)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def _leave(terminals: Sequence[int]) -> None:
+    """Write to nobody from now on: a terminal that was closed answers every write with an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    for terminal in terminals:
+        os.dup2(nowhere, terminal)
+    os.close(nowhere)
 
 
 class Supervisor:

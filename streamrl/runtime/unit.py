@@ -16,7 +16,7 @@ from streamrl.errors import ExitCode, StreamrlError
 from streamrl.restarts import ExitClass, RestartPolicy, classify
 from streamrl.runtime.events import Event, LogLine, StateChanged
 from streamrl.runtime.instance import FINAL, Instance, State
-from streamrl.runtime.plan import UnitSpec
+from streamrl.runtime.plan import Checkup, UnitSpec
 from streamrl.runtime.process import Lifeline, RoleProcess
 from streamrl.runtime.rolelog import RoleLog
 
@@ -28,6 +28,8 @@ LAST_WORDS: Final = 1.0
 """Seconds that the other ranks get after one has died: one that is about to give a better reason may do so."""
 _LOOK_SECONDS: Final = 0.2
 """How often a unit is held to its deadlines."""
+_ASK_SECONDS: Final = 1.0
+"""How often a process that gives no sign of life by itself is asked for one."""
 KILL_SECONDS: Final = 5.0
 """Seconds until a process is gone after SIGKILL; one that is stuck in the kernel is left behind."""
 
@@ -245,16 +247,35 @@ class Unit:
             self._changed()
 
     async def _watch(self) -> None:
-        """Hold the unit to its deadlines: readiness after the start, then a beat of each event loop that beats."""
+        """Hold the unit to its deadlines: readiness after the start, then signs of life of each process."""
         started = self._now()
-        if self.spec.probe is not None:
-            try:
-                await self.spec.probe()
-            except StreamrlError as error:
-                self._give_up(error.message)
-                return
-            for name in self.spec.processes:
-                self._ready(name)
+        if self.spec.checkup is None:
+            await self._hold(started)
+            return
+        try:
+            await self.spec.checkup.ready()
+        except StreamrlError as error:
+            self._give_up(error.message)
+            return
+        for name in self.spec.processes:
+            self._ready(name)
+        asking = asyncio.create_task(self._ask(self.spec.checkup))
+        try:
+            await self._hold(started)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask(self, checkup: Checkup) -> None:
+        for process in self._processes.values():
+            process.beat_at = self._now()
+        while True:
+            if await checkup.answers():
+                for process in self._processes.values():
+                    process.beat_at = self._now()
+            await asyncio.sleep(_ASK_SECONDS)
+
+    async def _hold(self, started: float) -> None:
         looked = self._now()
         deadline = max(self._config.start_deadline, self.spec.start_seconds)
         while True:
@@ -271,18 +292,31 @@ class Unit:
             if self.instance.state is State.STARTING and now - started > deadline:
                 self._give_up(f"not ready within {deadline:g} s")
                 return
-            for name, process in self._processes.items():
-                silent = now - process.beat_at if process.beat_at is not None else 0.0
-                if self.instance.state is State.READY and silent > self._config.liveness_deadline:
-                    self._give_up(f"{name}: event loop silent for {silent:.0f} s")
-                    return
+            if self.instance.state is State.READY and (silent := self._silent(now)):
+                self._give_up(silent)
+                return
+
+    def _silent(self, now: float) -> str:
+        """Which process has given no sign of life for too long, in words; empty: none."""
+        checkup = self.spec.checkup
+        limit = self._config.liveness_deadline if checkup is None else checkup.silence
+        for name, process in self._processes.items():
+            seconds = now - process.beat_at if process.beat_at is not None else 0.0
+            if seconds > limit:
+                how = "event loop silent" if checkup is None else "no answer"
+                return f"{name}: {how} for {seconds:.0f} s"
+        return ""
 
     def _give_up(self, cause: str) -> None:
-        """Kill a unit that hangs; a dump of its stacks (SIGUSR1) goes to its log first."""
+        """Kill a unit that hangs. Before that its stacks (SIGUSR1), or what others see of it, go to its log."""
         self._cause = cause
         logger.warning("unit hangs", extra={"unit": self.spec.name, "why": cause})
-        for process in self._processes.values():
-            process.tell(signal.SIGUSR1)
+        for name, process in self._processes.items():
+            if self.spec.checkup is None:
+                process.tell(signal.SIGUSR1)
+            else:
+                line = self._logs[name].note("hangs", why=cause, **self.spec.checkup.describe(process.pid))
+                self._send(LogLine(name, line))
         asyncio.get_running_loop().call_later(1.0, self._kill_these, dict(self._processes))
 
     def _kill_these(self, processes: Mapping[str, RoleProcess]) -> None:

@@ -88,9 +88,14 @@ def release_memory(run_dir: Path) -> None:
 
     For the supervisor, when no role is left: a run that is resumed publishes its weights again.
     """
-    root = ShmTransport.of_run(run_dir).root
-    for folder in (root, *root.parent.glob(f"{root.name}{_SPOOL}*")):
+    for folder in memory_of(run_dir):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def memory_of(run_dir: Path) -> list[Path]:
+    """The folders in the shared memory of this host that processes of a run have made."""
+    root = ShmTransport.of_run(run_dir).root
+    return [folder for folder in (root, *root.parent.glob(f"{root.name}{_SPOOL}*")) if folder.exists()]
 
 
 def check_room(transport: Transport, need: int) -> None:

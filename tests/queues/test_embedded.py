@@ -17,6 +17,7 @@ from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused
 from streamrl.queues import embedded
 from streamrl.queues.connection import open_connection
 from streamrl.queues.probe import Probe
+from streamrl.queues.server_lock import end_orphan
 from streamrl.runfile import LoadedConfig, save
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import until
@@ -336,8 +337,9 @@ from streamrl.queues import embedded
 embedded.exec_server(RedisConfig(), Path(sys.argv[1]), wait_seconds=float(sys.argv[2]))
 """
 PARENT = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+import os, subprocess, sys
+environ = os.environ | {"STREAMRL_SUPERVISOR": str(os.getpid())}
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=environ, start_new_session=True)
 print(child.pid, flush=True)
 child.wait()
 """
@@ -378,6 +380,45 @@ async def test_the_role_becomes_the_server_and_dies_with_the_supervisor(tmp_path
     await until(lambda: not alive(server))
     async with embedded.running(RedisConfig(patience=5), run_dir):  # the lock went with the server
         pass
+
+
+async def test_the_child_of_a_killed_server_that_still_rewrites_its_file_is_ended(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, BECOME, str(run_dir), "5", stdout=asyncio.subprocess.PIPE
+    )
+    server = int(await parent.stdout.readline())
+    await embedded.wait_ready(run_dir, 20)
+    assert not await end_orphan(run_dir), "its starter lives"
+    with Probe(embedded.url(RedisConfig(), run_dir)) as probe:
+        probe.call("SET", "key", "value")
+        probe.call("CONFIG", "SET", "rdb-key-save-delay", str(600 * 10**6))
+        probe.call("BGREWRITEAOF")
+    await until(lambda: list((run_dir / "redis").rglob("temp-rewriteaof-*")))
+    for pid in (parent.pid, server):
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not alive(parent.pid) and not alive(server))
+    assert await end_orphan(run_dir)
+    assert not await end_orphan(run_dir), "a repeat finds nothing"
+    async with embedded.running(RedisConfig(), run_dir) as url:
+        with Probe(url) as probe:
+            assert probe.call("GET", "key") == b"value"
+    assert not list((run_dir / "redis").rglob("temp-*")), "what the rewrite left was swept"
+
+
+async def test_a_server_that_nobody_here_started_is_left_alone(tmp_path: Path):
+    """By hand or by a scheduler: it has no supervisor whose death could be seen."""
+    run_dir = tmp_path / "run"
+    environ = {name: value for name, value in os.environ.items() if name != "STREAMRL_SUPERVISOR"}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", BECOME, str(run_dir), "5", env=environ)
+    try:
+        await embedded.wait_ready(run_dir, 20)
+        assert not await end_orphan(run_dir)
+        with pytest.raises(Refused, match=rf"already running \(process {process.pid}\)"):
+            await asyncio.to_thread(embedded.exec_server, RedisConfig(), run_dir, 0.0)
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
 
 
 async def test_up_waits_for_a_server_of_one_call(tmp_path: Path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -233,6 +234,29 @@ async def test_redis_that_is_killed_comes_back_with_its_data_and_the_worker_ride
     assert not psutil.pid_exists(run.pid("redis"))
 
 
+async def test_redis_that_hangs_is_killed_with_what_is_known_of_it_and_the_worker_rides_it_out(tmp_path):
+    config, run_dir = make_config(supervisor={"liveness_deadline": 3.0}), tmp_path / "run"
+    async with supervised(config, run_dir, "redis", "reward") as run:
+        await run.until(run.all_ready)
+        async with open_ledgers(config, run_dir) as ledgers:
+            await put(ledgers.train, 0, ["4", "5"])
+            await until_closed(ledgers.train, [0])
+            redis = run.pid("redis")
+            os.kill(redis, signal.SIGSTOP)
+            await run.until(lambda: run.now("redis") is State.READY and run.pid("redis") != redis, 60)
+            await put(ledgers.train, 1, ["4", "5"])
+            await until_closed(ledgers.train, [1], seconds=60)
+            assert await ledgers.train.closed() == [0, 1]
+        os.kill(os.getpid(), signal.SIGINT)
+        outcome = await run.outcome()
+    assert outcome.restarts == {"redis": 1, "reward.0": 0}
+    reasons = [event.reason for event in run.events if getattr(event, "state", None) is State.BACKOFF]
+    assert [reason.partition(" for ")[0] for reason in reasons] == ["redis: no answer"]
+    log = (run_dir / "logs" / "redis.jsonl").read_text()
+    assert "T (stopped)" in log
+    assert "ready to accept connections" in log
+
+
 @pytest.mark.slow
 async def test_a_reward_that_blocks_the_loop_is_killed_until_its_sample_is_dead(tmp_path):
     config = make_config(
@@ -295,3 +319,88 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind_and_the_next_one_star
             while _there(pid):
                 assert time.monotonic() < end, f"{pids} outlived the supervisor"
                 time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def supervisor_process(run_dir, terminal=None):
+    """A supervisor in a process of its own with Redis and a reward worker, both ready, and the pids of both."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR if terminal is None else f"{TERMINAL}{SUPERVISOR}", str(run_dir)],
+        stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        pids, ready = {}, set()
+        while ready != {"redis", "reward.0"}:
+            name, state, pid = process.stdout.readline().split(" ")
+            pids |= {name: int(pid)} if pid.strip().isdecimal() else {}
+            ready |= {name} if state == "ready" else set()
+        yield process, pids
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY)
+"""
+
+
+async def test_a_redis_that_outlived_its_supervisor_is_ended_and_its_data_served_again(tmp_path):
+    """It hangs, so it cannot do what the kernel asks of it when the supervisor dies."""
+    config, run_dir = make_config(), tmp_path / "run"
+    save_run(config, run_dir)
+    with supervisor_process(run_dir) as (process, pids):
+        async with open_ledgers(config, run_dir) as ledgers:
+            await put(ledgers.train, 0, ["4", "5"])
+            await until_closed(ledgers.train, [0])
+        os.kill(pids["redis"], signal.SIGSTOP)
+        for pid in (process.pid, pids["reward.0"]):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        try:
+            assert _there(pids["redis"])
+            async with supervised(config, run_dir, "redis", "reward") as run:
+                await run.until(run.all_ready, 60)
+                assert not _there(pids["redis"])
+                async with open_ledgers(config, run_dir) as ledgers:
+                    assert await ledgers.train.closed() == [0]
+                    assert not await faults(ledgers.train)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids["redis"], signal.SIGKILL)
+
+
+def test_a_terminal_that_is_closed_drains_the_run(tmp_path):
+    save_run(make_config(), tmp_path)
+    ours, theirs = pty.openpty()
+    with supervisor_process(tmp_path, terminal=theirs) as (process, pids):
+        os.close(theirs)
+        os.close(ours)
+        assert process.wait(60) == 0
+        assert not any(_there(pid) for pid in pids.values())
+    said = [orjson.loads(line) for line in (tmp_path / "logs" / "supervisor.jsonl").read_bytes().splitlines()]
+    assert [line["why"] for line in said if line.get("state") == "draining"] == ["run ends"] * 2
+
+
+FOSTER = """
+import os, subprocess, sys
+environ = os.environ | {"STREAMRL_SUPERVISOR": str(os.getpid())}
+child = subprocess.Popen([sys.executable, "-m", "streamrl.runtime", "redis", "0", sys.argv[1]], env=environ)
+os.kill(child.pid, 19)
+print(child.pid, flush=True)
+"""
+
+
+def test_a_redis_whose_supervisor_dies_before_it_has_begun_does_not_begin(tmp_path):
+    save_run(make_config(), tmp_path)
+    with subprocess.Popen([sys.executable, "-c", FOSTER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as foster:
+        pid = int(foster.stdout.readline())
+    child = psutil.Process(pid)
+    child.send_signal(signal.SIGCONT)
+    _, left = psutil.wait_procs([child], 30)
+    for process in left:
+        process.kill()
+    assert not left
+    assert not (tmp_path / "redis.sock").exists()

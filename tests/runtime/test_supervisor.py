@@ -152,10 +152,11 @@ async def test_a_role_is_late_when_all_that_it_waits_for_are_ready(tmp_path):
     assert "rollout.0 not ready within 0.5 s" in outcome.reason
 
 
-async def test_the_first_signal_drains_in_the_order_of_the_data_with_redis_last(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+async def test_the_first_signal_drains_in_the_order_of_the_data_with_redis_last(tmp_path, number):
     async with Run(tmp_path, *whole_run(tmp_path)) as run:
         await run.until(run.all_ready)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         outcome = await run.outcome()
         assert outcome.exit_code == ExitCode.OK
         assert not outcome.finished
@@ -167,6 +168,18 @@ async def test_the_first_signal_drains_in_the_order_of_the_data_with_redis_last(
     assert [stage.roles[0].split(".")[0] for stage in stages] == ["feeder", "rollout", "reward", "learner", "redis"]
     assert all(stage.seconds > 0 for stage in stages)
     assert {run.now(role) for role in ("redis", "learner.0", "rollout.1")} == {State.STOPPED}
+
+
+async def test_nohup_is_heeded(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with Run(tmp_path, unit(tmp_path, "reward.0", "ready", "serve")) as run:
+            await run.until(run.all_ready)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await run.outcome()).reason == "stopped by SIGTERM"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_the_learners_end_is_the_end_of_the_run(tmp_path):
