@@ -75,7 +75,7 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["rewards=[{use: exact_match}, {use: exact_match}]"], "same name"),
         (["redis.maxmemory=1MiB"], "redis.maxmemory"),
         (["engine.kind=openai"], "^engine: engine.kind openai needs engine.url"),
-        (["engine.kind=vlm"], "^engine.kind: must be .hf., .vllm., .sglang. or .openai. .--set"),
+        (["engine.kind=vlm"], "^engine.kind: must be .hf., .vllm., .sglang. or .openai., not .vlm. .--set"),
         (["engine.flags=[--x]"], "engine.flags: must be a mapping: {key: value}"),
         (["engine.url=http://a"], "engine.url: must be a list"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.servers=2"], "engine.servers"),

@@ -88,7 +88,7 @@ def _refusal(run: str, found: Sequence[str]) -> LedgerDamaged:
     return LedgerDamaged(
         f"the data of run {run} in Redis is damaged: {'; '.join(found[:_SHOWN])}{more}",
         "something other than streamrl wrote there. Stop the run, restore RUN_DIR/redis (or your Redis) from a copy, or"
-        f" move RUN_DIR/redis away (delete the keys {{sr:{run}}}:*) and go on with `streamrl up --resume`: the learner's"
+        f" move RUN_DIR/redis away (delete the keys {{sr:{run}}}:*) and go on with `up --resume`: the learner's"
         " checkpoints then decide what is trained",
     )
 
