@@ -316,7 +316,7 @@ def config_show(
 
 @config_app.command("validate")
 def config_validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption = False) -> int:
-    """Check a run file: keys, types, values that do not fit together. 78 when it is wrong."""
+    """Check a run file as `up --dry-run` does: keys, model, data, rewards, and what the run needs of this machine."""
     from streamrl.commands.config import validate as command
 
     return command(file, overrides or [], json=json)

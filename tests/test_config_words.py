@@ -1,4 +1,4 @@
-"""What a wrong run file is told, whatever is wrong with it: plain sentences, never the words of pydantic or of Python."""
+"""What a wrong run file is told: plain sentences, never the words of pydantic or of Python, whatever is wrong."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ VALUES: list[Any] = [
     *({}, {"a": 1}, {1: 2}, {"a": None}, {"a": {}}, {"a": {"model": 5}}, {"bad name!": {"model": "m"}}),
 ]
 FOREIGN = re.compile(
-    r"should|input|valid\b|Tuple|Field required|Value error|String|unable to parse|dictionary|instance|permitted|pydantic"
-    r"|could not convert|literal|NoneType|Traceback|codec|Overflow|<class",
+    r"should|input|valid\b|Tuple|Field required|Value error|String|unable to parse|dictionary|instance|permitted"
+    r"|pydantic|could not convert|literal|NoneType|Traceback|codec|Overflow|<class",
 )
 
 

@@ -146,6 +146,8 @@ def _first_prompt(path: Path) -> None:
 
 def _rewards(config: RunConfig) -> str:
     rewards = load_rewards(config)
+    for reward in rewards:
+        reward.limits.check_config(config)
     if config.evaluation.final_prompts:
         _check_end(rewards, config)
     return ", ".join(reward.name for reward in rewards)
