@@ -88,7 +88,7 @@ def test_every_type_of_error_has_its_words_and_is_made_here(wrong: dict[str, lis
         ("model.path=5", "model.path: must be text; put it in quotes (--set)"),
         (
             "name=../x",
-            "name: must be 1 to 64 letters, digits, '.', '_' and '-', beginning with a letter or digit, not '../x' (--set)",
+            "name: must be 1 to 64 letters, digits, '.', '_' and '-', beginning with a letter or digit, not '../x'",
         ),
         ("max_staleness=1" + 400 * "0", "max_staleness: must be at most 9223372036854775807, not 1000"),
     ],
