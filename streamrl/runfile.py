@@ -98,7 +98,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no text
         raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
     except OSError as error:
         raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error
@@ -112,7 +112,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, origin: str) -> None:
     try:
         value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value", "quote it as in YAML") from error
     if isinstance(value, str):
         value = _number(value)

@@ -122,7 +122,7 @@ def test_servers_have_one_name_and_count_as_slots():
     assert (config.engine.managed, config.slots) == (True, 48)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00", "name: 2024-13-45", "seed: 1" + 5000 * "0"])
 def test_a_file_that_is_no_mapping(tmp_path: Path, text):
     with pytest.raises(ConfigError):
         load(write(tmp_path, text), environ={})

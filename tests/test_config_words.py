@@ -83,6 +83,8 @@ def test_every_type_of_error_has_its_words_and_is_made_here(wrong: dict[str, lis
         ("lease.seconds=soon", "lease.seconds: 'soon' is no duration (write 500ms, 30s, 10m or a number of seconds)"),
         ("redis.maxmemory=.inf", "redis.maxmemory: must be a finite number, not inf (--set)"),
         ("redis.maxmemory=lots", "redis.maxmemory: 'lots' is no size (write 512MiB, 8GiB or a number of bytes)"),
+        ("name=2024-13-45", "--set name: '2024-13-45' is no YAML value"),
+        ("name=2024-12-24", "name: must be text; put it in quotes (--set)"),
         ("model=x", "model: must be a mapping: {key: value} (--set)"),
         ("data.train=5", "data.train: must be the path of a file or directory (--set)"),
         ("model.path=5", "model.path: must be text; put it in quotes (--set)"),

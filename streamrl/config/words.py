@@ -55,9 +55,11 @@ def said(error: Mapping[str, Any]) -> str:
     kind, place = error["type"], error["loc"]
     if kind == "missing" and place and isinstance(place[-1], int):
         return "is missing: the list is too short"
-    known = {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in error.get("ctx", {}).items()}
+    known: dict[str, Any] = {
+        name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in error.get("ctx", {}).items()
+    }
     if "pattern" in known:
-        known["pattern"] = _NAMES[known["pattern"]]
+        known["pattern"] = _NAMES[str(known["pattern"])]
     return WORDS.get(kind, "is not what this key takes").format_map({**known, "input": _shown(error["input"])})
 
 
