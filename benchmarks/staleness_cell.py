@@ -26,6 +26,7 @@ from staleness_grid import Cell
 from train_lines import Lines
 
 from streamrl.config import RunConfig
+from streamrl.demo import task
 from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.groups import group_data
@@ -38,8 +39,6 @@ from streamrl.producers.engines.slots import SlotBatch
 from streamrl.runfile import load
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sort"
-sys.path.insert(0, str(EXAMPLE))
-import task  # noqa: E402  the example is no package
 
 Weights = dict[str, torch.Tensor]
 

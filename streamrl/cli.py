@@ -58,6 +58,13 @@ class ScreenChoice(StrEnum):
     logs = "logs"
 
 
+class TemplateChoice(StrEnum):
+    """Values of `init --template`."""
+
+    own = "own"
+    sort = "sort"
+
+
 class Stage(StrEnum):
     """Roles that `run` starts."""
 
@@ -101,12 +108,19 @@ def options(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; made when missing.")] = Path(),
+    template: Annotated[
+        TemplateChoice,
+        typer.Option(help="own: for a model, prompts and rewards of yours; sort: a task that runs without network."),
+    ] = TemplateChoice.own,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
 ) -> int:
-    """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example."""
+    """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
+
+    --template sort makes a small model and its prompts instead, in about a minute: the run needs no network, no GPU.
+    """
     from streamrl.commands.init import init as command
 
-    return command(folder, force)
+    return command(folder, template.value, force)
 
 
 @app.command()
@@ -324,7 +338,7 @@ def config_show(
 
 @config_app.command("validate")
 def config_validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption = False) -> int:
-    """Check a run file: keys, types, values that do not fit together. 78 when it is wrong."""
+    """Check a run file as `up --dry-run` does: keys, model, data, rewards, and what the run needs of this machine."""
     from streamrl.commands.config import validate as command
 
     return command(file, overrides or [], json=json)

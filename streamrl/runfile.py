@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
 from streamrl.config.base import MODEL, Section
 from streamrl.config.presets import lay_beneath
+from streamrl.config.words import said
 from streamrl.errors import ConfigError
 
 
@@ -97,7 +98,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no text
         raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
     except OSError as error:
         raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error
@@ -111,7 +112,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, origin: str) -> None:
     try:
         value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value", "quote it as in YAML") from error
     if isinstance(value, str):
         value = _number(value)
@@ -146,6 +147,10 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
     try:
         return RunConfig.model_validate(_floats(values))
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"configuration: {error.object!a} holds a part of a character", "write text in UTF-8"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -153,7 +158,7 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
         where = f" ({origin})" if origin else ""
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
-        raise ConfigError(f"{key or 'configuration'}: {_said(first['msg'])}{where}", _SCHEMA_HINT) from error
+        raise ConfigError(f"{key or 'configuration'}: {said(first)}{where}", _SCHEMA_HINT) from error
 
 
 def _floats(node: Any) -> Any:
@@ -176,13 +181,7 @@ def _suggest(location: Sequence[str | int]) -> str:
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {_said(first['msg'])}"
-
-
-def _said(message: str) -> str:
-    """A message of pydantic in the words of a run file."""
-    said = message.removeprefix("Value error, ").replace("Input should be", "must be")
-    return said.replace("a valid dictionary", "a mapping: {key: value}").replace("a valid tuple", "a list: [a, b]")
+    return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {said(first)}"
 
 
 def _anchor(config: RunConfig, folder: Path) -> RunConfig:

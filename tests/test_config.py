@@ -75,7 +75,7 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["rewards=[{use: exact_match}, {use: exact_match}]"], "same name"),
         (["redis.maxmemory=1MiB"], "redis.maxmemory"),
         (["engine.kind=openai"], "^engine: engine.kind openai needs engine.url"),
-        (["engine.kind=vlm"], "^engine.kind: must be .hf., .vllm., .sglang. or .openai. .--set"),
+        (["engine.kind=vlm"], "^engine.kind: must be .hf., .vllm., .sglang. or .openai., not .vlm. .--set"),
         (["engine.flags=[--x]"], "engine.flags: must be a mapping: {key: value}"),
         (["engine.url=http://a"], "engine.url: must be a list"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.servers=2"], "engine.servers"),
@@ -122,7 +122,7 @@ def test_servers_have_one_name_and_count_as_slots():
     assert (config.engine.managed, config.slots) == (True, 48)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00", "name: 2024-13-45", "seed: 1" + 5000 * "0"])
 def test_a_file_that_is_no_mapping(tmp_path: Path, text):
     with pytest.raises(ConfigError):
         load(write(tmp_path, text), environ={})

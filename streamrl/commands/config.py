@@ -40,12 +40,34 @@ def show(file: Path | None, run: Path | None, overrides: Sequence[str], *, origi
 
 
 def validate(file: Path | None, overrides: Sequence[str], *, json: bool) -> int:
-    """Check a run file; errors are raised as `ConfigError` (78)."""
-    loaded = load(file, overrides)
+    """Check a run file as `up --dry-run` does: the keys, then model, data, rewards, and what the run needs here.
+
+    Raises:
+        StreamrlError: of the first check that failed; all are shown before.
+    """
+    from streamrl.commands.up import RUNS, configuration, write_checks
+    from streamrl.runtime.preflight import check_all
+
+    loaded, _ = configuration(file, None, overrides, resume=False)
+    checks = check_all(loaded.config, RUNS / loaded.config.name)
+    failed = next((check.error for check in checks if check.error is not None), None)
     if json:
-        output.write_json(VALIDATE_SCHEMA, {"valid": True, "name": loaded.config.name})
+        shown = [
+            {
+                "name": check.name,
+                "found": check.found,
+                "error": check.error.message if check.error else None,
+                "hint": check.error.hint if check.error else None,
+            }
+            for check in checks
+        ]
+        output.write_json(VALIDATE_SCHEMA, {"valid": failed is None, "name": loaded.config.name, "checks": shown})
     else:
-        output.write(f"{file or 'defaults'}: valid")
+        write_checks(checks)
+    if failed is not None:
+        raise failed
+    if not json:
+        output.write(f"{file or 'run.yaml'}: valid")
     return 0
 
 

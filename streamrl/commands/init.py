@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from streamrl.commands import output
-from streamrl.errors import CannotCreate
+from streamrl.errors import CannotCreate, ConfigError
 
 FILES: Final = {
-    "run.yaml": "run.yaml.txt",
-    "my_rewards.py": "my_rewards.py.txt",
-    "train.jsonl": "train.jsonl.txt",
-    ".env.example": "env.example.txt",
+    "own": {
+        "run.yaml": "run.yaml.txt",
+        "my_rewards.py": "my_rewards.py.txt",
+        "train.jsonl": "train.jsonl.txt",
+        ".env.example": "env.example.txt",
+    },
+    "sort": {"run.yaml": "sort.yaml.txt"},
 }
+"""Files of each template, by name."""
 
 
-def init(folder: Path, force: bool) -> int:
+def init(folder: Path, template: str, force: bool) -> int:
     """Write the files of a new run into `folder`; nothing is written when one of them is there and not `force`.
+
+    The template `sort` also makes its model and its prompts, in `folder/cache`, unless they are there.
 
     Raises:
         CannotCreate: a file is there already, or the directory cannot be written.
+        ConfigError: the template `sort` without the packages that training needs.
     """
-    there = [name for name in FILES if (folder / name).exists()]
+    files = FILES[template]
+    there = [name for name in files if (folder / name).exists()]
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
+    if template == "sort":
+        _make_sort_task(folder)
     templates = resources.files("streamrl.commands") / "templates"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, template in FILES.items():
-            (folder / name).write_text((templates / template).read_text(encoding="utf-8"), encoding="utf-8")
+        for name, source in files.items():
+            (folder / name).write_text((templates / source).read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
-    for name in FILES:
+    for name in files:
         output.write(f"wrote {folder / name}")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    output.note(f"next: look through run.yaml, then `{here}streamrl up run.yaml`")
+    first = "" if template == "sort" else "look through run.yaml, then "
+    output.note(f"next: {first}`{here}streamrl up run.yaml`")
     return 0
+
+
+def _make_sort_task(folder: Path) -> None:
+    """Make the model and the prompts of the sort task: a minute of training on a laptop, shown on stderr.
+
+    In a process of its own: the command line never imports torch.
+    """
+    if (folder / "cache").exists():
+        output.note(f"the model and the prompts are in {folder / 'cache'} already")
+        return
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"training needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    command = [sys.executable, "-m", "streamrl.demo.prepare", str(folder)]
+    code = subprocess.run(command, check=False).returncode  # noqa: S603
+    if code:
+        raise CannotCreate(
+            f"the model of the sort task was not made (exit {code})", "what is wrong is said above; then try again"
+        )

@@ -20,7 +20,7 @@ from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import Snapshot, take
 from streamrl.runfile import LoadedConfig, load, read_saved
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
-from streamrl.runtime.preflight import check_all
+from streamrl.runtime.preflight import Check, check_all
 from streamrl.runtime.supervisor import Outcome, supervise
 
 DEFAULT_FILE: Final = Path("run.yaml")
@@ -51,7 +51,7 @@ def up(
     Raises:
         StreamrlError: configuration, data, model or directory do not allow the start.
     """
-    loaded, run_dir = _configuration(file, run, overrides, resume=resume)
+    loaded, run_dir = configuration(file, run, overrides, resume=resume)
     if until == "plan":
         return _plan(loaded, run_dir)
     prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume)
@@ -86,9 +86,10 @@ def recording_overrides(*, rollout_only: bool, train_only: Path | None) -> list[
     return ["recording.mode=read", f"recording.path={train_only.resolve()}", *without]
 
 
-def _configuration(
+def configuration(
     file: Path | None, run: Path | None, overrides: Sequence[str], *, resume: bool
 ) -> tuple[LoadedConfig, Path | None]:
+    """The configuration that `up` takes (`run.yaml` where no file is named), and the directory that was named."""
     if file is None and resume:
         if overrides:
             raise UsageError("--set changes a run file: name it", "streamrl up RUN.yaml --resume --set ...")
@@ -113,14 +114,19 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
     for line in describe(loaded.config, folder):
         output.write(f"start  {line}")
     checks = check_all(loaded.config, folder)
-    for check in checks:
-        output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
+    write_checks(checks)
     for key, value in leaves(without_secrets(loaded)):
         output.write(f"value  {key} = {value!r}  ({origin_of(loaded, key)})")
     failed = next((check.error for check in checks if check.error is not None), None)
     if failed is not None:
         raise failed
     return 0
+
+
+def write_checks(checks: Sequence[Check]) -> None:
+    """One line for each check."""
+    for check in checks:
+        output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
 
 
 def _announce(prepared: PreparedRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from typing import Annotated, Any, Final
 from urllib.parse import urlparse
 
@@ -27,9 +28,10 @@ def _size(value: Any) -> Any:
         return value
     digits = value.strip().rstrip("bBkKmMgGiI ")
     unit = value.strip()[len(digits) :].strip().lower()
-    if unit not in _UNITS:
+    number = _finite(digits)
+    if unit not in _UNITS or number is None:
         raise ValueError(f"{value!r} is no size (write 512MiB, 8GiB or a number of bytes)")
-    return int(float(digits) * _UNITS[unit])
+    return int(number * _UNITS[unit])
 
 
 def _duration(value: Any) -> Any:
@@ -37,12 +39,20 @@ def _duration(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     digits = value.strip().rstrip("mshd ")
-    unit = value.strip()[len(digits) :].strip()
-    if not unit:
-        return float(digits)
-    if unit not in _SECONDS:
+    unit = value.strip()[len(digits) :].strip() or "s"
+    number = _finite(digits)
+    if unit not in _SECONDS or number is None:
         raise ValueError(f"{value!r} is no duration (write 500ms, 30s, 10m or a number of seconds)")
-    return float(digits) * _SECONDS[unit]
+    return number * _SECONDS[unit]
+
+
+def _finite(digits: str) -> float | None:
+    """The number that a text says; None for anything else, infinity included."""
+    try:
+        number = float(digits)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _server_url(value: str) -> str:
@@ -65,10 +75,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+_MOST: Final = (1 << 63) - 1
+Size = Annotated[int, BeforeValidator(_size), Field(gt=0, le=_MOST)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+Natural = Annotated[int, Field(ge=0, le=_MOST)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
 

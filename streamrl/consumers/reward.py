@@ -248,6 +248,13 @@ class RewardLife:
     deadline: float | None = None
     concurrency: int | None = None
 
+    def check_config(self, config: RunConfig) -> None:
+        """Refuse a configuration that this reward can never work with, by a `ConfigError`; nothing by default.
+
+        Called by `streamrl up` and `streamrl config validate` before anything runs, so it must be quick, and needs
+        neither servers nor network.
+        """
+
     async def open(self, context: RewardContext) -> None:
         """Get ready: called before the first score, in the event loop of each worker; nothing by default.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from streamrl.queues import embedded
 from streamrl.queues.probe import Probe
 from streamrl.runtime.engine_checks import look_at_engine, look_at_reward_models, look_at_way, shared_memory_copies
 from streamrl.runtime.limits import look_at_files, look_at_memory
+from streamrl.runtime.model_checks import look_at_models, weight_files
 
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
@@ -44,7 +44,7 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
-        "model": lambda: _model(config),
+        "model": lambda: look_at_models(config),
         "data": lambda: _data(config),
         "rewards": lambda: _rewards(config),
         "reward models": lambda: look_at_reward_models(config),
@@ -92,30 +92,6 @@ def _redis(config: RunConfig) -> str:
         return probe.where
 
 
-def _model(config: RunConfig) -> str:
-    path = Path(config.model.path)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} is no model: config.json is missing", "name a Hugging Face model directory")
-        if not _weight_files(path):
-            raise ConfigError(f"{path} has no weights (*.safetensors)", "save the model with save_pretrained")
-        return str(path)
-    owner, slash, name = config.model.path.partition("/")
-    beside_run_file = [folder / owner for folder in (Path(), *config.plugin_paths)]
-    is_path = not slash or not owner or "/" in name or owner.startswith(".") or any(p.is_dir() for p in beside_run_file)
-    if is_path:
-        raise ConfigError(
-            f"model.path {config.model.path} does not exist", "name a model directory, or a hub name as owner/name"
-        )
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        return f"{config.model.path} (from the local cache of the hub)"
-    return f"{config.model.path} (from the hub)"
-
-
-def _weight_files(path: Path) -> list[Path]:
-    return [*path.glob("*.safetensors"), *path.glob("*.bin")]
-
-
 def _data(config: RunConfig) -> str:
     files = [config.data.train, *([config.data.held_out] if config.data.held_out else [])]
     for file in files:
@@ -149,6 +125,8 @@ def _first_prompt(path: Path) -> None:
 
 def _rewards(config: RunConfig) -> str:
     rewards = load_rewards(config)
+    for reward in rewards:
+        reward.limits.check_config(config)
     if config.evaluation.final_prompts:
         _check_end(rewards, config)
     return ", ".join(reward.name for reward in rewards)
@@ -207,7 +185,7 @@ def _space(folder: Path, need: int, hint: str) -> str:
 def _model_bytes(config: RunConfig, dtype: str) -> int:
     """Size of the weights in `dtype`, from the files of the model (bfloat16 unless its config says float32)."""
     path = Path(config.model.path)
-    files = _weight_files(path) if path.is_dir() else []
+    files = weight_files(path) if path.is_dir() else []
     size = sum(file.stat().st_size for file in files)
     try:
         described = orjson.loads((path / "config.json").read_bytes()) if files else {}

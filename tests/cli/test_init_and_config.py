@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import orjson
+import pytest
 
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardPrompt, RewardSample
@@ -79,14 +80,74 @@ def test_config_show_of_a_run(tmp_path: Path):
     assert cli("config", "show", "run.yaml", "--run", str(tmp_path)).returncode == 2
 
 
-def test_config_validate(tmp_path: Path):
-    file = tmp_path / "run.yaml"
-    file.write_text("name: mine\n")
-    assert data_of(cli("config", "validate", str(file), "--json").stdout, "streamrl.config.validate/1")["valid"]
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    """A run file with all that its run needs; the model has the files of one and no more."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"dtype": "float32"}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    (tmp_path / "half.jinja").write_text("{% for message in messages %}")
+    (tmp_path / "run.yaml").write_text("name: mine\n")
+    return tmp_path
+
+
+def test_config_validate(runnable: Path):
+    file = runnable / "run.yaml"
+    data = data_of(cli("config", "validate", str(file), "--json").stdout, "streamrl.config.validate/1")
+    assert (data["valid"], data["name"]) == (True, "mine")
+    assert cli("config", "validate", cwd=runnable).stdout.endswith("run.yaml: valid\n")
     file.write_text("lerner: {lr: 1}\n")
     done = cli("config", "validate", str(file))
     assert (done.returncode, "did you mean learner?" in done.stderr) == (78, True)
-    assert cli("config", "validate", str(tmp_path / "none.yaml")).returncode == 78
+    assert cli("config", "validate", str(runnable / "none.yaml")).returncode == 78
+
+
+ASKED = "reward_models={m: {url: ['http://127.0.0.1:9']}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "check", "says"),
+    [
+        (["rewards=[{use: nonsense}]"], "rewards", "nonsense is unknown"),
+        (["rewards=[{use: regex, args: {patern: x}}]"], "rewards", "args do not fit"),
+        (
+            ["rewards=[{use: judge, args: {model: m, prompt: '{response}'}}]", ASKED],
+            "rewards",
+            "how the verdict is read",
+        ),
+        (["rewards=[{use: judge, args: {model: m}}]", ASKED], "rewards", "does not chat"),
+        (["rewards=[{use: reward_model, args: {model: n}}]", ASKED], "rewards", "no reward model 'n'"),
+        (["rewards=[{use: reward_model, args: {model: m, path: /x}}]", ASKED], "rewards", "body is missing"),
+        (
+            ["rewards=[{use: reward_model, args: {model: m, path: /x, body: {a: '{response}'}, value: a}}]", ASKED],
+            "rewards",
+            "are for kind template",
+        ),
+        (
+            ["rewards=[{use: reward_model, args: {model: m, chat_template: half.jinja}}]", ASKED],
+            "rewards",
+            "the chat template of",
+        ),
+        (["model.path=nowhere"], "model", "nowhere does not exist"),
+        (["data.train=nothing.jsonl"], "data", "nothing.jsonl cannot be read"),
+        (["engine.kind=vllm", "engine.environment=nowhere"], "engine", "nowhere"),
+    ],
+)
+def test_config_validate_finds_what_a_dry_run_finds(runnable: Path, overrides: list[str], check: str, says: str):
+    file = str(runnable / "run.yaml")
+    settings = [part for override in overrides for part in ("--set", override)]
+    if "half.jinja" in overrides[0]:
+        (runnable / "run.yaml").write_text(f"{overrides[0].replace('=', ': ', 1)}\n{ASKED.replace('=', ': ', 1)}\n")
+        settings = []
+    done = cli("config", "validate", file, *settings, "--json")
+    assert done.returncode == 78, done
+    assert says in done.stderr
+    data = data_of(done.stdout, "streamrl.config.validate/1")
+    assert not data["valid"]
+    assert {row["name"] for row in data["checks"] if row["error"]} == {check}
+    dry = cli("up", file, *settings, "--dry-run", cwd=runnable)
+    assert (dry.returncode, dry.stderr) == (done.returncode, done.stderr)
 
 
 def test_config_schema_is_a_json_schema():

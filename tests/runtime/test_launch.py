@@ -155,10 +155,6 @@ def test_data_without_a_first_prompt(home, line):
         prepare_run(loaded(home))
 
 
-def test_a_name_of_the_hub_is_taken_on_trust(home):
-    assert "from the hub" in preflight._model(loaded(home, "model.path=Qwen/Qwen3-0.6B").config)
-
-
 def test_too_little_space_is_said_with_figures(home):
     with (home / "model" / "model.safetensors").open("r+b") as file:
         file.truncate(1 << 43)  # a sparse file: as large as it says, and takes no space

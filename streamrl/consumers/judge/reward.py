@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.isolated import patterns
 from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
 from streamrl.consumers.models.client import used_tokens
@@ -15,7 +16,7 @@ from streamrl.consumers.models.opening import places
 from streamrl.consumers.models.reward import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
 from streamrl.consumers.models.template import Body, as_text
 from streamrl.consumers.processes import Limits, ProcessDied, ProcessPool
-from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score
+from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score, check_model
 from streamrl.consumers.rules.processed import usual_processes
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
@@ -131,6 +132,11 @@ class Judge(Reward):
         self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
 
+    def check_config(self, config: RunConfig) -> None:
+        """See `RewardLife.check_config`: the model that is asked must be able to give what this reward reads."""
+        check_model(self._name, config.reward_models)
+        self._check(config.reward_models[self._name])
+
     async def open(self, context: RewardContext) -> None:
         """Ask for one verdict, if a server is there: what never fits ends the run here.
 
@@ -140,16 +146,19 @@ class Judge(Reward):
         self._model = context.model(self._name)
         self._first = FirstAnswer(self._name, context.scored)
         config = self._model.config
-        if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
-            raise ConfigError(
-                f"reward_models.{self._name} is of kind {config.kind} and task {config.task}, which does not chat",
-                "a judge needs `kind: openai`, or kind vllm or sglang with `task: chat`",
-            )
+        self._check(config)
         if self._patterns is not None:
             await self._patterns.open()
         self._limit = SHARE * context.deadline
         self.concurrency = places(context, config, self._least, self._requests)
         await self._probe()
+
+    def _check(self, config: RewardModelConfig) -> None:
+        if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
+            raise ConfigError(
+                f"reward_models.{self._name} is of kind {config.kind} and task {config.task}, which does not chat",
+                "a judge needs `kind: openai`, or kind vllm or sglang with `task: chat`",
+            )
 
     async def close(self) -> None:
         """End the processes of the pattern, if there are any."""

@@ -174,6 +174,15 @@ def _clean(text: str) -> str:
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
+def check_template(path: Path) -> None:
+    """See that a file is a chat template.
+
+    Raises:
+        ConfigError: it cannot be read, or jinja does not understand it.
+    """
+    _compiled(_read_text(path, "args.chat_template"), str(path))
+
+
 def _compiled(template: str, name: str) -> jinja2.Template:
     """A chat template as transformers compiles it: sandboxed, with the few names that templates use."""
     import jinja2
@@ -205,7 +214,9 @@ def _compiled(template: str, name: str) -> jinja2.Template:
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template of {name} is none: {error}") from error
+        raise ConfigError(
+            f"the chat template of {name} cannot be used: {error}", "it must be a jinja template"
+        ) from error
 
 
 def _own_template(name: str, settings: Mapping[str, Any]) -> str | None:

@@ -11,12 +11,21 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
 from streamrl.consumers.models.faults import refuses
 from streamrl.consumers.models.opening import places
-from streamrl.consumers.models.rendering import Renderer
+from streamrl.consumers.models.rendering import Renderer, check_template
 from streamrl.consumers.models.template import Template, conversation
-from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, Score
+from streamrl.consumers.reward import (
+    AskedModel,
+    Reward,
+    RewardContext,
+    RewardPrompt,
+    RewardSample,
+    Score,
+    check_model,
+)
 from streamrl.errors import (
     ConfigError,
     DataError,
@@ -143,6 +152,13 @@ class RewardModel(Reward):
         self._renderer: Renderer | None = None
         self._deadline = 0.0
 
+    def check_config(self, config: RunConfig) -> None:
+        """See `RewardLife.check_config`: the model that is asked must be able to give what this reward reads."""
+        check_model(self._name, config.reward_models)
+        self._check(config.reward_models[self._name])
+        if self._chat_template is not None:
+            check_template(Path(self._chat_template))
+
     async def open(self, context: RewardContext) -> None:
         """Read tokenizer and template, and ask a server once, if one is there: what never fits ends the run here.
 
@@ -153,7 +169,7 @@ class RewardModel(Reward):
         self._first = FirstAnswer(self._name, context.scored)
         self.concurrency = places(context, self._model.config, 1)
         self._deadline = SHARE * context.deadline
-        self._check(self._model)
+        self._check(self._model.config)
         if self._template is None and self._text != "server":
             name = self._tokenizer or self._model.config.model
             file = None if self._chat_template is None else Path(self._chat_template)
@@ -215,13 +231,13 @@ class RewardModel(Reward):
     def _reader(self, dialect: Dialect) -> Callable[[Mapping[str, Any]], float]:
         return lambda answer: read_score(dialect, answer, self._label)
 
-    def _check(self, model: AskedModel) -> None:
+    def _check(self, model: RewardModelConfig) -> None:
         """Refuse arguments that the model's kind of server cannot do anything with.
 
         Raises:
             ConfigError: what does not fit.
         """
-        kind, task = model.config.kind, model.config.task
+        kind, task = model.kind, model.task
         where = f"reward_models.{self._name}"
         if kind == "template":
             if self._template is None:

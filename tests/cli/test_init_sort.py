@@ -1,0 +1,89 @@
+"""`streamrl init --template sort`: a run that works as it is, without network, from the commands that are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from streamrl.demo import prepare
+from streamrl.runfile import load
+
+from .run_kit import cli, process
+
+ROOT = Path(__file__).parents[2]
+OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+
+
+@pytest.fixture
+def new(sort_cache: Path, tmp_path: Path) -> Path:
+    """A directory in which the model and the prompts are already made."""
+    shutil.copytree(sort_cache, tmp_path / "new" / "cache")
+    return tmp_path / "new"
+
+
+@pytest.mark.slow
+def test_the_commands_that_are_printed_run(new: Path):
+    done = process("init", str(new), "--template", "sort", env=OFFLINE, seconds=120)
+    assert done.returncode == 0, done
+    (command,) = re.findall(r"^next: `(.*)`$", done.stderr, re.MULTILINE)
+    assert command == f"cd {new} && streamrl up run.yaml"
+    short = ["learner.steps=2", "evaluation.every=0", "learner.stop_at_accuracy=null", "evaluation.final_prompts=0"]
+    run = process("up", "run.yaml", "--screen", "plain", *(part for value in short for part in ("--set", value)),
+                  env=OFFLINE, cwd=new, seconds=300)  # fmt: skip
+    assert run.returncode == 0, run
+    assert json.loads((new / "runs" / "sort" / "summary.json").read_text())["steps"] == 2
+    assert process("audit", cwd=new).returncode == 0
+
+
+def test_its_run_file_is_that_of_the_demo(new: Path):
+    assert cli("init", str(new), "--template", "sort").returncode == 0
+    ours = load(new / "run.yaml", environ={}).config.model_dump(mode="json")
+    theirs = load(ROOT / "examples" / "sort" / "run.yaml", environ={}).config.model_dump(mode="json")
+    here, there = (json.dumps(config).replace(str(place), "DIR") for config, place in (
+        (ours | {"name": "demo"}, new), (theirs, ROOT / "examples" / "sort")))  # fmt: skip
+    assert here == there
+    assert cli("config", "validate", str(new / "run.yaml"), env=OFFLINE).returncode == 0
+
+
+def test_model_and_prompts_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name, value in {
+        "STEPS": 2,
+        "DECAY_FROM": 1,
+        "BATCH": 16,
+        "TRAINING_PROMPTS": 20,
+        "HELD_OUT_PROMPTS": 10,
+    }.items():
+        monkeypatch.setattr(prepare, name, value)
+    assert prepare.main([str(tmp_path)]) == 0
+    made = tmp_path / "cache"
+    assert [len((made / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")] == [20, 10]
+    model = AutoModelForCausalLM.from_pretrained(made / "model")
+    assert (
+        model.generate(
+            **AutoTokenizer.from_pretrained(made / "model")("41=", return_tensors="pt"), max_new_tokens=2
+        ).shape[0]
+        == 1
+    )
+    stamp = (made / "model" / "config.json").stat().st_mtime_ns
+    assert prepare.main([str(tmp_path)]) == 0
+    assert (made / "model" / "config.json").stat().st_mtime_ns == stamp
+    (tmp_path / "file").touch()
+    assert prepare.main([str(tmp_path / "file")]) == 73
+
+
+def test_nothing_is_written_where_it_cannot_be(new: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    done = process("init", str(tmp_path / "file" / "new"), "--template", "sort")
+    assert done.returncode == 73
+    assert "Not a directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    (new / "run.yaml").write_text("mine")
+    assert cli("init", str(new), "--template", "sort").returncode == 73
+    assert (new / "run.yaml").read_text() == "mine"
+    assert cli("init", str(new), "--template", "none").returncode == 2

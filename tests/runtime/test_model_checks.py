@@ -1,0 +1,117 @@
+"""Where a model comes from is known before anything starts: a directory, the cache of the hub, or the hub, soon."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, Unreachable
+from streamrl.runfile import load
+from streamrl.runtime import model_checks
+from streamrl.runtime.model_checks import look_at_models
+
+NAME = "somebody/a-model-that-is-in-no-cache"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers `HEAD /OWNER/NAME/resolve/main/config.json` with the status that the server has."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.server.status)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.status = 200
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def run(*overrides: str) -> RunConfig:
+    return load(None, [f"model.path={NAME}", *overrides], {}).config
+
+
+def test_a_model_of_the_hub(hub: ThreadingHTTPServer):
+    assert look_at_models(run()) == f"{NAME} (from the hub)"
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_model_that_the_hub_does_not_have_or_give(hub: ThreadingHTTPServer, status: int):
+    hub.status = status
+    with pytest.raises(ConfigError, match=rf"model\.path {NAME}: the hub has no such model, .*HTTP {status}"):
+        look_at_models(run())
+
+
+def test_a_hub_that_is_broken_is_not_reachable(hub: ThreadingHTTPServer):
+    hub.status = 500
+    with pytest.raises(Unreachable, match="HTTP 500"):
+        look_at_models(run())
+
+
+def test_without_network_the_hint_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(Unreachable, match=f"{NAME} is not on this machine, and the hub is not reachable") as caught:
+            look_at_models(run())
+    assert "set model.path to a directory" in caught.value.hint
+    assert "streamrl init --template sort" in caught.value.hint
+
+
+def test_a_hub_that_says_nothing_is_waited_for_briefly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_checks, "DEADLINE", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(Unreachable, match="not reachable"):
+            look_at_models(run())
+
+
+def test_offline_the_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
+        look_at_models(run())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / f"models--{NAME.replace('/', '--')}" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    assert look_at_models(run()) == f"{NAME} (from the local cache of the hub)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.tokenizer=nowhere"], "model.tokenizer"),
+        (["learner.reference.kind=frozen", "learner.reference.path=nowhere"], "learner.reference.path"),
+        (
+            ["learner.advantage.use=gae", "learner.critic.kind=model", "learner.critic.path=nowhere"],
+            "learner.critic.path",
+        ),
+    ],
+)
+def test_every_model_of_the_run_is_looked_for(hub: ThreadingHTTPServer, overrides: list[str], key: str):
+    with pytest.raises(ConfigError, match=f"{key} nowhere does not exist"):
+        look_at_models(run(*overrides))
+
+
+def test_a_model_that_the_run_does_not_use_is_not(hub: ThreadingHTTPServer):
+    assert look_at_models(run("learner.reference.path=nowhere", "learner.critic.path=nowhere"))
