@@ -43,7 +43,7 @@ def test_each_is_a_run_that_starts(name):
     assert config.learner.preset == name
     recipe = Recipe.of(config)
     assert recipe.estimator.name == config.learner.advantage.use
-    assert recipe.streams == (name in {"grpo", "egpo", "high_staleness", "on_policy"})
+    assert recipe.streams == (name in {"grpo", "egpo_zhao", "high_staleness", "on_policy"})
 
 
 def leaves(node, path=()):

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl
 
 Coefficient = Annotated[float, Field(ge=0)]
-Preset = Literal["grpo", "ppo", "egpo", "scalerl", "high_staleness", "on_policy"]
+Preset = Literal["grpo", "ppo", "egpo", "egpo_zhao", "scalerl", "high_staleness", "on_policy"]
 
 
 class AdvantageConfig(Section):

@@ -29,6 +29,18 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "egpo": {
             "learner": {
+                "advantage": {
+                    "use": "egpo",
+                    "args": {"mode": "bonus", "part": "thinking", "bonus": 0.4, "bonus_share": 2.0},
+                },
+                "loss": _CLIP,
+                "correction": _TRUNCATED,
+                "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.001},
+                "reference": {"kind": "frozen"},
+            }
+        },
+        "egpo_zhao": {
+            "learner": {
                 "advantage": {"use": "egpo", "args": {"mode": "ratio", "lambda_min": 0.5, "lambda_max": 2.0}},
                 "loss": _CLIP,
                 "correction": _TRUNCATED,

@@ -49,13 +49,15 @@ class Actor(Sharded):
 
     Raises:
         ConfigError: the model is missing, is no causal language model, computes logits in a way we do not know, or
-            cannot be adapted.
+            cannot be adapted; or the tokenizer, where the algorithm needs it.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         self.config = config
         learner = config.learner
         self.recipe = Recipe.of(config)
+        if self.recipe.texts is not None:
+            self.recipe.texts.load()
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
         base = load_model(config.model)

@@ -138,7 +138,7 @@ class Collected:
         arrays: list[FloatArray] = [np.zeros(0)] * len(samples)
         for members in groups.values():
             group = [samples[index] for index in members]
-            data = group_data(group, self._penalties(group, coefficient))
+            data = group_data(group, self._penalties(group, coefficient), texts=self._recipe.texts)
             for index, array in zip(members, self._recipe.estimator(data), strict=True):
                 arrays[index] = array
         return arrays

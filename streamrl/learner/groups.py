@@ -10,8 +10,10 @@ import numpy as np
 
 from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
+from streamrl.learner.algorithms.token_texts import TokenTexts
 from streamrl.learner.batch import Int64Array, TrainSample
 from streamrl.learner.chain import Branch
 from streamrl.queues.records import ClosedGroup
@@ -102,9 +104,9 @@ class GroupOpener:
         """
         try:
             samples, spanning = self._decode(closed)
-            train = self._estimated(samples)
-            if (reason := self._misfit(train)) is not None:
+            if (reason := self._misfit(samples)) is not None:
                 raise reason
+            train = self._estimated(samples)
         except (WireError, ValueError) as error:
             raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
         flat = self._recipe.skips_zero and not any(sample.has_advantage for sample in train)
@@ -137,19 +139,26 @@ class GroupOpener:
         return train, spanning
 
     def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
-        if not self._recipe.estimator.needs <= {"baseline"}:
+        if not self._recipe.estimator.needs <= KNOWN_EARLY:
             return tuple(samples)
+        data = group_data(samples, texts=self._recipe.texts)
         with np.errstate(over="ignore"):
-            arrays = [array.astype(np.float32) for array in self._recipe.estimator(group_data(samples))]
+            arrays = [array.astype(np.float32) for array in self._recipe.estimator(data)]
         return tuple(replace(sample, advantages=array) for sample, array in zip(samples, arrays, strict=True))
 
 
-def group_data(samples: Sequence[TrainSample], penalties: Sequence[FloatArray] | None = None) -> GroupData:
+def group_data(
+    samples: Sequence[TrainSample],
+    penalties: Sequence[FloatArray] | None = None,
+    *,
+    texts: TokenTexts | None = None,
+) -> GroupData:
     """What an estimator of advantages knows of a group.
 
     Args:
         samples: all usable responses of one group, at least one.
         penalties: KL in the reward per token, times its coefficient; None: none.
+        texts: `Recipe.texts`.
     """
     values = [sample.values for sample in samples if sample.values is not None]
     entropy = [sample.entropy for sample in samples if sample.entropy is not None]
@@ -162,6 +171,8 @@ def group_data(samples: Sequence[TrainSample], penalties: Sequence[FloatArray] |
         entropy=entropy if len(entropy) == len(samples) else None,
         baseline_reward=samples[0].baseline if samples else None,
         tokens=[sample.tokens for sample in samples],
+        texts=None if texts is None else [texts(sample.tokens) for sample in samples],
+        prompt_text="" if texts is None else "".join(texts(samples[0].prompt)),
     )
 
 

@@ -28,7 +28,7 @@ async def test_remax_trains_all_responses_but_the_greedy_one(run):
         {"advantage": {"use": "grpo_batch_std"}},
         {"advantage": {"use": "reinforce_plus_plus"}},
         {"advantage": {"use": "gpg"}},
-        {"advantage": {"use": "egpo", "args": {"mode": "bonus"}}},
+        {"advantage": {"use": "egpo", "args": {"mode": "bonus", "part": "joint"}}},
         {"advantage": {"use": "gae"}, "critic": {"kind": "model"}, "mini_batches": 2},
     ],
     ids=lambda learner: learner["advantage"]["use"],

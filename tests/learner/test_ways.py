@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import count_tokens, run_config, with_advantage, without_key_biases
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 from way_kit import estimated, rewarded, step, way_of, weights
 
 from streamrl.learner.actor import Actor
@@ -184,6 +187,42 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages(make):
     assert_same(weights(ours), weights(plain))
 
 
+def test_the_bonus_of_egpo_is_the_entropy_between_the_tags(make, one_rank, model_of, tmp_path):
+    """Tags are found in the text of tokens 3 and 4; a response without them has the plain advantage."""
+    words = {f"w{number}": number for number in range(61)} | {"<think>": 3, "</think>": 4}
+    backend = Tokenizer(WordLevel({word: number for word, number in words.items() if word not in {"w3", "w4"}}))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    config = run_config(model_of("Qwen2"), lr=1e-3, advantage={"use": "egpo"})
+    ours = Actor(
+        config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": str(tmp_path)})}), one_rank
+    )
+    plain = make()
+    batch = estimated(rewarded(8, near=ours), ours)
+    tagged = np.asarray([7, 3, 9, 10, 11, 4, 12], dtype=np.int32)
+    seven = {
+        "tokens": tagged,
+        "logprobs": np.full(7, -4.0, dtype=np.float32),
+        "steps": np.full(7, 10),
+        "advantages": np.zeros(7, dtype=np.float32),
+    }
+    batch = [
+        replace(sample, **seven)
+        if place % 3
+        else replace(sample, tokens=np.where(np.isin(sample.tokens, [3, 4]), 5, sample.tokens).astype(np.int32))
+        for place, sample in enumerate(batch)
+    ]
+    entropy = ours.compute_log_prob(batch, calculate_entropy=True).entropy
+    ready = []
+    for place, (sample, grpo) in enumerate(zip(batch, estimated(batch, plain), strict=True)):
+        known = grpo.advantages[0]
+        bonus = min(entropy[place][2:5].mean(), abs(known) / 2) if place % 3 else 0.0
+        ready.append(with_advantage(sample, known + 0.4 * bonus))
+    assert not ours.recipe.streams
+    step(way_of(ours, collected=True), batch)
+    plain.update_policy(ready, step=10)
+    assert_same(weights(ours), weights(plain))
+
+
 def test_kl_in_the_loss_streams_with_its_reference(make):
     settings = {"kl": {"where": "loss", "estimator": "k2", "coefficient": 0.3}, "reference": {"kind": "frozen"}}
     ours = make(**settings)
@@ -225,7 +264,7 @@ def test_one_update_that_is_not_finite_is_left_out_and_counted(make):
 
 
 def test_advantages_that_cannot_be_computed_skip_the_step(make, monkeypatch):
-    ours = make(advantage={"use": "egpo", "args": {"mode": "bonus"}})
+    ours = make(advantage={"use": "egpo", "args": {"mode": "bonus", "part": "joint"}})
     batch = rewarded(7)
     before = weights(ours)
     compute = Actor.compute_log_prob

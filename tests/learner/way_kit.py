@@ -11,6 +11,7 @@ import torch
 from tiny_policy import make_batch
 
 from streamrl.learner.actor import Actor
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.collected import Collected
@@ -44,7 +45,7 @@ def rewarded(seed: int, groups: int = 6, size: int = 4, *, near: Actor | None = 
 
 def estimated(batch: Sequence[TrainSample], actor: Actor) -> list[TrainSample]:
     """With the advantages that a group alone gives, as they come from the ledger."""
-    if not actor.recipe.estimator.needs <= {"baseline"}:
+    if not actor.recipe.estimator.needs <= KNOWN_EARLY:
         return [replace(sample, advantages=np.zeros(len(sample.tokens), dtype=np.float32)) for sample in batch]
     done = []
     for gid in dict.fromkeys(sample.gid for sample in batch):

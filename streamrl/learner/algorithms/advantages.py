@@ -29,6 +29,7 @@ from streamrl.learner.algorithms.egpo import (
     entropy_bonus,
     failures_only,
     mean_uncertainty,
+    part_of,
 )
 from streamrl.learner.algorithms.gae import generalized_advantages
 from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal, difference
@@ -37,7 +38,9 @@ from streamrl.learner.algorithms.registry import Registry
 
 __all__ = ["ESTIMATORS", "Estimator", "GroupData", "Need", "normalise", "traits"]
 
-Need = Literal["values", "entropy", "baseline"]
+Need = Literal["values", "entropy", "baseline", "text"]
+KNOWN_EARLY: frozenset[Need] = frozenset({"baseline", "text"})
+"""What is known of a group as soon as it is read."""
 Compute: TypeAlias = Callable[..., list[FloatArray]]
 _C = TypeVar("_C", bound=Compute)
 
@@ -54,7 +57,8 @@ def traits(
     """Decorator: say what an estimator needs, and how its advantages are normalised over the step.
 
     Args:
-        needs: `values` of a critic, `entropy` of the policy, reward of the greedy `baseline` response.
+        needs: `values` of a critic, `entropy` of the policy, reward of the greedy `baseline` response, `text` of the
+            prompt and of each token.
         normalise: see `streamrl.learner.algorithms.normalisation.normalise`.
         needs_of: what it needs beyond that with certain options, from those options.
     """
@@ -141,7 +145,12 @@ class Estimator:
         return advantages
 
 
-_FIELDS: dict[Need, str] = {"values": "values", "entropy": "entropy", "baseline": "baseline_reward"}
+_FIELDS: dict[Need, str] = {
+    "values": "values",
+    "entropy": "entropy",
+    "baseline": "baseline_reward",
+    "text": "texts",
+}
 
 
 def _small_group(needs: frozenset[Need]) -> GroupData:
@@ -155,6 +164,7 @@ def _small_group(needs: frozenset[Need]) -> GroupData:
         entropy=numbers if "entropy" in needs else None,
         baseline_reward=0.0 if "baseline" in needs else None,
         tokens=tokens,
+        texts=[["a", "b"], ["c"]] if "text" in needs else None,
     )
 
 
@@ -273,14 +283,27 @@ def gae(group: GroupData, *, gamma: float = 1.0, lam: float = 1.0) -> list[Float
     return _generalized(group, [np.asarray(values, dtype=np.float64) for values in group.values], gamma, lam)
 
 
+def _egpo_needs(args: Mapping[str, Any]) -> Iterable[Need]:
+    mode = args.get("mode", "bonus")
+    if mode == "bonus":
+        yield "entropy"
+    if _egpo_part(mode, args.get("part")) != "joint":
+        yield "text"
+
+
+def _egpo_part(mode: str, part: Part | None) -> Part:
+    return part or ("thinking" if mode == "bonus" else "joint")
+
+
 @ESTIMATORS.register("egpo")
-@traits(needs_of=lambda args: ("entropy",) if args.get("mode") == "bonus" else ())
+@traits(needs_of=_egpo_needs)
 def egpo(
     group: GroupData,
     *,
-    mode: Literal["ratio", "bonus", "asymmetric"] = "ratio",
-    part: Part = "joint",
-    boundary: int | None = None,
+    mode: Literal["bonus", "ratio", "asymmetric"] = "bonus",
+    part: Part | None = None,
+    opening: str = "<think>",
+    closing: str = "</think>",
     lambda_min: float = 0.5,
     lambda_max: float = 2.0,
     bonus: float = 0.4,
@@ -288,15 +311,18 @@ def egpo(
     wrong: float = 0.0,
     degenerate: float = 0.1,
 ) -> list[FloatArray]:
-    """GRPO guided by how sure of itself each response was, next to its whole group (docs/presets/egpo.md).
+    """GRPO guided by the entropy of each response (docs/presets/egpo.md, docs/presets/egpo_zhao.md).
 
     Args:
         group: responses.
-        mode: ratio: `A_i clip(mean(H) / H_i, lambda_min, lambda_max)`, H_i the mean negative log-probability of the
-            sampled tokens; bonus: `A_i + bonus clip(H_i, -|A_i| / bonus_share, |A_i| / bonus_share)`, H_i the mean
-            entropy (arXiv 2508.05118); asymmetric: only failures are weighed, see `failures_only`.
-        part: tokens that H_i is the mean of: joint (all), thinking, or answer.
-        boundary: id of the token that ends the thinking; for `part`.
+        mode: bonus: `A_i + bonus clip(H_i, -|A_i| / bonus_share, |A_i| / bonus_share)`, H_i the mean entropy (Hao et
+            al., arXiv 2508.05118); ratio: `A_i clip(mean(H) / H_i, lambda_min, lambda_max)`, H_i the mean negative
+            log-probability of the sampled tokens (Zhao et al., arXiv 2602.22751); asymmetric: only failures are
+            weighed, see `failures_only`.
+        part: tokens that H_i is the mean of: thinking (between the tags), answer (behind them) or joint (all); empty:
+            thinking with mode bonus, else joint. A response without such tokens has no bonus, and weight 1.
+        opening: tag before the thinking.
+        closing: tag behind it.
         lambda_min: smallest weight.
         lambda_max: largest weight.
         bonus: lambda of mode bonus.
@@ -304,19 +330,21 @@ def egpo(
         wrong: mode asymmetric: a reward at or below this is a failure.
         degenerate: mode asymmetric: size of the advantages in a group of failures only.
     """
-    advantages = _grpo(group.totals)
+    advantages, masks = _grpo(group.totals), None
+    if (chosen := _egpo_part(mode, part)) != "joint":
+        assert group.texts is not None
+        masks = [part_of(texts, chosen, group.prompt_text, opening=opening, closing=closing) for texts in group.texts]
     if mode == "bonus":
         assert group.entropy is not None
-        entropies = mean_uncertainty(group.entropy, part=part, boundary=boundary, tokens=group.tokens)
+        entropies = mean_uncertainty(group.entropy, masks)
         return group.constant(entropy_bonus(advantages, entropies, scale=bonus, share=bonus_share))
     surprisals = [-np.asarray(logprobs, dtype=np.float64) for logprobs in group.behaviour]
-    uncertainty = mean_uncertainty(surprisals, part=part, boundary=boundary, tokens=group.tokens)
-    weights = confidence_weights(uncertainty, lambda_min=lambda_min, lambda_max=lambda_max)
+    weights = confidence_weights(mean_uncertainty(surprisals, masks), lambda_min=lambda_min, lambda_max=lambda_max)
     if mode == "ratio":
         return group.constant(advantages * weights)
     if mode == "asymmetric":
         return group.constant(failures_only(advantages, weights, group.rewards, wrong=wrong, degenerate=degenerate))
-    raise ValueError(f"there is no mode {mode}: ratio, bonus or asymmetric")
+    raise ValueError(f"there is no mode {mode}: bonus, ratio or asymmetric")
 
 
 def _token_returns(group: GroupData, gamma: float) -> list[FloatArray]:

@@ -9,41 +9,73 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 Part = Literal["joint", "thinking", "answer"]
 
 
-def mean_uncertainty(
-    per_token: Sequence[npt.ArrayLike],
-    *,
-    part: Part = "joint",
-    boundary: int | None = None,
-    tokens: Sequence[npt.ArrayLike] | None = None,
-) -> FloatArray:
-    """Return the mean uncertainty of each response over a part of its tokens, in nats, at least 0.
+def part_of(
+    texts: Sequence[str], part: Part, prompt: str = "", *, opening: str = "<think>", closing: str = "</think>"
+) -> Mask:
+    """Return which tokens of a response are in a part of it, shape (tokens,), bool.
+
+    Thinking is between the tags, the answer behind the closing one; a token with any character of a tag is in neither.
+    Without both tags there is no thinking, without the closing one no answer. A prompt whose last tag is the opening
+    one, as chat templates make them, has begun the thinking.
 
     Args:
-        per_token: negative log-probability (or entropy) of each token, one array per response.
-        part: joint: all tokens; thinking: up to and including the first `boundary`; answer: those behind it.
-        boundary: id of the token that ends the thinking (`</think>`).
-        tokens: token ids of the responses.
-
-    Returns:
-        Shape (responses,); NaN for a response without a token in that part.
+        texts: text of each token.
+        part: joint: all tokens.
+        prompt: text of the prompt.
+        opening: tag before the thinking.
+        closing: tag behind it.
 
     Raises:
-        ValueError: an unknown part, or one that needs the boundary and the tokens.
+        ValueError: an unknown part, or a tag without text.
     """
     if part not in {"joint", "thinking", "answer"}:
         raise ValueError(f"there is no part {part}: joint, thinking or answer")
-    if part != "joint" and (boundary is None or tokens is None):
-        raise ValueError(f"part {part} needs boundary, the id of the token that ends the thinking")
+    if not (opening and closing):
+        raise ValueError("opening and closing are the tags around the thinking: text that is not empty")
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    starts = ends - [len(text) for text in texts]
+    if part == "joint":
+        return np.ones(len(texts), dtype=bool)
+    whole = "".join(texts)
+    first, last = _thinking(whole, prompt, opening, closing)
+    if last < 0:
+        return np.zeros(len(texts), dtype=bool)
+    if part == "answer":
+        return np.asarray(starts >= last + len(closing))
+    return np.asarray((starts >= first) & (ends <= last))
+
+
+def _thinking(response: str, prompt: str, opening: str, closing: str) -> tuple[int, int]:
+    """Where the thinking begins and ends in the text of a response; the end is -1 where there is none."""
+    begin = response.find(opening)
+    opens_first = begin >= 0 and not response[:begin].strip()
+    if prompt.rfind(opening) > prompt.rfind(closing) and not opens_first:
+        return 0, response.find(closing)
+    if begin < 0:
+        return 0, -1
+    begin += len(opening)
+    return begin, response.find(closing, begin)
+
+
+def mean_uncertainty(per_token: Sequence[npt.ArrayLike], masks: Sequence[Mask] | None = None) -> FloatArray:
+    """Return the mean uncertainty of each response over some of its tokens, in nats, at least 0.
+
+    Args:
+        per_token: negative log-probability (or entropy) of each token, one array per response.
+        masks: which tokens, one array per response (`part_of`); None: all.
+
+    Returns:
+        Shape (responses,); NaN for a response without such a token.
+    """
     means = np.full(len(per_token), np.nan)
     for index, values in enumerate(per_token):
         chosen = np.asarray(values, dtype=np.float64)
-        if part != "joint" and tokens is not None:
-            ends = np.flatnonzero(np.asarray(tokens[index]) == boundary)
-            end = int(ends[0]) + 1 if ends.size else chosen.size
-            chosen = chosen[:end] if part == "thinking" else chosen[end:]
+        if masks is not None:
+            chosen = chosen[masks[index]]
         if chosen.size:
             # Engines round: a log-probability may come back as 1e-7.
             means[index] = max(0.0, float(chosen.mean()))
@@ -53,7 +85,7 @@ def mean_uncertainty(
 def confidence_weights(
     uncertainty: FloatArray, *, lambda_min: float, lambda_max: float, epsilon: float = 1e-6
 ) -> FloatArray:
-    """Return `clip(mean(H) / (H_i + epsilon), lambda_min, lambda_max)` (EGPO, ratio mode), shape (responses,).
+    """Return `clip(mean(H) / (H_i + epsilon), lambda_min, lambda_max)` (mode ratio), shape (responses,).
 
     A response that was surer of itself than its group weighs more, whether it was right or wrong. The mean goes over
     the whole group. A response without uncertainty (NaN) has weight 1 and is not part of the mean.

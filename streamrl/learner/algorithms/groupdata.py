@@ -42,6 +42,8 @@ class GroupData:
         entropy: of the policy at the start of the step, in nats per token. None when not asked for.
         baseline_reward: reward of the greedy response. None without one.
         tokens: sampled token ids. None when not asked for.
+        texts: text of each sampled token, one list per response. None when not asked for.
+        prompt_text: of the prompt that all responses answer; empty when not asked for.
 
     Raises:
         ValueError: a reward is not finite, or arrays that do not have the lengths.
@@ -55,6 +57,8 @@ class GroupData:
     entropy: Sequence[npt.ArrayLike] | None = None
     baseline_reward: float | None = None
     tokens: Sequence[npt.ArrayLike] | None = None
+    texts: Sequence[Sequence[str]] | None = None
+    prompt_text: str = ""
 
     def __post_init__(self) -> None:
         rewards, lengths = np.asarray(self.rewards, dtype=np.float64), np.asarray(self.lengths, dtype=np.int64)
@@ -65,9 +69,9 @@ class GroupData:
             raise ValueError(f"a reward is not finite: {known}")
         if rewards.ndim != 1 or rewards.shape != lengths.shape:
             raise ValueError(f"{rewards.size} rewards for {lengths.size} responses")
-        for name in ("behaviour", "penalties", "values", "entropy", "tokens"):
+        for name in ("behaviour", "penalties", "values", "entropy", "tokens", "texts"):
             arrays = getattr(self, name)
-            if arrays is not None and [np.size(array) for array in arrays] != lengths.tolist():
+            if arrays is not None and [len(array) for array in arrays] != lengths.tolist():
                 raise ValueError(f"{name} of other lengths than the responses, {lengths.tolist()}")
 
     @property

@@ -17,13 +17,14 @@ from typing import Literal
 from streamrl.config import RunConfig
 from streamrl.config.learner import KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.advantages import Estimator
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator
 from streamrl.learner.algorithms.aggregation import Aggregate, normaliser
 from streamrl.learner.algorithms.corrections import Corrections, check_combination
 from streamrl.learner.algorithms.losses import LOSSES, LossResult
 from streamrl.learner.algorithms.lr_scale import lr_factor
 from streamrl.learner.algorithms.objective import reaches_zero_advantage
 from streamrl.learner.algorithms.sums import TokenSums
+from streamrl.learner.algorithms.token_texts import TokenTexts
 from streamrl.learner.algorithms.tokens import Tokens
 
 Computed = Literal["proximal", "entropy", "reference", "values"]
@@ -51,6 +52,7 @@ class Recipe:
         critic: whether there is a value function.
         critic_warmup: first steps in which only the critic learns.
         seed: of the run; mini-batches are drawn from it.
+        texts: text of tokens, where the estimator needs it; else None.
     """
 
     estimator: Estimator
@@ -67,6 +69,7 @@ class Recipe:
     critic: bool
     critic_warmup: int
     seed: int
+    texts: TokenTexts | None
 
     @classmethod
     def of(cls, config: RunConfig) -> Recipe:
@@ -98,6 +101,7 @@ class Recipe:
             critic=learner.critic.kind != "none",
             critic_warmup=learner.critic.warmup_steps,
             seed=config.seed,
+            texts=TokenTexts(config.model) if "text" in estimator.needs else None,
         )
 
     @property
@@ -109,7 +113,7 @@ class Recipe:
     def early(self) -> bool:
         """Whether a group alone, as it comes, gives its advantages up to a normalisation that leaves zeros zero."""
         return (
-            self.estimator.needs <= {"baseline"}
+            self.estimator.needs <= KNOWN_EARLY
             and self.estimator.normalise in _KEEPS_ZEROS
             and self.kl.where != "reward"
         )

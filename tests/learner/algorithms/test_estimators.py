@@ -23,6 +23,8 @@ def group(rewards, lengths=None, **more):
 
 
 def estimator(use, **args):
+    if use == "egpo":
+        args = {"mode": "ratio"} | args  # which needs nothing but log-probabilities
     critic = {"kind": "model"} if use == "gae" else {}
     return Estimator.of(LearnerConfig.model_validate({"advantage": {"use": use, "args": args}, "critic": critic}))
 
@@ -185,8 +187,9 @@ def test_the_order_of_the_responses_does_not_matter(use, responses, random):
         ({"use": "reinforce_plus_plus", "args": {"gamma": 2}}, "between 0 and 1"),
         ({"use": "egpo", "args": {"mode": "ratoi"}}, "no mode ratoi"),
         ({"use": "egpo", "args": {"mode": "bonus", "bonus": 3}}, "sign could flip"),
-        ({"use": "egpo", "args": {"lambda_min": 3}}, "lambda_min"),
-        ({"use": "egpo", "args": {"part": "answer"}}, "boundary"),
+        ({"use": "egpo", "args": {"mode": "ratio", "lambda_min": 3}}, "lambda_min"),
+        ({"use": "egpo", "args": {"closing": ""}}, "opening and closing"),
+        ({"use": "egpo", "args": {"part": "thought"}}, "no part thought"),
         ({"use": f"{__name__}:one_number"}, "gave shapes"),
         ({"use": f"{__name__}:careless"}, "failed: KeyError"),
         ({"use": f"{__name__}:odd_need"}, "needs luck"),
@@ -243,4 +246,6 @@ def test_each_estimator_says_how_it_is_normalised_and_what_it_needs():
         "gae": "whiten",
     }
     assert {name: needs for name, (_, needs) in said.items() if needs} == {"remax": {"baseline"}, "gae": {"values"}}
-    assert estimator("egpo", mode="bonus").needs == {"entropy"}
+    assert estimator("egpo", mode="bonus").needs == {"entropy", "text"}
+    assert estimator("egpo", mode="bonus", part="joint").needs == {"entropy"}
+    assert estimator("egpo", part="answer").needs == {"text"}
