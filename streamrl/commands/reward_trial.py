@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from streamrl.consumers.scoring import ScoringFailed
 
 SCHEMA: Final = "streamrl.reward.test/1"
+_FOLDERS: Final = "streamrl-reward-"
 _SHOWN_TRACEBACKS: Final = 5
 _TEXT: Final = 60
 
@@ -145,8 +145,10 @@ def _expect_servers(config: RunConfig) -> None:
 async def _try(config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None) -> list[Trial]:
     """Score all samples; in their order, those of a group together where a reward compares."""
     from streamrl.consumers.gateway.reward import GatewayReward
+    from streamrl.consumers.sandbox.temporary import own_folder, sweep
 
-    with tempfile.TemporaryDirectory(prefix="streamrl-reward-") as folder:
+    sweep(_FOLDERS)
+    with own_folder(_FOLDERS) as folder:
         async with opened(config, Path(folder), run) as scorer:
             for calls in scorer.calls:
                 if isinstance(calls.reward.life, GatewayReward):
