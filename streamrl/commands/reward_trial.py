@@ -194,7 +194,7 @@ def _data(each: Trial) -> dict[str, Any]:
     data |= {"response": sample.text, "seconds": round(each.seconds, 6)}
     if isinstance(end, Exception):
         return data | {"value": None, "parts": {}, "error": end.message, "detail": end.detail}
-    return data | {"value": end.value, "parts": end.parts, "error": None, "detail": None}
+    return data | {"value": end.value, "parts": end.parts, "error": None, "detail": end.detail or None}
 
 
 def _summary(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -235,6 +235,9 @@ def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str
         data = _data(each)
         output.write(f"\nsample {each.number}: {printable(data['error'])}")
         output.write("\n".join(printable(line) for line in data["detail"].splitlines()))
+    for each in [each for each in trials if _has_score(each) and _data(each)["detail"]][:_SHOWN_TRACEBACKS]:
+        output.write(f"\nsample {each.number}:")
+        output.write("\n".join(printable(line) for line in _data(each)["detail"].splitlines()))
     mean = f", mean {summary['mean']:.4g}, {summary['min']:.4g} to {summary['max']:.4g}" if summary["scored"] else ""
     output.write(f"\n{summary['scored']} scored, {summary['failed']} failed{mean}")
 

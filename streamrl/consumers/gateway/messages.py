@@ -104,12 +104,8 @@ def refuse_repeats(leases: list[str]) -> None:
     for number, lease in enumerate(leases):
         first = places.setdefault(lease, number)
         if first != number:
-            raise Refusal(
-                422,
-                "invalid",
-                f"$.scores[{number}] has the lease of $.scores[{first}]",
-                "post one score for each lease",
-            )
+            said = f"$.scores[{number}] has the lease of $.scores[{first}]"
+            raise Refusal(422, "invalid", said, "post one score for each lease")
 
 
 def end_of(posted: Posted, number: int) -> Score | ProgramFailed | DataError:

@@ -223,7 +223,7 @@ class Judge(Reward):
                 raise failure
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
-        """One request for some votes, which are noted; those that a server without `n` leaves out are asked one by one."""
+        """One request for some votes, which are noted; those that a server leaves out are asked for one by one."""
         assert self._model is not None, "scores come after open"
         end = asyncio.get_running_loop().time() + seconds
         body: dict[str, Any] = {"model": self._model.config.model, "messages": messages, **self._keys}

@@ -49,8 +49,9 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def _outdented(lines: list[str], indent: int) -> list[str]:
-    """Return lines without the white space at their start, at most so many characters; as they are where the first has
-    less: then only the fence was indented.
+    """Return lines without the white space at their start, at most so many characters.
+
+    Where the first has less, only the fence was indented: then they stay as they are.
     """
     blanks = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next((blank for line, blank in zip(lines, blanks, strict=True) if line.strip()), 0)

@@ -131,7 +131,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def _folder(self, isolation: Isolation) -> AsyncIterator[str]:
-        """A directory of the host, where the sandbox has none of its own; the keeper removes it, unless it is killed."""
+        """A directory of the host, where the sandbox has none of its own; the keeper removes it, unless killed."""
         if isolation == "namespaces":
             yield ""
             return
