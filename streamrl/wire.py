@@ -114,12 +114,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
-    """What the rewards said of one sample: the weighted sum, and each part by the name of its reward."""
+    """What the rewards said of one sample: the weighted sum, and each part by the name of its reward.
+
+    `detail` is for people who try a reward; a worker does not write it.
+    """
 
     v: int = SCHEMA
     value: float
     parts: dict[str, float] = {}
     seconds: float = 0.0
+    detail: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.value) and all(map(math.isfinite, self.parts.values()))):

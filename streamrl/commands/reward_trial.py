@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from streamrl.consumers.scoring import ScoringFailed
 
 SCHEMA: Final = "streamrl.reward.test/1"
+_FOLDERS: Final = "streamrl-reward-"
 _SHOWN_TRACEBACKS: Final = 5
 _TEXT: Final = 60
 
@@ -145,8 +145,10 @@ def _expect_servers(config: RunConfig) -> None:
 async def _try(config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None) -> list[Trial]:
     """Score all samples; in their order, those of a group together where a reward compares."""
     from streamrl.consumers.gateway.reward import GatewayReward
+    from streamrl.consumers.sandbox.temporary import own_folder, sweep
 
-    with tempfile.TemporaryDirectory(prefix="streamrl-reward-") as folder:
+    sweep(_FOLDERS)
+    with own_folder(_FOLDERS) as folder:
         async with opened(config, Path(folder), run) as scorer:
             for calls in scorer.calls:
                 if isinstance(calls.reward.life, GatewayReward):
@@ -192,7 +194,7 @@ def _data(each: Trial) -> dict[str, Any]:
     data |= {"response": sample.text, "seconds": round(each.seconds, 6)}
     if isinstance(end, Exception):
         return data | {"value": None, "parts": {}, "error": end.message, "detail": end.detail}
-    return data | {"value": end.value, "parts": end.parts, "error": None, "detail": None}
+    return data | {"value": end.value, "parts": end.parts, "error": None, "detail": end.detail or None}
 
 
 def _summary(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -233,6 +235,9 @@ def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str
         data = _data(each)
         output.write(f"\nsample {each.number}: {printable(data['error'])}")
         output.write("\n".join(printable(line) for line in data["detail"].splitlines()))
+    for each in [each for each in trials if _has_score(each) and _data(each)["detail"]][:_SHOWN_TRACEBACKS]:
+        output.write(f"\nsample {each.number}:")
+        output.write("\n".join(printable(line) for line in _data(each)["detail"].splitlines()))
     mean = f", mean {summary['mean']:.4g}, {summary['min']:.4g} to {summary['max']:.4g}" if summary["scored"] else ""
     output.write(f"\n{summary['scored']} scored, {summary['failed']} failed{mean}")
 

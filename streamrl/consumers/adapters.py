@@ -12,9 +12,11 @@ was written for its lists hold whole groups. All arguments are passed by name, a
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
+import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,17 +45,45 @@ class Adapted:
         function: as it was found.
         group: it takes all samples of a group.
         prepare: makes the keyword arguments of one call, and what reads its result.
+        needed: parameters without a default that the data set must have as columns.
+        reads_messages: its code takes completions or prompts for lists of messages, whatever they are.
     """
 
     function: Callable[..., Any]
     group: bool
     prepare: Callable[[Any], tuple[dict[str, Any], _Read]]
+    needed: frozenset[str] = frozenset()
+    reads_messages: bool = False
 
     def __call__(self, subject: Any) -> Any:
         """Return a `Score`, or a list of them for a group; of a coroutine function, an awaitable of it."""
         arguments, read = self.prepare(subject)
         result = self.function(**arguments)
         return _later(result, read) if inspect.isawaitable(result) else read(result)
+
+    def check_line(self, record: Mapping[str, Any], where: str, name: str) -> None:
+        """See that the function can be called with a line of the data set.
+
+        Args:
+            record: the line.
+            where: names it.
+            name: of the reward.
+
+        Raises:
+            PluginError: it lacks a column, or its prompt is text and the function reads messages.
+        """
+        columns = [key for key, value in record.items() if value is not None or key != "answer"]
+        columns = [key for key in columns if key not in {"prompt", "messages"}]
+        if missing := sorted(self.needed - set(columns)):
+            raise PluginError(
+                f"reward {name} needs the column {missing[0]}, which {where} does not have",
+                f"columns are the keys of the lines, here: {', '.join(columns) or 'none'}; constants can stand in args",
+            )
+        if self.reads_messages and record.get("messages") is None and isinstance(record.get("prompt"), str):
+            raise PluginError(
+                f"reward {name} reads completions as lists of messages, and the `prompt` of {where} is text",
+                'give messages, and completions are such lists, too: {"prompt": [{"role": "user", "content": "2+2="}]}',
+            )
 
 
 async def _later(result: Awaitable[Any], read: _Read) -> Any:
@@ -166,7 +196,53 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
     if spec.clip is not None and not spec.clip[0] <= 0 <= spec.clip[1]:
         in_sum = False  # nothing would become something
     calls = _TrlCalls(spec.args, None if takes_all else frozenset(parameters), frozenset(needed), in_sum)
-    return Adapted(function, True, calls.group)
+    given = {"prompts", "completions", "completion_ids", "log_metric", "log_extra", "trainer_state", *spec.args}
+    nodes = _nodes(function)
+    others = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    columns = frozenset(needed | _keys_of(nodes, others)) - given
+    return Adapted(function, True, calls.group, columns, _reads_messages(nodes))
+
+
+def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
+    """What a function consists of; nothing for an object, or without source: then the first sample is the check."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+def _keys_of(nodes: Sequence[ast.AST], owner: str) -> set[str]:
+    """The texts in `owner["text"]`; none where the code looks whether they are there (`in`), or catches something."""
+    if any(isinstance(node, ast.Try | ast.In | ast.NotIn) for node in nodes):
+        return set()
+    found = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)]
+    keys = [node.slice for node in found if isinstance(node.value, ast.Name) and node.value.id == owner]
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+def _reads_messages(nodes: Sequence[ast.AST]) -> bool:
+    """Whether the code has `completion[0]["content"]` of a completion or prompt, and does not look at its type."""
+    if any(isinstance(node, ast.Name) and node.id in {"isinstance", "type", "is_conversational"} for node in nodes):
+        return False
+    lists = {"completions", "prompts"}
+    loops = [node for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+    ours = {name for loop in loops if lists & _names(loop.iter) for name in _names(loop.target)} | lists
+    return any(_reads_a_message(node) and ours & _names(node) for node in nodes)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _reads_a_message(node: ast.AST) -> bool:
+    """Whether it is `...[NUMBER]["content"]` or `["role"]`."""
+    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Subscript):
+        return False
+    key, place = node.slice, node.value.slice
+    if isinstance(place, ast.UnaryOp):
+        place = place.operand
+    named = isinstance(key, ast.Constant) and key.value in {"content", "role"}
+    return named and isinstance(place, ast.Constant) and isinstance(place.value, int)
 
 
 @dataclass(frozen=True, slots=True)

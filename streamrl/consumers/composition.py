@@ -75,7 +75,8 @@ class Composition:
         if self._scoring.overlong is not None and self._longest is not None:
             parts[OVERLONG] = overlong_penalty(tokens, self._longest, self._scoring.overlong)
             value += parts[OVERLONG]
-        return wire.Score(value=finite(value, "the whole"), parts=parts)
+        detail = "\n".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
+        return wire.Score(value=finite(value, "the whole"), parts=parts, detail=detail)
 
     def _combined(self, values: Sequence[tuple[str, float, float]]) -> float:
         match self._scoring.combine:

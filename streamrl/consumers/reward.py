@@ -44,6 +44,7 @@ class Score:
     """A finite number, and by name the parts it was made of (kept for the metrics, not added to anything).
 
     `tokens` is what the score cost: tokens that a judge read and wrote, at least 0; it is added up in the metrics.
+    `detail` says in words why it is what it is; `streamrl reward test` shows it, and a run does not keep it.
 
     Raises:
         TypeError: the value or a part is no number (booleans, strings and None are refused, so that a bug is an error
@@ -55,6 +56,7 @@ class Score:
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0
+    detail: str = ""
 
     def __post_init__(self) -> None:
         if type(self.value) is not float or not math.isfinite(self.value):

@@ -161,6 +161,8 @@ def _sample(where: str, record: Any, number: int) -> RewardSample:
         close = [*(_OTHER_NAMES & record.keys()), *difflib.get_close_matches("response", map(str, record), n=1)]
         hint = f"is it `{close[0]}`? the key is `response`" if close else f"write: {_EXAMPLE}"
         raise DataError(f"{where} has no `response`", hint)
+    if isinstance(record.get("prompt"), list) and record.get("messages") is None:  # as in the data of verl
+        record = {**{key: value for key, value in record.items() if key != "prompt"}, "messages": record["prompt"]}
     if not {"prompt", "messages"} & record.keys():
         raise DataError(f"{where} has neither `prompt` nor `messages`", f"write: {_EXAMPLE}")
     known = {name: record[name] for name in _KINDS if record.get(name) is not None}

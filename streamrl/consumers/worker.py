@@ -253,7 +253,7 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
 
 
 def _encoded(score: wire.Score, started: float) -> bytes:
-    return wire.encode(msgspec.structs.replace(score, seconds=round(time.monotonic() - started, 6)))
+    return wire.encode(msgspec.structs.replace(score, seconds=round(time.monotonic() - started, 6), detail=""))
 
 
 def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample], dict[int, Cause]]:

@@ -82,7 +82,8 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: Limits, *, evaluation
     """Read, check and encode all prompts of a JSONL file. Memory: about the file plus 4 bytes a token.
 
     A line is an object with `prompt` (text) or `messages` (a list of objects with `role` and `content`), perhaps
-    `answer`, and any other keys, which travel as metadata. Empty lines are skipped but counted.
+    `answer`, and any other keys, which travel as metadata. A `prompt` that is a list of messages, as in the data of
+    verl, is read as `messages`. Empty lines are skipped but counted.
 
     Raises:
         DataError: the file is missing, empty, or has a line that cannot be used; the message names file and line.
@@ -130,12 +131,18 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{where}: not a JSON object", _LINE_HINT)
     prompt, messages = record.get("prompt"), record.get("messages")
+    if messages is None and isinstance(prompt, list):
+        prompt, messages = None, prompt
+        record = {**{key: value for key, value in record.items() if key != "prompt"}, "messages": messages}
     if (prompt is None) == (messages is None):
         raise DataError(f"{where}: needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise DataError(f"{where}: `prompt` must be text and not empty", _LINE_HINT)
     if messages is not None and not _is_chat(messages):
-        raise DataError(f"{where}: `messages` must be a list of objects with `role` and `content`", _LINE_HINT)
+        raise DataError(
+            f"{where}: `messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`",
+            _LINE_HINT,
+        )
     return record
 
 

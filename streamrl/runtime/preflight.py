@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
 from streamrl.config import RunConfig
+from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.built_in import models_asked
 from streamrl.consumers.plugins import LoadedReward, load_rewards
 from streamrl.consumers.reward import Reward
@@ -93,10 +94,13 @@ def _redis(config: RunConfig) -> str:
 
 
 def _data(config: RunConfig) -> str:
-    files = [config.data.train, *([config.data.held_out] if config.data.held_out else [])]
-    for file in files:
+    for file in _files(config):
         _first_prompt(file)
-    return ", ".join(map(str, files))
+    return ", ".join(map(str, _files(config)))
+
+
+def _files(config: RunConfig) -> list[Path]:
+    return [config.data.train, *([config.data.held_out] if config.data.held_out else [])]
 
 
 def _recording(config: RunConfig) -> str:
@@ -106,8 +110,8 @@ def _recording(config: RunConfig) -> str:
     return str(config.recording.path)
 
 
-def _first_prompt(path: Path) -> None:
-    """Look at the first line only: the feeder reads the whole file before it admits anything."""
+def _first_prompt(path: Path) -> dict[str, Any]:
+    """Return the first line; only this one is looked at: the feeder reads the whole file before it admits anything."""
     try:
         with path.open("rb") as file:
             line = next((line for line in file if line.strip()), None)
@@ -121,6 +125,7 @@ def _first_prompt(path: Path) -> None:
         raise DataError(f"{path}, first line: no JSON: {error}", _LINE_HINT) from error
     if not isinstance(record, dict) or not {"prompt", "messages"} & set(record):
         raise DataError(f"{path}, first line: neither `prompt` nor `messages`", _LINE_HINT)
+    return record
 
 
 def _rewards(config: RunConfig) -> str:
@@ -129,7 +134,23 @@ def _rewards(config: RunConfig) -> str:
         reward.limits.check_config(config)
     if config.evaluation.final_prompts:
         _check_end(rewards, config)
+    if config.recording.mode != "read":
+        _check_columns(rewards, config)
     return ", ".join(reward.name for reward in rewards)
+
+
+def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
+    """See that functions of other systems find what they need in the first line of each file."""
+    adapted = [(reward.name, reward.call) for reward in rewards if isinstance(reward.call, Adapted)]
+    if not adapted:
+        return
+    for file in _files(config):
+        try:
+            record = _first_prompt(file)
+        except DataError:
+            return  # the look at the data says so
+        for name, call in adapted:
+            call.check_line(record, f"the first line of {file}", name)
 
 
 def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:

@@ -20,6 +20,12 @@ PYTHON = ("python", "py", "")
         ("no code", None),
         ("", None),
         ("```python\n```", ""),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n\n   ```\n", "def f():\n    return 1\n\n"),
+        ("- ```python\n  x = 1\n  ```\n", "x = 1\n"),
+        ("10. ~~~python\n    x = 1\n  # less\n    ~~~", "x = 1\n# less\n"),
+        ("* So:\n\t```python\n\tif x:\n\t\ty\n\t```", "if x:\n\ty\n"),
+        ("  ```python\nif x:\n  y\n  ```", "if x:\n  y\n"),
+        ("a - ```python\nx\n```", None),
         ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
     ],
 )

@@ -166,3 +166,20 @@ def test_the_rule_is_built_in_and_has_a_deadline_and_a_concurrency_of_its_own():
     (reward,) = load_rewards(RunConfig.model_validate({"rewards": [{"use": "code", "args": {"total": 7}}]}))
     assert reward.life.deadline > 7
     assert reward.life.concurrency >= 1
+
+
+async def test_a_program_that_crashed_says_why_in_the_detail(code):
+    text = "import os, sys\nsys.stderr.write('\\x1b[31mred\\x1b[0m \\x07 bell\\n' * 50)\na, b = input().split()\n{}[a]"
+    score = await code().score(response(text, ADD))
+    assert score.value == 0.0
+    lines = score.detail.splitlines()
+    assert lines[0] == "test 1 ended with code 1:"
+    assert lines[-1] == "KeyError: '0'"
+    assert "red  bell" in lines
+    assert len(lines) <= 11
+    assert all(line.isprintable() for line in lines)
+    killed = await code().score(response("import os\nos.kill(os.getpid(), 9)", ADD))
+    assert killed.detail == "test 1 ended by signal 9"
+    failed = await code().score(response("def add(a, b): return 0", ["assert add(1, 2) == 3, 'not three'"]))
+    assert failed.detail.splitlines()[-1] == "AssertionError: not three"
+    assert (await code().score(response("print(sum(map(int, input().split())))", ADD))).detail == ""

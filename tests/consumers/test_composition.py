@@ -1,6 +1,7 @@
 """From the values of rewards to one score."""
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -127,3 +128,8 @@ def test_a_gate_compares_what_normalise_and_clip_made():
 def test_what_makes_no_score_is_refused_at_the_start(changes, message):
     with pytest.raises(ValueError, match=message):
         RunConfig.model_validate(changes)
+
+
+def test_the_page_says_from_which_score_on_a_held_out_response_is_right():
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
+    assert f"`evaluation.threshold` ({RunConfig().evaluation.threshold})" in page

@@ -125,3 +125,12 @@ def test_a_damaged_file_of_a_recording_is_named_and_the_others_are_read(tmp_path
     assert str(first) in problems[0]
     with pytest.raises(DataError, match="groups-1-0"):
         list(read_samples(tmp_path))
+
+
+def test_a_prompt_that_is_a_list_of_messages_is_read_as_verl_reads_it(tmp_path):
+    messages = [{"role": "user", "content": "2+2="}]
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(orjson.dumps({"prompt": messages, "response": "4", "data_source": "gsm8k"}))
+    (sample,) = read_samples(path)
+    assert (sample.prompt.messages, sample.prompt.text) == (messages, "2+2=")
+    assert sample.prompt.metadata == {"data_source": "gsm8k"}

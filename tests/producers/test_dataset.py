@@ -209,3 +209,20 @@ def test_the_fingerprint_changes_with_everything_a_prompt_depends_on(tmp_path, t
     prints.append(fingerprint_of(load_prompts(path, Tokenizer(bare, "bare"), LIMITS), seed=0, shuffle=True))
     assert len(set(prints)) == 6
     assert fingerprint_of(load_prompts(path, tokenizer, LIMITS), seed=0, shuffle=True) == prints[0]
+
+
+def test_a_prompt_that_is_a_list_of_messages_is_read_as_verl_reads_it(tmp_path, chat_tokenizer):
+    messages = [{"role": "user", "content": "2+2="}]
+    verl = {
+        "data_source": "gsm8k",
+        "prompt": messages,
+        "reward_model": {"ground_truth": "4"},
+        "extra_info": {"index": 1},
+    }
+    data = load_prompts(write(tmp_path / "p.jsonl", verl), chat_tokenizer, Limits(60, 64))
+    ours = load_prompts(write(tmp_path / "q.jsonl", {"messages": messages}), chat_tokenizer, Limits(60, 64))
+    prompt, other = decode(data.prompts[0], Prompt), decode(ours.prompts[0], Prompt)
+    assert (prompt.messages, prompt.tokens, prompt.text) == (messages, other.tokens, other.text)
+    assert prompt.metadata == {name: value for name, value in verl.items() if name != "prompt"}
+    with pytest.raises(DataError, match=r"p\.jsonl:1: `messages` \(or a `prompt` that is a list\) must be"):
+        load_prompts(write(tmp_path / "p.jsonl", {"prompt": ["2+2="]}), chat_tokenizer, LIMITS)

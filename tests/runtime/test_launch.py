@@ -211,3 +211,37 @@ def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, sec
     units = {unit.kind: unit for unit in plan(loaded(home, *overrides).config, home)}
     assert units["rollout"].start_seconds == seconds
     assert units["learner"].start_seconds == 0
+
+
+FOR_TRL = """
+def column(completions, difficulty, **kwargs): return [1.0 for _ in completions]
+def key(completions, **kwargs): return [1.0 for _ in kwargs["difficulty"]]
+def chat(completions, **kwargs): return [float(len(one[0]["content"])) for one in completions]
+def both(completions, **kwargs): return [1.0 if isinstance(one, str) else len(one[0]["content"]) for one in completions]
+def other(completions, level=1, **kwargs): return [float(kwargs.get("difficulty") is None) for _ in completions]
+"""
+CHAT = '{"prompt": [{"role": "user", "content": "2+2="}], "difficulty": 3}\n'
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("column", "column difficulty"),
+        ("key", "column difficulty"),
+        ("chat", "as lists of messages"),
+        ("both", ""),
+        ("other", ""),
+    ],
+)
+def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said):
+    (home / "for_trl.py").write_text(FOR_TRL)
+    overrides = [f"rewards=[{{use: 'for_trl:{function}', adapter: trl}}]"]
+    sys.modules.pop("for_trl", None)
+    found = {check.name: check.error for check in preflight.check_all(loaded(home, *overrides).config, home / "runs")}
+    assert bool(found["rewards"]) == bool(said)
+    if said:
+        assert said in found["rewards"].message
+        assert "train.jsonl" in found["rewards"].message
+    (home / "train.jsonl").write_text(CHAT)
+    found = {check.name: check.error for check in preflight.check_all(loaded(home, *overrides).config, home / "runs")}
+    assert (found["rewards"], found["data"]) == (None, None)

@@ -94,6 +94,20 @@ def parse(data: bytes, kind: type[_Request]) -> _Request:
     return request
 
 
+def refuse_repeats(leases: list[str]) -> None:
+    """See that no lease has two scores in one request.
+
+    Raises:
+        Refusal: one has; nobody knows which of them is meant.
+    """
+    places: dict[str, int] = {}
+    for number, lease in enumerate(leases):
+        first = places.setdefault(lease, number)
+        if first != number:
+            said = f"$.scores[{number}] has the lease of $.scores[{first}]"
+            raise Refusal(422, "invalid", said, "post one score for each lease")
+
+
 def end_of(posted: Posted, number: int) -> Score | ProgramFailed | DataError:
     """What a program says of a sample; a failure is an exception and never a number, `DataError` is not tried again.
 

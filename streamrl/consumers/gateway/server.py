@@ -186,6 +186,7 @@ class Gateway:
     async def _scores(self, request: web.Request) -> web.StreamResponse:
         """All are looked at before the first is taken: a request with a mistake changes nothing."""
         asked = messages.parse(await _body(request), messages.ScoresRequest)
+        messages.refuse_repeats([posted.lease for posted in asked.scores])
         ends = [messages.end_of(posted, number) for number, posted in enumerate(asked.scores)]
         self._expire()
         leases = [posted.lease for posted in asked.scores]

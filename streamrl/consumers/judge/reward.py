@@ -127,7 +127,7 @@ class Judge(Reward):
         self._keys = {"max_tokens": max_tokens, "temperature": default if temperature is None else temperature}
         self._extra = dict(extra or {})
         self._requests = votes if separate else 1
-        self._least = len(prompt) // CHARACTERS_PER_TOKEN + votes // self._requests * max_tokens
+        self._least = len(prompt) // CHARACTERS_PER_TOKEN
         self._model: AskedModel | None = None
         self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
@@ -150,8 +150,9 @@ class Judge(Reward):
         if self._patterns is not None:
             await self._patterns.open()
         self._limit = SHARE * context.deadline
-        self.concurrency = places(context, config, self._least, self._requests)
         await self._probe()
+        least = self._least + (self._votes // self._requests) * self._max_tokens
+        self.concurrency = places(context, config, least, self._requests)
 
     def _check(self, config: RewardModelConfig) -> None:
         if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
@@ -231,8 +232,9 @@ class Judge(Reward):
                 raise failure
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
-        """One request for some votes, which are noted."""
+        """One request for some votes, which are noted; those that a server leaves out are asked for one by one."""
         assert self._model is not None, "scores come after open"
+        end = asyncio.get_running_loop().time() + seconds
         body: dict[str, Any] = {"model": self._model.config.model, "messages": messages, **self._keys}
         if votes > 1:
             body["n"] = votes
@@ -259,6 +261,16 @@ class Judge(Reward):
                 ballot.unreadable += 1
                 ballot.last = error.message
                 self._counts["unreadable"] += 1
+        if len(found) == 1 < votes:
+            self._ask_one_by_one(votes)
+            await self._ask(messages, votes - len(found), end - asyncio.get_running_loop().time(), ballot)
+
+    def _ask_one_by_one(self, asked: int) -> None:
+        """Ask for each vote by itself from now on, and say so."""
+        if not self._separate:
+            said = "the judge's server ignores `n`: each vote is asked for by itself, as with separate: true"
+            logger.warning(said, extra={"model": self._name, "asked": asked})
+        self._separate, self._requests = True, self._votes
 
     async def _read(self, vote: Vote) -> float:
         """The number in a vote; a pattern of the run file is matched in a process that can be killed.

@@ -40,6 +40,7 @@ _NEWS: Final = 0.1
 """Weight of the last answer in the time that answers usually take."""
 _FIRST_PAUSE: Final = 0.1
 _WHO_ARE_YOU: Final = 401
+_WRONG_KEY: Final = (_WHO_ARE_YOU, 403)
 
 Answer = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -116,6 +117,7 @@ class ModelClient:
         self._health = _health_call(config.kind)
         self._usual = 0.0
         self._bare = False
+        self._answered = False
         self._unhealthy: dict[str, BadAnswer] = {}
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
@@ -159,7 +161,8 @@ class ModelClient:
             tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
-            RewardUnavailable: nobody can be asked: no server works.
+            RewardUnavailable: nobody can be asked: no server works; at once when none has ever answered and all want
+                another key.
             RewardBusy: servers work and had no room in time, or the rate limit has let nothing out.
             Unreachable: every server that could be asked has failed; what the last of them failed with.
             WireError: likewise; the last answer makes no sense.
@@ -236,6 +239,8 @@ class ModelClient:
             if now >= request.end:
                 self._wake_one()
                 self._too_late(request)
+            if not self._answered and (denied := self._denied(request)) is not None:
+                raise self._nobody(request) from denied
             avoided = request.avoided
             url = self._router.pick(now, avoided)
             if url is not None:
@@ -331,6 +336,7 @@ class ModelClient:
             return None
         else:
             outcome = Outcome.OK
+            self._answered = True
             self._refusing.pop(flight.url, None)
             seconds = loop.time() - flight.began
             self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
@@ -393,6 +399,7 @@ class ModelClient:
             why = error.message
             if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
                 self._unhealthy[url] = error
+                self._wake_all()
         if not why:
             self._unhealthy.pop(url, None)
         now = asyncio.get_running_loop().time()
@@ -428,6 +435,13 @@ class ModelClient:
             return request.last
         refusals = [self._refusing.get(url) or self._unhealthy.get(url) for url in self._router.urls]
         return refusals[0] if refusals and all(refusals) else None
+
+    def _denied(self, request: _Request) -> BadAnswer | BadRequest | None:
+        """What a server said, when all want another key; None: one does not, or has not been asked."""
+        found = [self._unhealthy.get(url) or self._refusing.get(url) for url in self._router.urls]
+        asked = all(url in self._unhealthy or url in request.failed for url in self._router.urls)
+        wrong = [error for error in found if error is not None and error.status in _WRONG_KEY]
+        return wrong[0] if wrong and asked and len(wrong) == len(found) else None
 
     def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
         """End a request whose time is over; `late` is of a server that had too little of it.

@@ -14,7 +14,7 @@ from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.answers import one_of
 from streamrl.consumers.rules.code_blocks import program_in
-from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, Unchecked, judge, read_tests
+from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, Unchecked, judge, last_lines, read_tests
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
 from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.wrappers import interpreter
@@ -37,14 +37,21 @@ class _Tally:
     cpu: float = 0.0
     wall: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
+    detail: str = ""
 
     def add(self, verdict: str, execution: Execution) -> None:
-        """Count a test.
+        """Count a test; the first that crashed says why.
 
         Raises:
             SandboxError: the tests take ten times their time for want of processors, and have not used it either.
         """
         self.counts[verdict] += 1
+        if verdict == "crashed" and not self.detail:
+            said = last_lines(execution.stderr)
+            how = (
+                f"with code {execution.code}" if execution.outcome == "ended" else f"by signal {-(execution.code or 0)}"
+            )
+            self.detail = f"test {self.counts.total()} ended {how}{said and ':'}\n{said}".rstrip()
         self.spent += execution.wall - execution.delay
         self.cpu += execution.cpu
         self.wall += execution.wall
@@ -187,7 +194,8 @@ class Code(Reward):
         passed = counts["passed"]
         value = float(passed == len(tests)) if self._all else passed / len(tests)
         parts: dict[str, float] = {verdict: float(counts[verdict]) for verdict in VERDICTS}
-        return Score(value, {"tests": float(len(tests)), "no_code": float(text is None), **parts})
+        about = {"tests": float(len(tests)), "no_code": float(text is None), **parts}
+        return Score(value, about, detail=tally.detail)
 
     async def _run(self, text: str, tests: Sequence[CodeTest], tally: _Tally) -> None:
         """Run tests of one kind, one after the other, and count what came of them."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 _FENCES: Final = "`~"
 _SHORTEST: Final = 3
+_LIST_MARK: Final = re.compile(r"^([-*+]|[0-9]{1,9}[.)])[ \t]+(?=```|~~~)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +24,40 @@ def code_blocks(text: str) -> list[CodeBlock]:
     """Return the closed fenced blocks of `text`; one that is still open at the end was cut off and is none.
 
     A fence is a line of at least three backticks or tildes; it is closed by one of the same character that is at least
-    as long. Time grows with the length of the text only.
+    as long. Lines of the block lose the white space that stands before the fence, as in an item of a list, where the
+    fence may also stand right behind the mark of the item. Time grows with the length of the text only.
     """
     blocks: list[CodeBlock] = []
-    fence, language = "", ""
+    fence, language, indent = "", "", 0
     lines: list[str] = []
     for line in text.splitlines(keepends=True):
         words = line.strip()
+        if not fence:
+            words = _LIST_MARK.sub("", words)
         marks = _marks(words)
         if not fence:
             info = words[len(marks) :].strip()
             if marks and not (marks[0] == "`" and "`" in info):
-                fence, lines = marks, []
+                fence, lines, indent = marks, [], len(line.rstrip()) - len(words)
                 language = info.split(maxsplit=1)[0].lower() if info else ""
         elif marks == words and marks.startswith(fence):
-            blocks.append(CodeBlock(language, "".join(lines)))
+            blocks.append(CodeBlock(language, "".join(_outdented(lines, indent))))
             fence = ""
         else:
             lines.append(line)
     return blocks
+
+
+def _outdented(lines: list[str], indent: int) -> list[str]:
+    """Return lines without the white space at their start, at most so many characters.
+
+    Where the first has less, only the fence was indented: then they stay as they are.
+    """
+    blanks = [len(line) - len(line.lstrip(" \t")) for line in lines]
+    first = next((blank for line, blank in zip(lines, blanks, strict=True) if line.strip()), 0)
+    if first < indent:
+        return lines
+    return [line[min(indent, blank) :] for line, blank in zip(lines, blanks, strict=True)]
 
 
 def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -17,7 +16,7 @@ import msgspec
 import orjson
 
 from streamrl.consumers.sandbox.execution import SLOWEST, Execution, Limits, Program, SandboxError
-from streamrl.consumers.sandbox.inside import folders
+from streamrl.consumers.sandbox.temporary import own_folder, sweep
 from streamrl.consumers.sandbox.wrappers import ENVIRON, WRAPPERS, interpreter
 from streamrl.errors import ConfigError
 
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 Isolation = Literal["namespaces", "bubblewrap", "nsjail", "none"]
 
 _START: Final = "import sys; sys.path.insert(0, sys.argv[1]); from inside.keeper import main; main()"
+_FOLDERS: Final = "streamrl-code-"
 _KEEPER_SECONDS: Final = 20.0
 """How long a keeper may take to start, and to kill and clean up, on a busy machine."""
 _ANSWER_ROOM: Final = 1 << 19
@@ -75,6 +75,7 @@ class Sandbox:
         """
         async with self._opening:
             if self.isolation is None:
+                await asyncio.to_thread(sweep, _FOLDERS)
                 self.isolation = await self._find()
                 logger.info("sandbox ready", extra={"isolation": self.isolation, "network": self._network})
         return self.isolation
@@ -112,8 +113,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def _session(self, isolation: Isolation, program: Program) -> AsyncIterator[Session]:
-        folder = "" if isolation == "namespaces" else await asyncio.to_thread(tempfile.mkdtemp, prefix="streamrl-code-")
-        try:
+        async with self._folder(isolation) as folder:
             order = self._order(isolation, program, folder)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)),
@@ -128,9 +128,19 @@ class Sandbox:
                 yield Session(process, order, self._limits)
             finally:
                 await _end(process)
+
+    @asynccontextmanager
+    async def _folder(self, isolation: Isolation) -> AsyncIterator[str]:
+        """A directory of the host, where the sandbox has none of its own; the keeper removes it, unless killed."""
+        if isolation == "namespaces":
+            yield ""
+            return
+        own = own_folder(_FOLDERS)
+        folder = await asyncio.to_thread(own.__enter__)
+        try:
+            yield folder
         finally:
-            if folder:  # the keeper has removed it, unless it was killed
-                await asyncio.to_thread(folders.remove, folder)
+            await asyncio.to_thread(own.__exit__, None, None, None)
 
     def _order(self, isolation: Isolation, program: Program, folder: str) -> dict[str, Any]:
         for name in program.files:

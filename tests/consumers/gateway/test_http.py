@@ -139,6 +139,17 @@ async def test_without_programs_the_reward_is_unavailable_and_with_them_it_waits
             assert (await task).value == 1.0
 
 
+async def test_two_scores_for_one_lease_in_one_post_are_refused(tmp_path):
+    async with opened(tmp_path) as (reward, program), scoring(reward, "a") as (task,):
+        (given,) = await program.lease(1, wait=5)
+        twice = [{"lease": given["lease"], "value": 1}, {"lease": given["lease"], "value": 0}]
+        error = await program.error(422, "POST", "/v1/scores", {"scores": twice})
+        assert (error["code"], error["message"]) == ("invalid", "$.scores[1] has the lease of $.scores[0]")
+        assert not task.done()
+        await program.post({"lease": given["lease"], "value": 0.5})
+        assert (await task).value == 0.5
+
+
 async def test_a_mistake_changes_nothing_and_is_explained(tmp_path):
     async with opened(tmp_path, body_bytes=4096) as (reward, program), scoring(reward, "a", "b") as tasks:
         one, two = await program.lease(2, wait=5)

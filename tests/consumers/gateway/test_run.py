@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from streamrl.learner.ending import Finished, write_finished
 from streamrl.queues import open_ledgers
 from tests.consumers.gateway.kit import Program
 from tests.consumers.worker_kit import Workers, put, scores, until_closed, values, worker
@@ -209,3 +210,18 @@ async def test_the_programs_of_the_page_score_a_run(redis_run, make_config, tmp_
                 closed.result()
         for cursor in range(3):
             assert await values(ledgers.train, cursor) == {0: 2.0, 1: 0.0, 2: 0.0, 3: 2.0}
+
+
+async def test_the_loop_of_the_page_ends_after_the_run(tmp_path):
+    (loop,) = [
+        block for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) if "score.mjs" in block and "do " in block
+    ]
+    started, run_dir = tmp_path / "started", tmp_path / "runs" / "my-run"
+    run_dir.mkdir(parents=True)
+    program = f"node() {{ echo x >> {started}; return 1; }}\n"
+    with running(["bash", "-c", f"cd {tmp_path}\n{program}{loop}"], tmp_path / "stderr") as process:
+        await until(lambda: started.exists() and len(started.read_text()) > 2)
+        assert process.poll() is None, "the program is started again"
+        write_finished(run_dir, Finished(reason="steps", step=1, version=1, epoch=1))
+        await until(lambda: process.poll() is not None)
+        assert process.returncode == 0

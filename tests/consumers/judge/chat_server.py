@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,9 +72,13 @@ ODD: dict[str, bytes] = {
 
 
 @contextlib.asynccontextmanager
-async def chatting(server: ChatServer) -> AsyncIterator[ChatServer]:
-    """Listen on a free port."""
+async def chatting(
+    server: ChatServer, health: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+) -> AsyncIterator[ChatServer]:
+    """Listen on a free port; `health` answers `GET /v1/models`."""
     app = web.Application(client_max_size=64 << 20)
+    if health is not None:
+        app.router.add_get("/v1/models", health)
     app.router.add_post("/v1/chat/completions", server.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

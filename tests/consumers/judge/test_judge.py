@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
@@ -96,9 +98,12 @@ async def test_separate_votes_are_requests_of_their_own():
 
 
 async def test_a_server_that_gives_fewer_votes_is_asked_for_the_rest():
-    async with chats(lambda _: ["Score: 4"]) as (one,), opened([one.url], **NUMBER, votes=3, tries=3) as judge:
-        assert (await judge.score(seen())).tokens == 300
-        assert [body.get("n", 1) for body in one.bodies] == [3, 3, 2, 1]
+    async with (
+        chats(lambda body: ["Score: 4"] * max(1, body.get("n", 1) - 1)) as (one,),
+        opened([one.url], **NUMBER, votes=4, tries=2) as judge,
+    ):
+        assert (await judge.score(seen())).tokens == 200
+        assert [body.get("n", 1) for body in one.bodies] == [4, 4, 1]
 
 
 async def test_what_cannot_be_read_is_asked_for_again():
@@ -370,3 +375,29 @@ async def test_every_sample_gets_a_score_or_a_failure_whatever_the_server_does()
     assert set(scores) <= {4.0, 6.0, 8.0}, "what failed is no number"
     assert len(scores) > 20
     assert len(scores) + len(failures) == 60
+
+
+async def test_a_server_that_ignores_n_is_asked_for_one_vote_at_a_time(caplog):
+    numbers = itertools.count(1)
+    async with chats(lambda _: [f"Score: {next(numbers)}"]) as (one,):
+        async with opened([one.url], votes=5, tries=1, quorum=5) as judge:
+            assert caplog.text.count("ignores `n`") == 1
+            at_start = len(one.bodies)
+            assert at_start == 5
+            assert (await judge.score(seen())).value == 8.0, "the mean of 6 to 10"
+        assert [body.get("n", 1) for body in one.bodies[at_start:]] == [1] * 5
+        assert caplog.text.count("ignores `n`") == 1
+
+
+@pytest.mark.parametrize("health", [401, 200], ids=["everywhere", "but for its health"])
+async def test_a_wrong_key_is_said_at_once(monkeypatch, tmp_path, health):
+    monkeypatch.setattr("streamrl.consumers.judge.reward._PROBE_SECONDS", 3600.0)
+    (tmp_path / "key").write_text("simsalabim\n")
+
+    async def models(_):
+        return web.json_response({"error": "who are you?"}, status=health)
+
+    async with chatting(ChatServer(key="sesame"), health=models) as one, asyncio.timeout(60):
+        with pytest.raises(ConfigError, match="401"):
+            async with opened([one.url], deadline=3600.0, model={"api_key_file": tmp_path / "key"}):
+                pass
