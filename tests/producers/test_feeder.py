@@ -133,7 +133,7 @@ async def test_too_many_dead_letters_end_the_feeder_and_nothing_in_flight_is_los
             leases = await hands.lease(ledgers.train.keys.prompts)
             await ledgers.train.fail_prompt(leases[0], "broken")
             await ledgers.train.fail_sample(leases[1], 0, "broken")
-            with pytest.raises(Refused, match="dead letters, max_dead is 2: .* most of them: broken") as caught:
+            with pytest.raises(Refused, match=r"dead letters, max_dead is 2: .* most of them: broken") as caught:
                 await asyncio.wait_for(task, 30)
         assert caught.value.exit_code == 78
         assert "streamrl dead ls" in caught.value.hint
