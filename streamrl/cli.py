@@ -275,14 +275,15 @@ Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead l
 @dead_app.command("ls")
 def dead_ls(
     run: RunOption = None,
-    limit: Annotated[int, typer.Option("-n", "--lines", min=1, help="At most so many, newest first.")] = 100,
+    limit: Annotated[int, typer.Option("-n", "--lines", min=1, help="At most so many causes, or letters.")] = 100,
+    each: Annotated[bool, typer.Option("--each", help="One by one, newest first.")] = False,
     evaluation: EvalOption = False,
     json: JsonOption = False,
 ) -> int:
-    """List dead letters, newest first."""
+    """List dead letters by cause, the largest first, each with its newest traceback."""
     from streamrl.commands.dead import ls as command
 
-    return command(run, limit=limit, evaluation=evaluation, json=json)
+    return command(run, limit=limit, each=each, evaluation=evaluation, json=json)
 
 
 @dead_app.command("show")

@@ -40,6 +40,7 @@ async def audit_run(run: RunDirectory) -> Audit:
 def _print(found: Audit) -> None:
     for name in COUNTS:
         output.write(f"{name:10} {getattr(found, name)}")
+    output.write(f"responses  {found.dead_samples} dead")
     output.write(f"checkpoint {found.checkpoint or 'none yet'}")
     for kind, ids in (("lost", found.lost_ids), ("twice", found.twice_ids)):
         if ids:
@@ -48,4 +49,5 @@ def _print(found: Audit) -> None:
         output.write(f"unproved: {reason}")
     for fault in found.faults:
         output.write(f"fault: {fault}")
-    output.write("nothing lost, nothing trained twice" if found.proved else "NOT PROVED: see above")
+    dead = f"; {found.dead} groups and {found.dead_samples} responses are dead" if found.dead_samples else ""
+    output.write(f"nothing lost, nothing trained twice{dead}" if found.proved else "NOT PROVED: see above")

@@ -10,34 +10,61 @@ from typing import Any, Final
 
 from streamrl.commands import output
 from streamrl.commands.attach import is_running, ledgers, ledgers_to_look
-from streamrl.commands.letters import letter_data
+from streamrl.commands.letters import cause_data, letter_data
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
 from streamrl.monitor.lines import date_time, printable
+from streamrl.monitor.tracebacks import folded
+from streamrl.queues.dead_causes import DeadCause, by_cause
 from streamrl.queues.records import DeadLetter, ReplayOutcome
 
 LIST_SCHEMA = "streamrl.dead/1"
 SHOW_SCHEMA = "streamrl.dead.show/1"
 REPLAY_SCHEMA = "streamrl.dead.replay/1"
 DROP_SCHEMA = "streamrl.dead.drop/1"
+_SHOWN_IDS: Final = 3
 _REPLAYED: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.QUEUED, ReplayOutcome.LIVE})
 
 
-def ls(chosen: Path | None, *, limit: int, evaluation: bool, json: bool) -> int:
-    """List dead letters, newest first."""
-    letters = asyncio.run(_letters(find_run(chosen), evaluation=evaluation))
+def ls(chosen: Path | None, *, limit: int, each: bool, evaluation: bool, json: bool) -> int:
+    """List dead letters by cause, the largest first; with `each` one by one, newest first."""
+    letters, queued = asyncio.run(_letters_and_queue(find_run(chosen), evaluation=evaluation))
+    causes = by_cause(letters)
     shown = letters[::-1][:limit]
     if json:
-        output.write_json(LIST_SCHEMA, {"count": len(letters), "letters": [letter_data(letter) for letter in shown]})
+        data = {"count": len(letters), "queued": queued, "causes": [cause_data(cause) for cause in causes]}
+        output.write_json(LIST_SCHEMA, {**data, "letters": [letter_data(letter) for letter in shown]})
         return 0
-    for letter in shown:
-        who = "whole group" if letter.sample is None else f"sample {letter.sample}"
-        output.write(f"{letter.entry:18}  group {letter.gid}  {who}  {letter.stage}  {printable(letter.why)}")
-    if len(letters) > len(shown):
-        output.note(f"{len(letters) - len(shown)} more; -n {len(letters)} shows all")
+    if each:
+        for letter in shown:
+            who = "whole group" if letter.sample is None else f"sample {letter.sample}"
+            output.write(f"{letter.entry:18}  group {letter.gid}  {who}  {letter.stage}  {printable(letter.why)}")
+    else:
+        output.write("\n\n".join("\n".join(_cause_lines(cause)) for cause in causes[:limit]))
+    count, kind = (len(letters), "letters") if each else (len(causes), "causes")
+    if count > limit:
+        output.note(f"{count - limit} more {kind}; -n {count} shows all")
+    if queued:
+        output.note(f"{_counted(len(queued), 'group waits', 'groups wait')} for room to be admitted again")
     if not letters:
         output.note("no dead letters")
+    elif not each:
+        output.note("--each lists them one by one; streamrl dead show ID, replay ID or drop ID, or all")
     return 0
+
+
+def _cause_lines(cause: DeadCause) -> list[str]:
+    """A cause with its newest traceback."""
+    first, last = cause.letters[0], cause.letters[-1]
+    counts = [(cause.groups, "group", "groups"), (cause.samples, "sample", "samples")]
+    dead = ", ".join(_counted(count, one, many) for count, one, many in counts if count)
+    ids = [letter.entry for letter in cause.letters[: -_SHOWN_IDS - 1 : -1]]
+    more = f" and {len(cause.letters) - len(ids)} more" if len(cause.letters) > len(ids) else ""
+    return [
+        f"{dead}  {first.stage}  {printable(cause.newest.why)}",
+        *(f"    {printable(line)}" for line in folded(cause.newest.detail)),
+        f"    {date_time(first.at)} to {date_time(last.at)}, ids {' '.join(ids)}{more}",
+    ]
 
 
 def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> int:
@@ -117,6 +144,13 @@ def drop(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, yes: 
 async def _letters(run: RunDirectory, *, evaluation: bool) -> list[DeadLetter]:
     async with ledgers_to_look(run) as opened:
         return await (opened.evaluation if evaluation else opened.train).dead_letters()
+
+
+async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[list[DeadLetter], list[int]]:
+    """The dead letters, and the groups that wait to be admitted again."""
+    async with ledgers(run) as opened:
+        ledger = opened.evaluation if evaluation else opened.train
+        return await ledger.dead_letters(), list(await ledger.queued_replays())
 
 
 async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:

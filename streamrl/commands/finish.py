@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from streamrl.commands import output
+from streamrl.commands.attach import ledgers
 from streamrl.commands.audit import audit_run
-from streamrl.commands.rundir import find_run
+from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
+from streamrl.errors import Refused
 from streamrl.monitor.lines import duration, number, percent
+from streamrl.queues.dead_causes import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
 
@@ -22,15 +25,32 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
 
     Raises:
         StreamrlError: as `write_summary`; or the first and last versions could not be measured, said last.
+        Refused: nothing was trained, and groups are dead.
     """
     found = asyncio.run(audit_run(find_run(run_dir)))
-    counts = {name: getattr(found, name) for name in ("admitted", "trained", "dropped", "dead", "evaluated")}
+    names = ("admitted", "trained", "dropped", "dead", "evaluated", "dead_samples")
+    counts = {name: getattr(found, name) for name in names}
     with Measuring() as measuring:
         accuracies = asyncio.run(measure(config, run_dir, measuring.on_progress))
     show(config, run_dir, write_summary(config, run_dir, counts, accuracies), found)
     if accuracies.failure is not None:
         raise accuracies.failure
+    if found.dead and not found.trained and found.proved:
+        raise Refused(
+            f"nothing was trained: {found.dead} groups and {found.dead_samples} responses are dead, most of them:"
+            f" {asyncio.run(most_died_of(find_run(run_dir)))}",
+            "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
+            " --resume`",
+        )
     return found.proved
+
+
+async def most_died_of(run: RunDirectory) -> str:
+    """The most frequent cause of the dead letters of training prompts, in words."""
+    async with ledgers(run) as opened:
+        letters = await opened.train.dead_letters()
+    causes = by_cause([letter for letter in letters if letter.sample is not None] or letters)
+    return causes[0].newest.why if causes else "of nothing that left a letter"
 
 
 class Measuring:
@@ -114,6 +134,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("staleness, mean / max", f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}"),
         ("samples that span versions", str(summary["samples_spanning_versions"])),
         ("groups admitted / trained / dropped / dead", groups),
+        ("responses dead", str(summary["samples_dead"])),
         ("held-out groups evaluated", str(summary["groups_evaluated"])),
     ]
 

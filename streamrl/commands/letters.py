@@ -7,6 +7,7 @@ from typing import Any
 from streamrl import wire
 from streamrl.errors import WireError
 from streamrl.monitor.lines import printable
+from streamrl.queues.dead_causes import DeadCause
 from streamrl.queues.records import DeadLetter
 
 
@@ -67,4 +68,18 @@ def letter_data(letter: DeadLetter) -> dict[str, Any]:
         "at": letter.at,
         "detail": letter.detail,
         "prompt": prompt_data(letter.prompt),
+    }
+
+
+def cause_data(cause: DeadCause) -> dict[str, Any]:
+    """Dead letters of one cause as plain data; `id` is the newest letter with a traceback, times are seconds."""
+    newest = cause.newest
+    return {
+        "why": newest.why,
+        "stage": newest.stage,
+        "samples": cause.samples,
+        "groups": cause.groups,
+        "first": cause.letters[0].at,
+        "last": cause.letters[-1].at,
+        "id": newest.entry,
     }

@@ -18,6 +18,7 @@ def finish_recording(config: RunConfig, run_dir: Path) -> bool:
     files = recording_files(run_dir / FOLDER)
     size = sum(file.stat().st_size for file in files)
     output.write(f"groups recorded / dead   {found.trained} / {found.dead}")
+    output.write(f"responses dead           {found.dead_samples}")
     output.write(f"recording                {run_dir / FOLDER} ({len(files)} files, {size >> 10} KiB)")
     if not found.proved:
         output.write(f"AUDIT: {found.lost} lost, {found.twice} recorded twice")

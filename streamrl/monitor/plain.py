@@ -34,6 +34,8 @@ def line(board: Board) -> str:
     quiet = ("ready", "stopped")
     not_ready = [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
     parts.extend(not_ready)
+    if board.snapshot is not None and board.snapshot.train.dead:
+        parts.append(f"{board.snapshot.train.dead} dead letters")
     if board.restarts:
         parts.append(f"{board.restarts} restarts")
     parts += [f"{name}: {printable(trouble)}" for name, trouble in board.troubles()]

@@ -38,7 +38,8 @@ _LOOKS: Final = 5
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Groups by where they are; every id is counted once, and what was trained counts as trained.
 
-    `admitted` = trained + dropped + dead + evaluated + live + lost. `lost` and `twice` must be 0. `lost_ids` and
+    `admitted` = trained + dropped + dead + evaluated + live + lost. `lost` and `twice` must be 0. `dead_samples` are
+    responses with a dead letter, also of groups that went on without them. `lost_ids` and
     `twice_ids` list the first hundred, held-out groups as `eval:ID`. `unproved` says why the records prove nothing: the
     checkpoint that Redis retired for is missing, or its log does not fit the weights. `faults` are breaches of the
     structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past).
@@ -52,6 +53,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     lost: int
     twice: int
+    dead_samples: int = 0
     lost_ids: list[str]
     twice_ids: list[str]
     checkpoint: str | None
@@ -72,6 +74,7 @@ class _Places(msgspec.Struct):
     dead: set[int]
     live: set[int]
     lost: set[int]
+    dead_samples: int = 0
 
 
 async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
@@ -112,6 +115,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
         **counts,
         admitted=sum(counts.values()),
         twice=sum(repeats.values()),
+        dead_samples=train[1].dead_samples + held_out[1].dead_samples,
         lost_ids=lost[:_LISTED],
         twice_ids=[str(gid) for gid in sorted(repeats)][:_LISTED],
         checkpoint=meta.name if meta else None,
@@ -124,9 +128,11 @@ async def _look(ledger: Ledger) -> tuple[int, _Places]:
     """Cursor and places as Redis has them; the cursor first and the live ones second, since groups only move on."""
     cursor = (await ledger.state()).cursor
     live = set(await ledger.live())
-    dead = {letter.gid for letter in await ledger.dead_letters() if letter.sample is None}
+    letters = await ledger.dead_letters()
+    dead = {letter.gid for letter in letters if letter.sample is None}
+    samples = sum(letter.sample is not None for letter in letters)
     dropped = set(await ledger.dropped())
-    return cursor, _Places(set(), dropped, dead, live, set())
+    return cursor, _Places(set(), dropped, dead, live, set(), samples)
 
 
 def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:

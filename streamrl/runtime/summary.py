@@ -103,6 +103,7 @@ def summarize(
         "staleness_max": max(learner.staleness, default=0),
         "staleness_mean": round(staleness / stale_tokens, 4) if stale_tokens else 0.0,
         **{f"groups_{key}": int(counts[key]) for key in ("admitted", "trained", "dropped", "dead", "evaluated")},
+        "samples_dead": int(counts["dead_samples"]),
     }
 
 

@@ -13,7 +13,7 @@ from streamrl.monitor.lines import date_time
 from streamrl.queues import embedded, open_ledgers
 from tests.queues import ledger_kit
 
-from .run_kit import admit, cli, data_of, fill, make_run
+from .run_kit import admit, cli, data_of, fill, make_run, sample
 
 
 async def run(*arguments: str):
@@ -43,9 +43,54 @@ async def test_ls_and_show_name_group_stage_cause_and_prompt(live_run: Path):
     assert "\x1b" not in shown
     assert date_time(data["at"]) in shown
     count = len(await letters(live_run))
-    first = await run("dead", "ls", "-n", "1", "--run", str(live_run))
+    first = await run("dead", "ls", "--each", "-n", "1", "--run", str(live_run))
     assert len(first.stdout.splitlines()) == 1
-    assert f"{count - 1} more; -n {count} shows all" in first.stderr
+    assert f"{count - 1} more letters; -n {count} shows all" in first.stderr
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/venv/streamrl/consumers/calls.py", line 1, in _attempt
+    result = await call(sample)
+  File "/venv/streamrl/consumers/threads.py", line 2, in run
+    return await future
+  File "/home/me/rewards.py", line 7, in score
+    return float(sample.text)
+ValueError: could not convert string to float: 'no {0}'"""
+
+
+async def test_ls_groups_by_cause_with_one_traceback_each_and_folds_the_framework(tmp_path: Path):
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path):
+        async with open_ledgers(config, tmp_path) as ledgers:
+            train = ledgers.train
+            for gid in range(4):
+                await admit(train, gid)
+            for prompt in await ledger_kit.lease(train, "prompts", count=4):
+                for number in range(2):
+                    await train.emit(prompt, number, sample())
+            for one in await ledger_kit.lease(train, "rollouts", count=8):
+                why = f"ValueError: could not convert string to float: 'no {one.gid}' (3 attempts) [mine]"
+                if one.gid == 3:
+                    why = "deadline: mine: no score within 30 s"
+                await train.fail_score(one, why, "" if one.gid == 3 else TRACEBACK.format(one.gid))
+            await train.queue_replays([3])
+        shown = await run("dead", "ls", "--run", str(tmp_path))
+        lines = [line for line in shown.stdout.splitlines() if line and not line.startswith(" ")]
+        assert lines == [
+            "6 samples  reward  ValueError: could not convert string to float: 'no 2' (3 attempts) [mine]",
+            "4 groups  close  fewer scored samples than min_group",
+            "2 samples  reward  deadline: mine: no score within 30 s",
+        ]
+        assert shown.stdout.count("Traceback") == 1
+        assert "  ... 2 frames of streamrl and asyncio" in shown.stdout
+        assert '  File "/home/me/rewards.py", line 7, in score' in shown.stdout
+        assert "calls.py" not in shown.stdout
+        assert "1 group waits for room to be admitted again" in shown.stderr
+        one = await run("dead", "ls", "-n", "1", "--run", str(tmp_path))
+        assert "2 more causes; -n 3 shows all" in one.stderr
+        data = data_of((await run("dead", "ls", "--run", str(tmp_path), "--json")).stdout, "streamrl.dead/1")
+        assert [(cause["samples"], cause["groups"]) for cause in data["causes"]] == [(6, 0), (0, 4), (2, 0)]
+        assert data["queued"] == [3]
 
 
 async def test_a_letter_that_is_not_there_is_2(live_run: Path):

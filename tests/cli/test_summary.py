@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.commands import finish
-from streamrl.errors import CannotCreate, StreamrlError
+from streamrl.errors import CannotCreate, Refused, StreamrlError
 from streamrl.runfile import load
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.curve import draw_curve
@@ -36,8 +36,10 @@ KEYS = [
     "groups_dropped",
     "groups_dead",
     "groups_evaluated",
+    "samples_dead",
 ]
 COUNTS = {"admitted": 30, "trained": 8, "dropped": 1, "dead": 2, "evaluated": 9, "live": 10, "lost": 0, "twice": 0}
+COUNTS["dead_samples"] = 414
 
 
 def write(path: Path, lines: list[dict]) -> None:
@@ -113,7 +115,9 @@ def test_the_summary_by_hand(run_dir: Path):
         "groups_dropped": 1,
         "groups_dead": 2,
         "groups_evaluated": 9,
+        "samples_dead": 414,
     }
+    assert ("responses dead", "414") in finish.rows(summary)
 
 
 def test_a_run_without_a_step_has_zeros_and_no_accuracy(tmp_path: Path):
@@ -199,3 +203,24 @@ def test_the_curve_is_a_picture(run_dir: Path, accuracies: Accuracies):
     draw_curve(run_dir / "empty.png", "demo", {}, summary, [])
     with pytest.raises(CannotCreate):
         draw_curve(run_dir / "nowhere" / "curve.png", "demo", learner.steps, summary, [])
+
+
+def test_a_run_of_which_nothing_was_trained_fails_with_the_cause(tmp_path: Path, monkeypatch, capsys):
+    """Too few responses to end early: 12 of them died alike, and then the data was at its end."""
+    counts = COUNTS | {"trained": 0, "dead": 3, "dead_samples": 12, "live": 0, "admitted": 3, "dropped": 0}
+
+    async def audited(*_: object) -> Audit:
+        return Audit(**counts, lost_ids=[], twice_ids=[], checkpoint=None, unproved=[], faults=[])
+
+    async def most_died_of(*_: object) -> str:
+        return "ValueError: no judge today [mine]"
+
+    monkeypatch.setattr(finish, "find_run", lambda path: path)
+    monkeypatch.setattr(finish, "audit_run", audited)
+    monkeypatch.setattr(finish, "most_died_of", most_died_of)
+    config = load(None, ["evaluation.final_prompts=0"], {}).config
+    with pytest.raises(
+        Refused, match=r"nothing was trained: 3 groups and 12 responses are dead, most of them: ValueError"
+    ):
+        finish.finish(config, tmp_path)
+    assert "responses dead" in capsys.readouterr().out

@@ -228,16 +228,30 @@ def test_a_role_that_cannot_start_fails_the_run(tiny: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_too_many_dead_letters_end_the_run_with_the_way_on_and_nothing_is_lost(tiny: Path, tmp_path: Path):
-    (tiny / "broken_reward.py").write_text("def fails(sample):\n    raise ValueError('no judge today')\n")
-    changes = ["max_dead=3", "rewards=[{use: broken_reward:fails}]", "reward_worker.attempts=1"]
+def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is_trained(tiny: Path, tmp_path: Path):
+    """The data is one epoch, so that `up` goes on after the end of the data as well."""
+    reward = tiny / "broken_reward.py"
+    reward.write_text("def fails(sample):\n    raise ValueError('no judge today')\n")
+    changes = ["rewards=[{use: broken_reward:fails}]", "reward_worker.attempts=1", "evaluation.every=0"]
+    changes += ["data.epochs=1", "learner.steps=null", "evaluation.final_prompts=0"]
     options = [part for change in changes for part in ("--set", change)]
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path)
     text = done.stdout + done.stderr
     assert done.returncode == 78, text
-    assert 1 <= text.count("max_dead is 3: nothing more is admitted") <= 2
-    assert "streamrl dead ls" in text
+    assert "died alike, and none has a score: ValueError: no judge today" in text
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["lost"], data["twice"], data["unproved"], data["faults"]) == (0, 0, [], [])
     assert data["admitted"] == data["dead"] + data["live"] > 0
-    assert "no judge today" in cli("dead", "ls", cwd=tmp_path).stdout
+    assert data["dead_samples"] >= 32
+    listed = cli("dead", "ls", cwd=tmp_path).stdout
+    assert "no judge today" in listed
+    assert listed.count("Traceback") == 1
+    reward.write_text("def fails(sample):\n    return float(len(set(sample.tokens.tolist())) % 2)\n")
+    replayed = cli("dead", "replay", "all", cwd=tmp_path)
+    assert replayed.returncode == 0
+    assert len(replayed.stdout.splitlines()) == data["dead"]
+    done = process("up", "--resume", "--screen", "plain", cwd=tmp_path, seconds=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (64, 0, 0, 0, 0)
+    assert data["trained"] == 64

@@ -154,6 +154,20 @@ async def test_a_healthy_run_has_no_faults_while_all_its_roles_work(book):
             role.cancel()
 
 
+async def test_dead_responses_are_counted_beside_dead_groups(book):
+    """A group that goes on without one of its responses is no dead group; one that dies has two dead responses."""
+    train, held_out = book.ledgers.train, book.ledgers.evaluation
+    await book.admit(3)
+    await book.admit(1, held_out)
+    first, second, _ = await book.lease(train, "prompts")
+    await train.fail_sample(first, 0, "broken")
+    await train.fail_prompt(second, "broken")
+    (third,) = await book.lease(held_out, "prompts")
+    await held_out.fail_sample(third, 1, "broken")
+    found = await book.audit()
+    assert (found.dead, found.dead_samples) == (1, 1 + 2 + 1)
+
+
 async def test_lost_groups_are_named(book):
     held_out = book.ledgers.evaluation
     await book.admit(5)
