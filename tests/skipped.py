@@ -23,6 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Skipped(config))
 
 
+class Gone(pytest.Item):
+    """Fails in the place of a test that was skipped and cannot be found any more."""
+
+    def runtest(self) -> None:
+        """Say which one."""
+        pytest.fail(f"{self.name} was skipped by the last run and is not there now", pytrace=False)
+
+
 class Skipped:
     """A plugin of pytest; the cache of pytest (`.pytest_cache`) remembers the ids."""
 
@@ -40,14 +48,16 @@ class Skipped:
         return True if self.only and collection_path.is_file() and collection_path not in self.files else None
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Keep what the last run skipped, before markers choose among it."""
         if not self.only:
             return
-        if gone := sorted(self.last - {item.nodeid for item in items}):
-            raise pytest.UsageError(f"--only-skipped: skipped by the last run, and now not there: {', '.join(gone)}")
+        gone = sorted(self.last - {item.nodeid for item in items})
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self.last])
         items[:] = [item for item in items if item.nodeid in self.last]
+        items += [Gone.from_parent(session, name=name) for name in gone]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notice a skipped test."""
