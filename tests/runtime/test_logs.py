@@ -2,6 +2,7 @@ import io
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 import orjson
 import pytest
@@ -52,3 +53,10 @@ def test_a_log_that_cannot_be_opened_is_an_error_with_its_path(root, tmp_path):
     (tmp_path / "logs").write_text("")
     with pytest.raises(CannotCreate, match="logs"), log_to_file("supervisor", tmp_path / "logs" / "x", 100):
         pass
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(root, capsys):
+    with log_to_file("supervisor", Path("/dev/full"), 1 << 20):
+        for _ in range(3):
+            logging.getLogger("some.library").info("line")
+    assert capsys.readouterr().err == "/dev/full cannot be written: [Errno 28] No space left on device\n"
