@@ -1,6 +1,27 @@
-"""`python -m streamrl`: the command line without the console script."""
+"""The command line as a program: `streamrl`, or `python -m streamrl`.
 
-from streamrl.cli import main
+Ctrl-C while its modules are loaded ends it at once: there is nothing to tidy up, and a traceback helps nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+_INTERRUPTED = 130  # ExitCode.INTERRUPTED, which is not loaded yet
+
+
+def main() -> None:
+    """Load the command line and run what was asked for."""
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not under `nohup` and the like
+    if heeded:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    from streamrl import cli
+
+    if heeded:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

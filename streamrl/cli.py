@@ -375,15 +375,19 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
     except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is not None:
+            return int(ExitCode.INTERRUPTED)
         cause = unwrap(group)
         return _report(cause) if isinstance(cause, StreamrlError) else _unexpected(cause)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the last reader of every exception
         return _unexpected(error)
     return int(code or 0)
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line of this process."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -428,8 +432,21 @@ def _unexpected(error: BaseException) -> int:
         return int(ExitCode.FAILURE)
     if _debug[0]:
         _traceback()
+    if _comes_of_interrupt(error):
+        return int(ExitCode.INTERRUPTED)
     _complain(f"{type(error).__name__}: {error}", "this is a bug of streamrl; --debug shows the traceback")
     return int(ExitCode.INTERNAL)
+
+
+def _comes_of_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: one that meets the making of a class, say, comes out as `RuntimeError`."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _complain(message: str, hint: str) -> None:

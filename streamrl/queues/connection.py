@@ -58,10 +58,14 @@ _TRANSIENT: Final = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutEr
 # Replies that say "not now": the same command may succeed later. OOM and MISCONF are back-pressure.
 _LATER: Final = frozenset({"OOM", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY"})
 _RECONNECT: Final = frozenset({"READONLY", "MASTERDOWN"})
+_CANNOT_WRITE: Final = "MISCONF"
+_LAST_PATIENCE: Final = 5.0
+"""Seconds for which a process that is to end waits for a Redis that cannot write."""
+_WARN_SECONDS: Final = 5.0
 _FATAL: Final = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 _HINTS: Final = {
     "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
-    "MISCONF": "Redis cannot write its append-only file: look for a full disk",
+    _CANNOT_WRITE: "Redis cannot write its append-only file: look for a full disk",
 }
 
 
@@ -95,6 +99,8 @@ class Connection:
         self._checked = False
         self._stale = False
         self._ended: BaseException | None = None
+        self._leaving = False
+        self._warned: dict[str, float] = {}
 
     async def call(self, script: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run a script of the ledger and return its reply (bytes, int, list or None).
@@ -148,6 +154,10 @@ class Connection:
         self._idle.append(connection)
         self._block_outage.recovered()
         return await self._block_reply(reply)
+
+    def leave(self) -> None:
+        """Wait no longer than some seconds for a Redis that cannot write: this process is to end, a disk stays full."""
+        self._leaving = True
 
     def since_error(self) -> float:
         """Seconds since the last connection error of this process; infinite when there was none."""
@@ -262,10 +272,10 @@ class Connection:
     def _pause(self, call: _Call, code: str, reply: ResponseError) -> None:
         """Send a call again later, unless its patience is over."""
         loop = asyncio.get_running_loop()
-        if not self._still_patient(call, loop.time(), error_text(reply), _HINTS.get(code, "")):
+        if not self._still_patient(call, loop.time(), error_text(reply)):
             return
         if call.failures == 1 and code in _HINTS:
-            logger.warning("redis refuses writes for now", extra={"code": code, "hint": _HINTS[code]})
+            self._warn("redis refuses writes for now", code=code, hint=_HINTS[code])
         self._paused.add(call)
         loop.call_later(pause(call.failures, random.random()), self._resume, call)  # noqa: S311
 
@@ -275,14 +285,15 @@ class Connection:
             self._queue.append(call)
             self._wake.set()
 
-    def _still_patient(self, call: _Call, now: float, reason: str, hint: str) -> bool:
+    def _still_patient(self, call: _Call, now: float, reason: str) -> bool:
         if call.failed_at is None:
             call.failed_at = now
         call.failures += 1
-        if now - call.failed_at < self._patience:
+        hopeless = self._leaving and _CANNOT_WRITE in reason
+        if now - call.failed_at < (min(_LAST_PATIENCE, self._patience) if hopeless else self._patience):
             return True
         if not call.future.done():
-            call.future.set_exception(self._unreachable(reason, hint))
+            call.future.set_exception(self._unreachable(reason, now - call.failed_at))
         return False
 
     async def _failed(self, error: BaseException, batch: Sequence[_Call]) -> None:
@@ -293,7 +304,7 @@ class Connection:
         paused = self._paused
         waiting = [call for call in (*batch, *self._queue) if not call.future.done() and call not in paused]
         self._queue.clear()
-        self._queue.extend(call for call in waiting if self._still_patient(call, now, error_text(error), ""))
+        self._queue.extend(call for call in waiting if self._still_patient(call, now, error_text(error)))
         if self._queue:
             self._wake.set()
         wait = self._outage.failed(now, random.random())  # noqa: S311
@@ -303,7 +314,7 @@ class Connection:
         self._note(error)
         wait = self._block_outage.failed(asyncio.get_running_loop().time(), random.random())  # noqa: S311
         if wait is None:
-            raise self._unreachable(error_text(error), "") from error
+            raise self._unreachable(error_text(error), self._patience) from error
         await asyncio.sleep(wait)
 
     async def _block_reply(self, reply: Any) -> Any:
@@ -317,8 +328,15 @@ class Connection:
     def _note(self, error: BaseException) -> None:
         now = asyncio.get_running_loop().time()
         if self._outage.since is None and self._block_outage.since is None:
-            logger.warning("redis does not answer", extra={"url": self._url, "error": error_text(error)})
+            self._warn("redis does not answer", url=self._url, error=error_text(error))
         self._last_error = now
+
+    def _warn(self, what: str, **fields: str) -> None:
+        """Log a warning, unless the same has just been said: a full disk refuses hundreds of calls in a second."""
+        now = asyncio.get_running_loop().time()
+        if now - self._warned.get(what, -math.inf) >= _WARN_SECONDS:
+            self._warned[what] = now
+            logger.warning(what, extra=fields)
 
     async def _drop(self) -> None:
         """Close the connection; the next round trip makes a new one."""
@@ -337,9 +355,10 @@ class Connection:
             "set redis.password_file (or the user and password in redis.url) to those of the server",
         )
 
-    def _unreachable(self, reason: str, hint: str) -> Unreachable:
+    def _unreachable(self, reason: str, seconds: float) -> Unreachable:
+        hint = next((hint for code, hint in _HINTS.items() if code in reason), "")
         return Unreachable(
-            f"Redis at {self._url} did not serve a call for {self._patience:.0f} s: {reason}",
+            f"Redis at {self._url} did not serve a call for {seconds:.0f} s: {reason}",
             hint or "is the server running? `redis.patience` is how long a role waits for it",
         )
 

@@ -134,11 +134,18 @@ async def open_role(
         try:
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(role.keep_beating(), name=f"heartbeat {name}")
+                leaving = tasks.create_task(_leave(role), name=f"leave {name}")
                 yield role
                 beating.cancel()
+                leaving.cancel()
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None
             raise
         finally:
             role.close()
+
+
+async def _leave(role: Role) -> None:
+    await role.stop.wait()
+    role.ledgers.connection.leave()

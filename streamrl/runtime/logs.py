@@ -36,6 +36,26 @@ def log_as_json(role: str, level: int = logging.INFO) -> None:
     logging.captureWarnings(True)
 
 
+class _LossyFile(RotatingFileHandler):
+    """Loses lines while the file cannot be written, and says so once on stderr: a log is not worth a run."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name that logging calls)
+        """Take the error of a line that was not written."""
+        del record
+        if not self._said:
+            self._said = True
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exception()}\n")
+
+    def close(self) -> None:
+        """Close the file, with what can still be written."""
+        try:
+            super().close()
+        except OSError as error:
+            self._said = self._said or bool(sys.stderr.write(f"{self.baseFilename} cannot be written: {error}\n"))
+
+
 @contextlib.contextmanager
 def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO) -> Iterator[None]:
     """Send what is logged in this process to a file of JSON lines, for the length of this block.
@@ -44,7 +64,7 @@ def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1)
+        handler = _LossyFile(path, maxBytes=max_bytes, backupCount=1)
     except OSError as error:
         raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
     handler.setFormatter(_formatter(role))

@@ -24,6 +24,8 @@ _AGAIN: Final = 2
 _FIRST_PAUSE: Final = 0.5
 _UNFIT: Final = 3
 """Refusals by an engine that has never taken a version, after which it counts as one for another model."""
+_QUIET: Final = 2
+"""Failures before a version is called refused whose files are gone, while a replica waits for its first one."""
 _LONGEST_PAUSE: Final = 30.0
 _REFUSED_PAUSE: Final = 5.0
 """First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""
@@ -218,12 +220,13 @@ class Follower:
 
     async def _take_all(self, arrivals: Arrivals, stop: asyncio.Event) -> None:
         pause = 0.0  # until the same version is tried again; 0: not at all
+        failures, told = 0, False  # of this version
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause or None):
                     await self._news.wait()
             if self._news.is_set():
-                pause = 0.0
+                pause, failures, told = 0.0, 0, False
             self._news.clear()
             if stop.is_set() or self._known is None:
                 continue
@@ -236,8 +239,10 @@ class Follower:
                 pause = 0.0
             except (WeightsError, _CannotFetch) as error:
                 fetched = isinstance(error, WeightsError)
-                if not pause:
+                failures += 1
+                if not told and failures > (_QUIET if self._is_of_an_earlier_life(error) else 0):
                     self._refuse(number, error if isinstance(error, WeightsError) else error.cause)
+                    told = True
                 pause = min(max(2 * pause, _REFUSED_PAUSE if fetched else _FIRST_PAUSE), _LONGEST_PAUSE)
 
     async def _take(self, arrivals: Arrivals, number: int, data: bytes) -> None:
@@ -297,6 +302,11 @@ class Follower:
         applied = self._applied
         if applied is not None and (manifest.pair < applied.pair or (manifest.pair == applied.pair and not again)):
             raise WeightsError(f"version {manifest.pair} is not newer than {applied.pair}, which is applied")
+
+    def _is_of_an_earlier_life(self, error: Exception) -> bool:
+        """Whether a learner that has gone may have published this, and the next one has not yet."""
+        gone = isinstance(error, _CannotFetch) or isinstance(error.__cause__, FileNotFoundError)
+        return gone and self._applied is None
 
     def _refuse(self, number: int, error: StreamrlError) -> None:
         self.refused += 1

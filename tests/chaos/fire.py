@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -236,6 +237,55 @@ class Fire:
         self.note("kill -9 supervisor")
         until(lambda: not self.family(), "the end of all children of a killed supervisor", 60)
         self.note("all children are gone")
+
+    def kill_everything(self) -> None:
+        """Kill the supervisor, Redis and all roles at once, in an order of the seed."""
+        family = self.family()
+        self.random.shuffle(family)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.supervisor.wait()
+        self.kills["everything"] += 1
+        self.note(f"kill -9 of all {len(family)} processes")
+        until(lambda: not self.family(), "the end of everything", 60)
+
+    def kill_all_but_a_hanging_redis(self) -> None:
+        """Stop Redis, then kill the supervisor and all roles: the server is left behind, and cannot end by itself."""
+        redis = until(lambda: self.process("redis"), "a process of redis")
+        redis.send_signal(signal.SIGSTOP)
+        for process in self.family():
+            if process.pid != redis.pid:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.supervisor.wait()
+        until(lambda: [process.pid for process in self.family()] == [redis.pid], "the end of all but Redis", 60)
+        self.kills["all but a hanging redis"] += 1
+        self.note("SIGSTOP redis, kill -9 of all others")
+
+    def kill_supervisor_while_redis_starts(self) -> None:
+        """Kill Redis, and the supervisor as soon as it has started the process that becomes the next one."""
+        self.kill("redis")
+        until(lambda: any(self._becomes_redis(process) for process in self.family()), "the next Redis")
+        self.supervisor.kill()
+        self.supervisor.wait()
+        self.kills["supervisor while redis starts"] += 1
+        self.note("kill -9 supervisor while Redis starts")
+        until(lambda: not self.family(), "the end of all children of a killed supervisor", 60)
+
+    @staticmethod
+    def _becomes_redis(process: psutil.Process) -> bool:
+        words = process.info["cmdline"]
+        return "streamrl.runtime" in words and words[words.index("streamrl.runtime") + 1] == "redis"
+
+    def hang_redis(self) -> None:
+        """Stop Redis: the supervisor has to notice, and to start another one."""
+        redis = until(lambda: self.process("redis"), "a process of redis")
+        redis.send_signal(signal.SIGSTOP)
+        self.note("SIGSTOP redis")
+        until(lambda: over(redis), "the end of a Redis that hangs", 60)
+        self.kills["hanging redis"] += 1
+        self.note("it was killed")
 
     def drain(self) -> int:
         """First Ctrl-C: the run drains; returns the exit code of `up`."""

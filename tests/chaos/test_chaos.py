@@ -1,8 +1,9 @@
 """Promise 1 under fire: the demo's model in training while every role is killed, and Redis comes back in the past.
 
 At least three kill -9 of each role and of both learner ranks, one of them inside a step and one inside a checkpoint,
-two roll-backs of Redis, one kill of the supervisor, an old learner that wakes up next to its successor, and prompts
-that kill or break whoever touches them. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed.
+two roll-backs of Redis, one Redis that hangs, an old learner that wakes up next to its successor, and prompts that kill
+or break whoever touches them. The supervisor is killed alone, while Redis starts, with everything else, and with all
+but a Redis that hangs. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed.
 
 A shorter one with groups that are scored whole: what is different then is in the hands of feeder, replica, worker and
 Redis, so these are killed and cut back, and the learner once inside a step.
@@ -53,15 +54,19 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
     blows += [lambda: fire.kill("learner.0"), fire.kill_in_step, fire.kill_in_checkpoint]
     blows += [lambda: fire.kill("learner.1") for _ in range(3)]
     blows += [lambda: fire.kill("redis"), lambda: fire.roll_back_redis(1.5), lambda: fire.roll_back_redis(4.0)]
-    blows += [fire.replace_paused_learner]
-    audit = under(fire, blows, supervisor=True)
+    blows += [fire.replace_paused_learner, fire.hang_redis]
+    ends = [fire.kill_supervisor, fire.kill_everything]
+    ends += [fire.kill_all_but_a_hanging_redis, fire.kill_supervisor_while_redis_starts]
+    audit = under(fire, blows, ends)
     roles = ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
     assert all(fire.kills[role] >= 3 for role in roles)
     assert fire.kills["inside a step"]
     assert fire.kills["inside a checkpoint"]
     assert fire.kills["woken zombie"]
     assert fire.kills["roll-back"] == 2
-    assert fire.kills["supervisor"] == 1
+    assert fire.kills["hanging redis"] == 1
+    for end in ("supervisor", "everything", "all but a hanging redis", "supervisor while redis starts"):
+        assert fire.kills[end] == 1
     assert audit["trained"] >= 10 * 8
 
 
@@ -71,23 +76,28 @@ def test_groups_that_are_scored_whole_are_neither_lost_nor_trained_twice(tmp_pat
     fire = Fire(write_run(tmp_path, sort_cache, "PoisonedGroup"), tmp_path / "run", SEED)
     blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0", "reward.0")]
     blows += [fire.kill_in_step, lambda: fire.roll_back_redis(3.0)]
-    under(fire, blows, supervisor=False)
+    under(fire, blows, [])
     assert all(fire.kills[role] for role in ("feeder.0", "rollout.0", "inside a step", "roll-back"))
     assert fire.kills["reward.0"] >= 2
 
 
-def under(fire: Fire, blows: list[Callable[[], None]], *, supervisor: bool) -> dict:
-    """Run under these blows in an order of the seed, and until all poisoned prompts have met their end; the audit."""
+def under(fire: Fire, blows: list[Callable[[], None]], ends: list[Callable[[], None]]) -> dict:
+    """Run under these blows in an order of the seed, and until all poisoned prompts have met their end; the audit.
+
+    `ends` are those that nothing survives, or no more than Redis: the run is started again after each.
+    """
     try:
         fire.up()
         fire.moves_on(2)
         fire.random.shuffle(blows)
-        middle = len(blows) // 2
+        fire.random.shuffle(ends)
+        after = {len(blows) * (place + 1) // (len(ends) + 1): end for place, end in enumerate(ends)}
         for place, blow in enumerate(blows):
             blow()
-            if supervisor and place == middle:
-                fire.kill_supervisor()
-                check(fire)
+            if place in after:
+                after[place]()
+                if not fire.family():
+                    check(fire)
                 fire.up()
             # Past a checkpoint now and then: or each learner would die over the same groups, and those would be blamed.
             fire.moves_on(fire.random.randint(1, 4))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.runtime.lock import supervisor_lock
-from streamrl.weight_sync.transports import ShmTransport
+from streamrl.weight_sync.transports import ShmTransport, release_memory
 from tests.cli.run_kit import cli, data_of, make_run
 from tests.runtime.test_supervisor import Run, unit
 
@@ -30,7 +30,8 @@ def littered(tmp_path: Path):
     for file in (*left, *kept):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"bytes")
-    return run_dir, left, kept
+    yield run_dir, left, kept
+    release_memory(run_dir)
 
 
 def test_what_killed_processes_left_is_removed_and_listed(littered):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -176,6 +180,43 @@ def test_a_bug_is_70_in_one_line_and_a_traceback_with_debug(monkeypatch, capsys)
     assert "Traceback" not in error
     assert command_line.run(["version", "--debug"]) == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+def meets_the_making_of_a_class() -> None:
+    class Meets:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    type("Made", (), {"meets": Meets()})
+
+
+def meets_a_task_group() -> None:
+    raise BaseExceptionGroup("tasks", [ValueError("noise"), KeyboardInterrupt()])
+
+
+@pytest.mark.parametrize("fail", [interrupts, meets_the_making_of_a_class, meets_a_task_group])
+def test_ctrl_c_is_no_bug_wherever_it_comes(fail: Callable[[], None], monkeypatch, capsys):
+    monkeypatch.setattr("streamrl.commands.version.version", lambda **_: fail())
+    assert command_line.run(["version"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("loaded", ["_lzma", "_multiarray_umath"])
+def test_ctrl_c_while_modules_are_loaded_is_no_bug(loaded: str, tmp_path: Path):
+    """Typer loads the first, `up` the second; then it would wait for somebody to write its run file."""
+    os.mkfifo(tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "streamrl", "up", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path, text=True) as up:
+        end = time.monotonic() + 30
+        while loaded not in Path(f"/proc/{up.pid}/maps").read_text():
+            assert time.monotonic() < end
+            assert up.poll() is None
+        up.send_signal(signal.SIGINT)
+        assert (up.wait(30), up.stderr.read()) == (130, "")
 
 
 def test_the_published_table_has_every_exit_code():

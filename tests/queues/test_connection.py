@@ -195,6 +195,41 @@ async def test_a_full_redis_is_back_pressure(run: RedisRun):
         assert await faults(train) == []
 
 
+async def test_a_process_that_is_to_end_waits_for_no_redis_that_cannot_write(
+    run: RedisRun, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(connection, "_LAST_PATIENCE", 0.3)
+    async with open_connection(impatient(run, 1000.0), run.config.url) as link:
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        for key, value in (("stop-writes-on-bgsave-error", "yes"), ("save", "3600 1000000"), ("dir", str(gone))):
+            await link.read("CONFIG", "SET", key, value)
+        gone.rmdir()
+        await link.read("BGSAVE", "SCHEDULE")
+        async with asyncio.timeout(20):
+            while b"rdb_last_bgsave_status:err" not in await link.read("INFO", "persistence"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(link.read("SET", "key", "value"))
+        done, _ = await asyncio.wait({waiting}, timeout=1.0)
+        assert not done, "a process that goes on is patient"
+        link.leave()
+        with pytest.raises(Unreachable, match=r"did not serve a call for [0-9]+ s: MISCONF") as caught:
+            await asyncio.wait_for(waiting, 20)
+        assert "full disk" in caught.value.hint
+
+
+async def test_a_process_that_is_to_end_waits_for_a_redis_that_comes_back(run: RedisRun, monkeypatch):
+    """The supervisor is starting it again: only a disk that stays full is no reason to wait."""
+    monkeypatch.setattr(connection, "_LAST_PATIENCE", 0.0)
+    async with open_connection(impatient(run, 60.0), run.config.url) as link:
+        link.leave()
+        run.kill()
+        waiting = asyncio.create_task(link.read("SET", "key", "value"))
+        await asyncio.wait({waiting}, timeout=0.5)
+        await asyncio.to_thread(run.start)
+        assert await asyncio.wait_for(waiting, 60) == b"OK"
+
+
 async def test_a_replica_is_waited_out(ledgers: Ledgers):
     """READONLY during a failover: the call goes through once the server is a master again."""
     await ledgers.connection.read("REPLICAOF", "127.0.0.1", "1")

@@ -2,6 +2,7 @@ import io
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 import orjson
 import pytest
@@ -65,3 +66,10 @@ def test_what_is_logged_beside_the_text_never_replaces_the_records_own_fields(ro
     assert isinstance(line["at"], float)
     own = {"role": "reward.0", "level": "warning", "logger": "my.reward", "event": "a reward keeps memory", "size": 1}
     assert line == {"at": line["at"], **own, **{f"{name}_": value for name, value in theirs.items()}}
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(root, capsys):
+    with log_to_file("supervisor", Path("/dev/full"), 1 << 20):
+        for _ in range(3):
+            logging.getLogger("some.library").info("line")
+    assert capsys.readouterr().err == "/dev/full cannot be written: [Errno 28] No space left on device\n"

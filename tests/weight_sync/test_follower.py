@@ -12,6 +12,7 @@ from sync_kit import Replica, Stream, folders, publish, same, tensors, until
 from streamrl.config import WeightsConfig
 from streamrl.errors import ConfigError, Unreachable, WeightsError
 from streamrl.weight_sync import Follower, Manifest, Publisher
+from streamrl.weight_sync.arrivals import Arrivals
 from streamrl.weight_sync.bearer import make_token
 from streamrl.weight_sync.manifest import decode, encode
 from streamrl.weight_sync.pull import HttpSource
@@ -80,7 +81,8 @@ def foreign(data, **changes):
         lambda data: foreign(data, transport={"shm": "directory", "directory": "shm"}[decode(data).transport]),
     ],
 )
-async def test_a_foreign_manifest_is_refused(publisher, stream, replica, change):
+async def test_a_foreign_manifest_is_refused(publisher, stream, replica, change, monkeypatch):
+    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
     good = publish(publisher, 1)
     await stream.put(change(good), number=1)
     await until(lambda: replica.follower.refused == 1)
@@ -201,7 +203,33 @@ async def test_two_epochs_with_one_number_are_two_versions(config, tmp_path, str
     new.close(unlink=True)
 
 
-async def test_a_version_that_is_gone_is_an_error_only_when_no_newer_one_came(publisher, config, tmp_path):
+async def test_files_of_a_learner_that_has_gone_are_no_error_while_the_next_one_loads(
+    publisher, stream, replica, monkeypatch
+):
+    """All roles start at once: a replica is there before the learner has published again."""
+    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+    monkeypatch.setattr("streamrl.weight_sync.follower._QUIET", 1 << 30)
+    tries = 0
+    reading = Arrivals.fetch
+
+    async def counted(self, manifest):
+        nonlocal tries
+        tries += 1
+        return await reading(self, manifest)
+
+    monkeypatch.setattr(Arrivals, "fetch", counted)
+    await stream.put(foreign(publish(publisher, 1), folder="v-0-1", epoch=0))
+    await until(lambda: tries >= 3)
+    assert replica.follower.refused == 0
+    monkeypatch.setattr("streamrl.weight_sync.follower._QUIET", 2)
+    await until(lambda: replica.follower.refused == 1)  # nobody publishes again: then it is one
+    await stream.put(publish(publisher, 2))
+    await replica.until(1)
+
+
+async def test_a_version_that_is_gone_is_an_error_only_when_no_newer_one_came(publisher, config, tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+
     class Late(Stream):
         """Shows version 1 to `after` although 2 is there: the follower was slow between the two."""
 
