@@ -34,7 +34,7 @@ def find_group(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, An
     try:
         known = asyncio.run(_live(run, gid, evaluation=evaluation))
     except StreamrlError as error:
-        output.note(f"warning: Redis does not answer, so only the archive is read: {error.message}")
+        output.note(f"warning: Redis cannot be asked, so only the archive is read: {error.message}")
         known = {"state": "unknown", "responses": []}
     found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "attempt": None, "prompt": None, "letters": []}
     found |= {"earlier_attempts": 0, "source": "ledger" if known["responses"] else None, **known}
