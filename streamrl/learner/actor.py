@@ -24,9 +24,10 @@ from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
 from streamrl.learner.layers import set_up_layers
 from streamrl.learner.matmul import agreed_precision
-from streamrl.learner.model import LogProbModel, row_limits
+from streamrl.learner.model import LogProbModel
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
+from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharded import Sharded
 from streamrl.learner.sharding import SMALL, load_model, shard
 from streamrl.weight_sync.manifest import Adapter

@@ -130,7 +130,7 @@ def layout(batch: Sequence[TrainSample], limits: Limits) -> list[Microbatch]:
         if len(sample.tokens):
             prompts.setdefault((sample.gid, sample.prompt.tobytes()), []).append(index)
     extents = [Extent(len(sample.prompt), len(sample.tokens)) for sample in batch]
-    return [_microbatch(batch, extents, rows, limits.longest) for rows in plan(extents, [*prompts.values()], limits)]
+    return [_microbatch(batch, extents, rows, limits) for rows in plan(extents, [*prompts.values()], limits)]
 
 
 def dummy() -> Microbatch:
@@ -155,12 +155,13 @@ def dummy() -> Microbatch:
 
 
 def _microbatch(
-    batch: Sequence[TrainSample], extents: Sequence[Extent], rows: Sequence[Row], longest: int
+    batch: Sequence[TrainSample], extents: Sequence[Extent], rows: Sequence[Row], limits: Limits
 ) -> Microbatch:
     shared = any(len(row) > 1 or len(row[0]) > 1 for row in rows)
-    width = padded_width(max(row_width(extents, row) for row in rows))
+    widest = max(row_width(extents, row) for row in rows)
+    width = widest if limits.alone else padded_width(widest)
     if not shared:
-        width = min(width, longest)
+        width = min(width, limits.longest)
     ids = np.zeros((len(rows), width), dtype=np.int64)
     segments = np.full((len(rows), width), PADDING, dtype=np.int64)
     places = np.zeros((len(rows), width), dtype=np.int64)

@@ -12,9 +12,9 @@ from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clippe
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.fit import check_fit
 from streamrl.learner.layers import set_up_layers
-from streamrl.learner.model import row_limits
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import CriticStats
+from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharded import Sharded
 from streamrl.learner.sharded_module import ShardedModule
 from streamrl.learner.sharding import SMALL, load_model, shard

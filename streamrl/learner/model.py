@@ -7,7 +7,6 @@ the output layer is used while FSDP holds the whole parameters. Parameters keep 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,18 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.logprobs import token_logprobs
-from streamrl.learner.rows import BLOCK, PADDING, Limits
-
-logger = logging.getLogger(__name__)
-
-LONGEST_SHARED_ROW = 2048
-"""A shared row needs a mask of width^2; beyond this the mask costs more than the prompts it saves."""
-PACKED_PER_HIDDEN = 3
-"""Length of packed rows in hidden sizes: a third of the work of a row is attention then, half of it for nothing."""
-_WINDOWS = ("sliding_window", "attention_chunk_size")
+from streamrl.learner.rows import BLOCK, PADDING
 
 
 class _Hidden:
@@ -91,24 +81,6 @@ class Backbone(nn.Module):
     ) -> torch.Tensor:
         """Last hidden states at the places that predict the targets, shape (n, hidden)."""
         return self.hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
-
-    @torch.no_grad()
-    def can_share(self) -> bool:
-        """Whether several responses can share a row: a trial, since some models ignore positions and masks."""
-        ids = self._probe()
-        # Two responses to one prompt, and one to another.
-        alone = [ids[:, :4], torch.cat([ids[:, :2], ids[:, 4:5]], dim=1), ids[:, 5:]]
-        segments = torch.tensor([[0, 0, 1, 1, 2, BLOCK, BLOCK, BLOCK + 1]], device=ids.device)
-        places = torch.tensor([[0, 1, 2, 3, 2, 0, 1, 2]], device=ids.device)
-        try:
-            with _exact():
-                hidden = [self.hidden(row, None, None)[0] for row in alone]
-                expected = torch.cat([hidden[0], hidden[1][2:], hidden[2]])
-                together = self.hidden(ids, segments, places)[0]
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            logger.info("prompts not shared", extra={"reason": f"{type(error).__name__}: {error}"})
-            return False
-        return _close(together, expected)
 
     @torch.no_grad()
     def hidden_width(self) -> int:
@@ -203,13 +175,13 @@ class LogProbModel(Backbone):
                 before a step is trained on wrong ratios.
         """
         ids = self._probe()
-        with _exact():
+        with exact_products():
             try:
                 ours = self.logits(self.hidden(ids, None, None)[0])
             except (AttributeError, TypeError, RuntimeError) as error:
                 raise self._unknown(f"{type(error).__name__}: {error}") from error
             expected = self.model(input_ids=ids, use_cache=False).logits[0]
-        if not _close(ours, expected):
+        if not close(ours, expected):
             raise self._unknown("its logits are not those of its output layer on its last hidden states")
 
     def _unknown(self, why: str) -> ConfigError:
@@ -232,7 +204,7 @@ def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def _exact() -> Iterator[None]:
+def exact_products() -> Iterator[None]:
     """Within the block float32 matrices are multiplied in full precision, so that two ways can be compared."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -242,35 +214,7 @@ def _exact() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal up to the rounding of another order of float32 operations, relative to the largest value."""
     scale = float(expected.abs().max())
     return ours.shape == expected.shape and torch.allclose(ours, expected, rtol=1e-4, atol=1e-4 * scale)
-
-
-def row_limits(config: RunConfig, model: Backbone) -> Limits:
-    """Limits of rows: what the configuration allows and what the model takes (by a trial of `can_share`)."""
-    text = model.model.config.get_text_config()
-    learner = config.learner
-    # Our mask of a shared row replaces the model's own, so a row must fit into whatever window that has.
-    windows = [getattr(text, name, None) or learner.tokens_per_microbatch for name in _WINDOWS]
-    shared = min(learner.tokens_per_microbatch, 4 * text.hidden_size, LONGEST_SHARED_ROW, *windows)
-    packed = learner.rows == "packed"
-    if not ((learner.share_prompts or packed) and model.can_share()):
-        if packed:
-            logger.warning("rows are not packed: the model does not keep to the mask of such rows")
-        shared = 0
-    longest = min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context)
-    if longest > learner.tokens_per_microbatch:
-        logger.warning(
-            "samples above learner.tokens_per_microbatch get a pass of their own, which that does not bound",
-            extra={"longest": longest, "tokens_per_microbatch": learner.tokens_per_microbatch},
-        )
-    return Limits(
-        tokens=learner.tokens_per_microbatch,
-        longest=longest,
-        shared=shared,
-        packed=min(shared, PACKED_PER_HIDDEN * text.hidden_size) if packed else 0,
-        share_prompts=learner.share_prompts,
-        hidden=text.hidden_size,
-    )

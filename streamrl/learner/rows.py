@@ -49,6 +49,7 @@ class Limits:
         packed: length up to which a row is filled with blocks, at most `shared`; 0: a block a row.
         share_prompts: a block may have several responses.
         hidden: hidden size of the model, for the choice between sharing and not.
+        alone: each row is a micro-batch without padding; nothing is shared or packed.
     """
 
     tokens: int
@@ -57,6 +58,7 @@ class Limits:
     packed: int = 0
     share_prompts: bool = True
     hidden: int = 1
+    alone: bool = False
 
     def work(self, width: int) -> int:
         """Work of a row, padding included, in arbitrary units.
@@ -92,6 +94,8 @@ def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Li
         windows of attention are the model's own.
     """
     blocks = [block for members in prompts for block in _blocks(extents, members, limits)]
+    if limits.alone:
+        return [[[block]] for block in blocks]
     rows = _packed(extents, blocks, limits.packed) if limits.packed else [[block] for block in blocks]
     widths = [row_width(extents, row) for row in rows]
     long = [place for place, width in enumerate(widths) if width > limits.shared]

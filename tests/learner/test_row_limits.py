@@ -1,0 +1,225 @@
+"""Whatever stands beside a response, its log-probabilities are those of it alone; models that cannot are refused."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_policy import KINDS, VOCABULARY, run_config, train_sample
+from transformers import AutoModelForCausalLM
+
+from streamrl.errors import ConfigError
+from streamrl.learner import row_limits as module
+from streamrl.learner.actor import Actor
+from streamrl.learner.critic import Critic
+from streamrl.learner.layers import decoder_layers
+from streamrl.learner.model import LogProbModel
+from streamrl.learner.row_limits import row_limits
+from streamrl.learner.sharding import load_model
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+NEO = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "intermediate_size": 256,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Directory of a model with random weights, large enough that a wrong mask shows."""
+
+    def make(kind, **values):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**values, eos_token_id=2, bos_token_id=1, pad_token_id=0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.1)
+        model.save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return make
+
+
+def configure(path, context=512, **learner):
+    config = run_config(path, **learner)
+    return config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
+
+
+def limits_of(path, context=512):
+    config = configure(path, context)
+    return row_limits(config, LogProbModel(load_model(config.model), temperature=1.0, chunk=64))
+
+
+def responses(*groups):
+    """Groups of a prompt of so many tokens, with responses of so many."""
+    random = np.random.default_rng(0)
+    batch = []
+    for gid, (prompt, *lengths) in enumerate(groups):
+        ids = random.integers(3, VOCABULARY, prompt).astype(np.int32)
+        for length in lengths:
+            tokens = random.integers(3, VOCABULARY, length).astype(np.int32)
+            batch.append(train_sample(gid, ids, tokens, np.zeros(length, dtype=np.float32), 1.0))
+    return batch
+
+
+def check_against_each_alone(path, actor, batch):
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    for sample, found in zip(batch, actor.compute_log_prob(batch).logprobs, strict=True):
+        ids = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens]).astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        begin = len(sample.prompt)
+        expected = logprobs[begin - 1 : -1].gather(1, ids[begin:, None])[:, 0]
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("window", "shared"), [(256, 256), (16, 0)])
+def test_local_attention_under_another_name_narrows_the_rows(made, one_rank, caplog, window, shared):
+    """GPT-Neo masks by places in the row, beside whatever mask it is given."""
+    path = made("GPTNeo", **NEO, window_size=window)
+    with caplog.at_level(logging.WARNING):
+        actor = Actor(configure(path), one_rank)
+    assert actor.limits.shared == shared
+    assert "rows with several responses" in caplog.text
+    check_against_each_alone(path, actor, responses((60, *[100] * 8), (20, 30, 7, 50)))
+    packed = Actor(configure(path, rows="packed"), one_rank)
+    assert packed.limits.packed == shared
+    check_against_each_alone(path, packed, responses((60, 100, 20, 30), (20, 30, 7, 50)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("Bert", SMALL),
+        ("Roberta", SMALL),
+        (
+            "Gemma3Text",
+            {
+                **SMALL,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "query_pre_attn_scalar": 8,
+                "sliding_window": 64,
+                "use_bidirectional_attention": True,
+            },
+        ),
+        # Its dynamic mask keeps so many keys of the row, later ones included.
+        ("Doge", {**SMALL, "num_key_value_heads": 2, "keep_window_size": 32}),
+    ],
+)
+def test_a_model_that_sees_later_tokens_is_refused(made, kind, values):
+    with pytest.raises(ConfigError, match="later tokens"):
+        limits_of(made(kind, **values))
+
+
+def test_a_rotary_embedding_that_depends_on_the_longest_row_is_refused_beyond_its_length(made, one_rank):
+    path = made("Phi3", **SMALL, num_key_value_heads=2, original_max_position_embeddings=64, rope_parameters=LONG)
+    with pytest.raises(ConfigError, match="longrope") as caught:
+        limits_of(path, context=65)
+    assert "at most 64" in caught.value.hint
+    actor = Actor(configure(path, context=64), one_rank)
+    assert actor.limits.shared == 128
+    check_against_each_alone(path, actor, responses((20, 44, 30, 10), (1, 7)))
+
+
+@pytest.mark.parametrize(("kind", "values"), [("Bert", SMALL), ("Doge", {**SMALL, "num_key_value_heads": 2})])
+def test_what_is_causal_as_it_is_configured_is_taken(made, kind, values):
+    found = limits_of(made(kind, **values, **({"is_decoder": True} if kind == "Bert" else {})))
+    assert (found.shared, found.alone) == (128, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_families_that_keep_to_masks_have_the_fast_layout(model_of, caplog, kind):
+    with caplog.at_level(logging.WARNING, "streamrl.learner.row_limits"):
+        found = limits_of(model_of(kind), context=128)
+    assert not caplog.records
+    assert not found.alone
+    assert found.shared == (64 if "sliding_window" in KINDS[kind] else 128)
+
+
+def test_rows_that_change_each_other_are_computed_one_by_one(model_of, one_rank, caplog, monkeypatch):
+    """A model whose embeddings depend on how many rows there are."""
+
+    def load(*args):
+        model = load_model(*args)
+        model.get_input_embeddings().register_forward_hook(lambda _, ids, states: states * (0.9 + 0.1 * len(ids[0])))
+        return model
+
+    monkeypatch.setattr("streamrl.learner.actor.load_model", load)
+    with caplog.at_level(logging.WARNING):
+        actor = Actor(configure(model_of("Llama"), context=128), one_rank)
+    assert actor.limits.alone
+    assert "in a pass of its own" in caplog.text
+    batch = responses((10, 20, 30, 7), (5, 3, 33))
+    check_against_each_alone(model_of("Llama"), actor, batch)
+    assert actor.accumulate(batch).passes == len(batch)
+    assert actor.accumulate(batch).computed == sum(sample.width for sample in batch)
+
+
+def test_a_critic_is_tried_as_well(made, one_rank):
+    config = configure(made("Bert", **SMALL), advantage={"use": "gae"}, critic={"kind": "model"})
+    with pytest.raises(ConfigError, match="later tokens"):
+        Critic(config, one_rank)
+
+
+def test_large_models_are_tried_with_one_layer_of_each_kind(made, monkeypatch):
+    """As GPT-Neo is with all of them, in a fraction of the time."""
+    path = made("GPTNeo", **{**NEO, "num_layers": 6, "attention_types": [[["global", "local"], 3]]}, window_size=70)
+    config = configure(path)
+    model = LogProbModel(load_model(config.model), temperature=1.0, chunk=64)
+    every = row_limits(config, model)
+    assert every.shared == 70
+    ran = []
+    layers = decoder_layers(model.model)
+    for place, layer in enumerate(layers):
+        layer.attn.register_forward_hook(lambda *_, place=place: ran.append(place))
+    monkeypatch.setattr(module, "_CHEAP", 0)
+    assert row_limits(config, model) == every
+    assert set(ran) == {0, 1}
+    ran.clear()
+    model.hidden(torch.ones(1, 4, dtype=torch.long), None, None)
+    assert ran == list(range(6))
+
+
+def test_a_window_is_found_under_any_name():
+    values = {
+        "hidden_size": 1000,
+        "num_attention_heads": 12,
+        "bos_token_id": 7,
+        "attention_window": [32, 64],
+        "nested": {"keep_window_size": 300, "rope_theta": 10000},
+        "reach": 50,
+        "use_cache": True,
+        "ratio": 0.5,
+    }
+    assert module._windows(values) == {32, 64, 300, 50}
+
+
+def test_a_window_too_large_for_a_trial_is_named(made, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 100)
+    path = made("Mistral", **SMALL, num_key_value_heads=2, sliding_window=200)
+    with caplog.at_level(logging.WARNING):
+        assert limits_of(path).shared == 128
+    assert "shorter than a window" in caplog.text
+    assert caplog.records[0].windows == [200]
