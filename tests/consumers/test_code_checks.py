@@ -207,6 +207,10 @@ builtins.isinstance = builtins.all = builtins.any = lambda *args: True
 builtins.abs = builtins.sum = lambda *args: 0
 """,
     "defines built-in names": "def abs(x): return 0\ndef all(x): return True\nisinstance = set = sorted = all",
+    "changes the file that runs it": """
+import sys
+sys.modules["__main__"]._run = lambda *args: 99
+""",
     "looks at frames": """
 import sys
 frame = sys._getframe()
