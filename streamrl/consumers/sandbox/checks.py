@@ -244,9 +244,7 @@ def _serve(requests: int, replies: int) -> NoReturn:
             _dumpable(True)  # as any program is
             kept = [(kind, dict(vars(kind))) for kind in _of_unittest(order["unittest"])]
             own = dict(vars(builtins))
-            sys.modules["__main__"] = types.ModuleType(
-                "__main__"
-            )  # or a program could change the functions of this file
+            sys.modules["__main__"] = types.ModuleType("__main__")  # or a program could change this file's functions
             sys.modules.pop("driver")
             program = load("solution.py")
             for kind, before in kept:
