@@ -49,9 +49,10 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
         entry: name of the function that is tested, `Solution().name` or `Solution.name`; None: there is none.
 
     Returns:
-        `code`, with a count of the checks that are executed; test `functions` and `classes` to run after it; `names`
-        that it takes from the program, names that are `kept` from it, and `modules` that it uses without importing
-        them; whether it needs `unittest`, `skips` tests by itself, and must run `inside` the program's process.
+        `shown`, for tracebacks; `code`, the same lines with a count of the checks that are executed; test `functions`
+        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, and
+        `modules` that it uses without importing them; whether it needs `unittest`, `skips` tests by itself, and must
+        run `inside` the program's process.
 
     Raises:
         NoTests: it is no Python, executes no check, or has a form that cannot be run.
@@ -71,7 +72,9 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
         )
     names, kept, modules = _names(tree, entry)
     inside = _inside(tree, names)
+    shown = ast.unparse(tree)
     return {
+        "shown": shown,
         "code": ast.unparse(ast.fix_missing_locations(_Instrument(_defined(tree)).visit(tree))),
         "functions": functions,
         "classes": classes,
@@ -226,14 +229,15 @@ def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
 
 
 class _Instrument(ast.NodeTransformer):
-    """Counts the checks that are executed, and compares in functions of sandbox/checks.py."""
+    """Counts the checks that are executed, and compares in functions of sandbox/checks.py; no line moves."""
 
     def __init__(self, defined: Mapping[str, Any]) -> None:
         self._defined = defined
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
-        return [node, ast.Expr(_call(_CHECKED))]
+        node.test = _call(_CHECKED, node.test)
+        return node
 
     def visit_If(self, node: ast.If) -> Any:
         counted = _is_check(node, self._defined)
@@ -251,7 +255,7 @@ class _Instrument(ast.NodeTransformer):
         )
         self.generic_visit(node)
         for handler in node.handlers if must else ():
-            handler.body.insert(0, ast.Expr(_call(_CHECKED)))
+            handler.type = _call(_CHECKED, handler.type or ast.Name("BaseException", ast.Load()))
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:
@@ -267,6 +271,12 @@ class _Instrument(ast.NodeTransformer):
             pair = ast.Starred(_call("__streamrl_pair__", *node.args[:2]), ast.Load())
             node.args = [pair, *node.args[2:]]
         return _call(_CHECKED, node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.generic_visit(node)
+        if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
+            return _call("__streamrl_type__", node.value)
+        return node
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)

@@ -61,6 +61,9 @@ _KINDS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("decimal", "Decimal"): lambda value: [str(value)],
     ("datetime", "timedelta"): lambda value: [value.days, value.seconds, value.microseconds],
     ("datetime", "date"): lambda value: [value.year, value.month, value.day],
+    ("datetime", "time"): lambda value: [value.hour, value.minute, value.second, value.microsecond, value.tzinfo],
+    ("datetime", "datetime"): lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
+    ("datetime", "timezone"): lambda value: [value.utcoffset(None)],
 }
 """Values of the standard library that travel: what they are built from."""
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCALARS, *_CONTAINERS, bool, object, type, range, slice)}
@@ -312,7 +315,7 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
     """
     checks = 0
 
-    def checked(value: Any = None) -> Any:
+    def checked(value: Any) -> Any:
         nonlocal checks
         checks += 1
         return value
@@ -326,7 +329,7 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
         __streamrl_type__=_type_of,
         __streamrl_isinstance__=_is_instance,
     )
-    _show_lines(task["code"])
+    _show_lines(task["shown"])
     if task["unittest"]:
         import unittest
 
