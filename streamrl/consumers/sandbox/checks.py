@@ -18,6 +18,7 @@ globals()["__builtins__"] = dict(
     vars(builtins)
 )  # the functions below keep these, whatever a program does to `builtins`
 
+import contextlib  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import operator  # noqa: E402
@@ -723,7 +724,8 @@ def _judge() -> str:
     _dumpable(False)
     program, spare = Program(), Program()
     task = json.loads(sys.stdin.buffer.read())
-    os.ftruncate(0, 0)  # the first process of a sandbox may have it open, too
+    with contextlib.suppress(OSError):  # a pipe is empty now
+        os.ftruncate(0, 0)  # the first process of a sandbox may have it open, too
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         checks = _test(task, program, spare)
