@@ -42,6 +42,9 @@ class Asleep(Reward):
             raise RewardUnavailable("the model is asleep")
         return 1.0
 
+def explains(sample):
+    return Score(0.5, detail="line one\\n\\x1b[31mline two")
+
 class Ending(Reward):
     async def open(self, context):
         self.model = context.config.model.path
@@ -147,6 +150,15 @@ def test_scores_times_and_errors_are_shown_and_an_error_is_the_exit_code(folder:
     assert "\x1b[31m" not in done.stdout, "what a reward wrote does not steer the terminal"
     done = cli("reward", "test", f"{module}:Length", "--sample", samples(where, "four"), cwd=where)
     assert (done.returncode, "1 scored, 0 failed" in done.stdout) == (0, True)
+
+
+def test_what_a_reward_says_of_a_score_in_words_is_shown(folder: tuple[Path, str]):
+    where, module = folder
+    done = cli("reward", "test", f"{module}:explains", "--sample", samples(where, "four"), cwd=where)
+    assert (done.returncode, "line one\n" in done.stdout, "\x1b[31m" in done.stdout) == (0, True, False)
+    done = cli("reward", "test", f"{module}:explains", "--sample", samples(where, "four"), "--json", cwd=where)
+    (sample,) = data_of(done.stdout, SCHEMA)["samples"]
+    assert (sample["value"], sample["detail"]) == (0.5, f"{module}:explains: line one\n\x1b[31mline two")
 
 
 def test_json_has_every_sample(folder: tuple[Path, str]):

@@ -100,6 +100,7 @@ async def test_a_loop_over_nothing_checks_nothing_whatever_the_program_is():
 
 
 TREES = """
+import datetime
 from collections import Counter, namedtuple
 from enum import IntEnum
 class Node:
@@ -128,6 +129,7 @@ def count(text): return Counter(text)
 def squares(n): yield from (i * i for i in range(n))
 def adder(n): return lambda other: n + other
 def fail(kind): raise {"key": KeyError("k"), "own": Deep(3), "value": ValueError("bad")}[kind]
+def at(): return datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.timezone.utc)
 def big(): return 7 ** 5000, float("inf"), b"x", {1, 2}, frozenset([(1, 2)]), 1j, None, "\\ud800"
 """
 OBJECTS = {
@@ -141,6 +143,9 @@ OBJECTS = {
     "assert Point(1, 2) == (1, 2) and Point(1, 2).x == 1 and Color.RED == 1 and Color.RED.name == 'RED'",
     "arguments that change": "a = [[3], [1]]\ninner = a[0]\nsort(a)\nassert a == [[1, 9], [3]] and inner == [1, 9]",
     "kept": "assert count('aab').most_common(1) == [('a', 2)] and LIMIT == 7 and adder(2)(3) == 5",
+    "times": "import datetime as d\nassert at() == d.datetime(2020, 1, 2, 3, tzinfo=d.timezone.utc)\n"
+    "assert Node(1).__class__ == Node and Node(1).__class__.__name__ == 'Node'",
+    "must raise": "try:\n  fail('value')\nexcept:\n  pass\nelse:\n  raise AssertionError",
     "generators": "assert list(squares(3)) == [0, 1, 4]\ng = squares(2)\nassert next(g) == 0 and sum(g) == 1",
     "exceptions": """
 def caught(kind, expected):
@@ -207,6 +212,10 @@ builtins.isinstance = builtins.all = builtins.any = lambda *args: True
 builtins.abs = builtins.sum = lambda *args: 0
 """,
     "defines built-in names": "def abs(x): return 0\ndef all(x): return True\nisinstance = set = sorted = all",
+    "changes the file that runs it": """
+import sys
+sys.modules["__main__"]._run = lambda *args: 99
+""",
     "looks at frames": """
 import sys
 frame = sys._getframe()

@@ -30,6 +30,7 @@ async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_ru
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, [*texts, "no program"], metadata=TESTS)
         await put(ledgers.train, 1, texts[:2])
+        await put(ledgers.train, 2, texts[:2], metadata={"tests": ["add(1, 2) == 3"]})
         async with worker(config, redis_run.run_dir, ledgers):
             await until_closed(ledgers.train, [0], seconds=500)
         found, causes = await scores(ledgers.train, 0)
@@ -39,6 +40,8 @@ async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_ru
         await until(lambda: not keepers())
         letters = [letter for letter in await ledgers.train.dead_letters() if letter.gid == 1]
         assert any("metadata tests of line 7 is missing" in letter.why for letter in letters)
+        unchecked = [letter for letter in await ledgers.train.dead_letters() if letter.gid == 2]
+        assert any("metadata tests of line 7 has code that executes no check" in letter.why for letter in unchecked)
         assert not await faults(ledgers.train)
 
 

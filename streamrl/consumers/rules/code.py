@@ -21,7 +21,11 @@ from streamrl.consumers.sandbox.wrappers import interpreter
 from streamrl.errors import ConfigError, DataError
 
 _PYTHON: Final = ("python", "py", "python3", "")
-_DRIVER: Final = (Path(sandbox_package.__file__).parent / "driver.py").read_text(encoding="utf-8")
+_OURS: Final = {
+    name: (Path(sandbox_package.__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("driver.py", "checks.py")
+}
+_SCRIPTS: Final = {"call": "driver.py", "code": "checks.py"}
 _SETUP_SECONDS: Final = 60.0
 _OUR_PROCESSES: Final = 2
 """Code of tests runs in a process of its own, and another one waits for tests that need the program's."""
@@ -213,12 +217,11 @@ class Code(Reward):
         if self._command is not None:
             argv = tuple(word.replace("{file}", self._file) for word in self._command)
             return Program(argv=argv, files=files, visible=self._visible)
-        script = self._file
-        if test.kind != "stdin":
-            script = "driver.py"
-            files = {"solution.py": text, script: _DRIVER}
-        argv = (self._interpreter.path, "-s", "-B", script, *([] if test.kind == "stdin" else [test.kind]))
-        return Program(argv=argv, files=files, visible=self._visible)
+        if test.kind == "stdin":
+            script = self._file
+        else:
+            script, files = _SCRIPTS[test.kind], {"solution.py": text, **_OURS}
+        return Program(argv=(self._interpreter.path, "-s", "-B", script), files=files, visible=self._visible)
 
 
 def _looked_up(command: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 _CHECKED: Final = "__streamrl_checked__"
@@ -37,23 +36,9 @@ class NoTests(ValueError):
     """Code that cannot be the tests of a program; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """Code of tests, ready to run.
-
-    Attributes:
-        task: for the driver: `code`, with a count of the checks that are executed; test `functions` and `classes` to
-            run after it; `names` that it takes from the program, names that are `kept` from it, and `modules` that it
-            uses without importing them; whether it needs `unittest`, `skips` tests by itself, and must run `inside` the
-            program's process.
-    """
-
-    task: Mapping[str, Any]
-
-
 @functools.lru_cache(maxsize=1024)
-def read_checks(text: str, entry: str | None) -> Checks:
-    """Return code of tests ready to run.
+def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
+    """Return the task that code of tests is for sandbox/checks.py.
 
     Run are the code, then its functions whose names begin with `test`, its classes of unittest, and those whose names
     begin with `Test`. A function `check` with one argument that nobody calls is called with the entry point, as in
@@ -62,6 +47,12 @@ def read_checks(text: str, entry: str | None) -> Checks:
     Args:
         text: the code.
         entry: name of the function that is tested, `Solution().name` or `Solution.name`; None: there is none.
+
+    Returns:
+        `shown`, for tracebacks; `code`, the same lines with a count of the checks that are executed; test `functions`
+        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, and
+        `modules` that it uses without importing them; whether it needs `unittest`, `skips` tests by itself, and must
+        run `inside` the program's process.
 
     Raises:
         NoTests: it is no Python, executes no check, or has a form that cannot be run.
@@ -81,9 +72,10 @@ def read_checks(text: str, entry: str | None) -> Checks:
         )
     names, kept, modules = _names(tree, entry)
     inside = _inside(tree, names)
-    code = ast.unparse(ast.fix_missing_locations(_Instrument(_defined(tree)).visit(tree)))
-    task = {
-        "code": code,
+    shown = ast.unparse(tree)
+    return {
+        "shown": shown,
+        "code": ast.unparse(ast.fix_missing_locations(_Instrument(_defined(tree)).visit(tree))),
         "functions": functions,
         "classes": classes,
         "names": sorted(names - kept - modules),
@@ -93,7 +85,6 @@ def read_checks(text: str, entry: str | None) -> Checks:
         "skips": "skip" in text.lower(),
         "inside": inside,
     }
-    return Checks(task)
 
 
 def _is_main(node: ast.stmt) -> bool:
@@ -238,14 +229,15 @@ def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
 
 
 class _Instrument(ast.NodeTransformer):
-    """Counts the checks that are executed, and compares in functions of the driver."""
+    """Counts the checks that are executed, and compares in functions of sandbox/checks.py; no line moves."""
 
     def __init__(self, defined: Mapping[str, Any]) -> None:
         self._defined = defined
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
-        return [node, ast.Expr(_call(_CHECKED))]
+        node.test = _call(_CHECKED, node.test)
+        return node
 
     def visit_If(self, node: ast.If) -> Any:
         counted = _is_check(node, self._defined)
@@ -263,7 +255,7 @@ class _Instrument(ast.NodeTransformer):
         )
         self.generic_visit(node)
         for handler in node.handlers if must else ():
-            handler.body.insert(0, ast.Expr(_call(_CHECKED)))
+            handler.type = _call(_CHECKED, handler.type or ast.Name("BaseException", ast.Load()))
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:
@@ -279,6 +271,12 @@ class _Instrument(ast.NodeTransformer):
             pair = ast.Starred(_call("__streamrl_pair__", *node.args[:2]), ast.Load())
             node.args = [pair, *node.args[2:]]
         return _call(_CHECKED, node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.generic_visit(node)
+        if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
+            return _call("__streamrl_type__", node.value)
+        return node
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)
@@ -334,7 +332,7 @@ def _inside(tree: ast.Module, names: set[str]) -> bool:
     return any(_is_inside(node, of_the_program) for node in ast.walk(tree))
 
 
-def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:
+def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:  # noqa: PLR0911 - one for each kind of node
     if isinstance(node, ast.Import):
         return any(not _works_apart(alias.name) for alias in node.names)
     if isinstance(node, ast.ImportFrom):
@@ -350,7 +348,11 @@ def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:
             for one in (node.left, *node.comparators)
         )
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in {"assertIs", "assertIsNot"}:
+            return not any(isinstance(arg, ast.Constant) for arg in node.args)
         return node.func.attr == "seed" or (node.func.attr in _CHANGING and _within(node.func.value))
+    if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+        return isinstance(node.value, ast.Name) and node.value.id == "solution"
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return _within(node.value)
     return isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom)

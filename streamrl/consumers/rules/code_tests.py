@@ -34,7 +34,7 @@ class CodeTest:
     Attributes:
         kind: `stdin`: a program that reads `stdin` and prints `wanted`; `call`: a function whose result is one of
             `wanted`; `code`: code that raises nothing.
-        stdin: standard input of the run: the program's own, or the task of the driver.
+        stdin: standard input of the run: the program's own, or the task of `driver.py` or `checks.py`.
         wanted: what passes; it never enters the sandbox.
     """
 
@@ -231,8 +231,8 @@ def _code(text: Any, entry: Any) -> CodeTest:
     if entry is not None and not isinstance(entry, str):
         raise _Malformed(f"has the entry point {entry!r}, which is no text")
     try:
-        checks = read_checks(text, entry)
+        task = read_checks(text, entry)
     except NoTests as error:
         raise _Malformed(str(error)) from None
     token = secrets.token_hex(16)
-    return CodeTest("code", orjson.dumps({**checks.task, "token": token}).decode(), (token,))
+    return CodeTest("code", orjson.dumps({**task, "token": token}).decode(), (token,))

@@ -1,0 +1,753 @@
+"""Runs in the sandbox: runs code of tests against a program.
+
+Standard input has one JSON object: what `read_checks` of rules/code_checks.py returns, and a `token`. The token goes to
+descriptor 3 when the tests have run without an exception and have executed a check; the token and ` unchecked` when
+they executed none and asked the program for nothing.
+
+The tests and the program are two processes. The program's is forked before the tests are read, so it never holds them,
+what they expect, or the token. The tests' process asks it to call functions. Plain data travels as text and is compared
+in the tests' process; any other object stays where it is and is a `Remote` there. Tests for which this does not do
+(`inside`, or an argument that is no plain data) run in the process of the program, as well guarded as can be.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+globals()["__builtins__"] = dict(
+    vars(builtins)
+)  # the functions below keep these, whatever a program does to `builtins`
+
+import contextlib  # noqa: E402
+import itertools  # noqa: E402
+import json  # noqa: E402
+import operator  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+import types  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
+
+from driver import RESULT, load  # type: ignore[import-not-found]  # noqa: E402 - it lies beside this file there
+
+_PR_SET_DUMPABLE = 4
+_SMALL = 1 << 60
+_SCALARS = (int, float, complex, str, bytes, bytearray)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+class NotPlain(BaseException):
+    """A value that cannot travel: no plain data, and no object of the program."""
+
+
+# --- plain data as JSON, and back -------------------------------------------------------------------------------------
+
+
+def _of_collections(value: Any) -> list[Any]:
+    if type(value).__name__ == "deque":
+        return [list(value), value.maxlen]
+    if type(value).__name__ == "defaultdict":
+        factory = value.default_factory
+        return [factory if factory in _TYPES.values() else None, dict(value)]
+    return [dict(value)]
+
+
+_KINDS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
+    ("collections", "deque"): _of_collections,
+    ("collections", "defaultdict"): _of_collections,
+    ("collections", "Counter"): _of_collections,
+    ("collections", "OrderedDict"): lambda value: [list(value.items())],
+    ("fractions", "Fraction"): lambda value: [value.numerator, value.denominator],
+    ("decimal", "Decimal"): lambda value: [str(value)],
+    ("datetime", "timedelta"): lambda value: [value.days, value.seconds, value.microseconds],
+    ("datetime", "date"): lambda value: [value.year, value.month, value.day],
+    ("datetime", "time"): lambda value: [value.hour, value.minute, value.second, value.microsecond, value.tzinfo],
+    ("datetime", "datetime"): lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
+    ("datetime", "timezone"): lambda value: [value.utcoffset(None)],
+}
+"""Values of the standard library that travel: what they are built from."""
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCALARS, *_CONTAINERS, bool, object, type, range, slice)}
+
+
+def _write(value: Any, other: Callable[[Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
+    """Return plain data as a tree for JSON; `other` writes what is none."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        return value if -_SMALL < value < _SMALL else ["int", hex(value)]
+    if kind in _CONTAINERS:
+        items = value.items() if kind is dict else value
+        return [kind.__name__, [_write(list(item) if kind is dict else item, other) for item in items]]
+    if kind in (bytes, bytearray):
+        return [kind.__name__, value.hex()]
+    if kind is complex:
+        return ["complex", [value.real, value.imag]]
+    if kind in (range, slice):
+        return [kind.__name__, [_write(one, other) for one in (value.start, value.stop, value.step)]]
+    if value is Ellipsis:
+        return ["Ellipsis", None]
+    if kind is type and value in _TYPES.values():
+        return ["type", value.__name__]
+    parts = _KINDS.get((kind.__module__, kind.__name__))
+    if parts is not None and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
+        return ["known", [kind.__module__, kind.__name__, _write(parts(value), other)]]
+    return other(value)
+
+
+def _read(tree: Any, other: Callable[[str, Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
+    """Return the value of a tree; `other` reads what is no plain data."""
+    if not isinstance(tree, list):
+        return tree
+    kind, inner = tree
+    if kind == "int":
+        return int(inner, 16)
+    if kind == "dict":
+        return dict(_read(item, other) for item in inner)
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return _TYPES[kind](_read(item, other) for item in inner)
+    if kind in ("bytes", "bytearray"):
+        return _TYPES[kind].fromhex(inner)
+    if kind in ("complex", "range", "slice"):
+        return _TYPES[kind](*(_read(item, other) for item in inner))
+    if kind == "Ellipsis":
+        return Ellipsis
+    if kind == "type":
+        return _TYPES[inner]
+    if kind == "known":
+        module, name, parts = inner
+        if (module, name) not in _KINDS:
+            raise ValueError(f"{module}.{name} does not travel")
+        return getattr(__import__(module), name)(*_read(parts, other))
+    return other(kind, inner)
+
+
+def _change(old: Any, new: Any) -> Any:
+    """Make a value what the program has made of its copy; lists, dictionaries and sets stay the same objects."""
+    if type(old) is not type(new):
+        return new
+    if type(old) is list:
+        old[:] = [*map(_change, old, new), *new[len(old) :]]
+    elif type(old) is dict:
+        merged = {key: _change(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(merged)
+    elif type(old) is set:
+        old.clear()
+        old.update(new)
+    elif type(old) is bytearray:
+        old[:] = new
+    elif type(old) is tuple and len(old) == len(new):
+        return tuple(map(_change, old, new))
+    elif type(old).__name__ in ("deque", "defaultdict", "Counter", "OrderedDict"):
+        old.clear()
+        (old.extend if type(old).__name__ == "deque" else old.update)(new)
+    else:
+        return new
+    return old
+
+
+# --- the program's process --------------------------------------------------------------------------------------------
+
+
+_PLAIN: dict[Any, Callable[[Any], Any]] = {int: int.__index__, float: float.__float__, str: str.__str__}
+"""These constructors would ask the object; the others look into it."""
+
+
+def _base(value: Any) -> Any:
+    """Return the plain data that an object of a class derived from it holds, in a tuple; empty when there is none."""
+    for kind in (*_SCALARS, *_CONTAINERS):
+        if isinstance(value, kind):
+            return (_PLAIN.get(kind, kind)(value),)
+    return ()
+
+
+class _Host:
+    """Does what the tests' process asks for.
+
+    Args:
+        space: names of the program.
+    """
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        self._space = space
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "call": lambda function, *args, **named: function(*args, **named),
+            "names": lambda names: {name: self._space[name] for name in names if name in self._space},
+            "global": self._global,
+            "base": _base,
+            **{name: getattr(builtins, name) for name in _BUILT_IN},
+        }
+
+    def answer(self, line: bytes) -> list[Any]:
+        """Do it, and return the answer: `done` with the result and the arguments if it changed them, or `raised`."""
+        try:
+            verb, args, named = json.loads(line)
+            values = [_read(arg, self._object) for arg in args]
+            keys = {name: _read(arg, self._object) for name, arg in named.items()}
+            function = self._verbs.get(verb) or getattr(operator, verb)
+            result = self._tree(function(*values, **keys))
+            after = [self._tree(value) for value in (*values, *keys.values())]
+            return ["done", result, None if after == [*args, *named.values()] else after]
+        except BaseException as error:  # noqa: BLE001 - told to the tests
+            return ["raised", self._class(type(error)), self._list(error.args), str(error)]
+
+    def _global(self, name: str) -> Any:
+        if name == "__all__":
+            return self._space.get(name) or [one for one in self._space if not one.startswith("_")]
+        if name not in self._space:
+            raise AttributeError(f"module 'solution' has no attribute {name!r}")
+        return self._space[name]
+
+    def _list(self, values: Any) -> list[Any]:
+        return [self._tree(value) for value in values]
+
+    def _tree(self, value: Any) -> Any:
+        return _write(value, self._other)
+
+    def _other(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return ["module", [value.__name__, self._number(value)]]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["exception", self._class(value)]
+        if hasattr(value, "dtype") and getattr(value, "shape", None) == () and hasattr(value, "item"):
+            return self._tree(value.item())  # a number of numpy
+        return ["object", self._number(value)]
+
+    def _class(self, kind: Any) -> list[Any]:
+        bases = [] if kind in (BaseException, object) else [self._class(base) for base in kind.__bases__]
+        return [kind.__module__, kind.__name__, self._number(kind), bases]
+
+    def _number(self, value: Any) -> int:
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        return number
+
+    def _object(self, kind: str, inner: Any) -> Any:
+        if kind == "class":
+            return getattr(__import__(inner[0], fromlist=["_"]), inner[1])
+        return self._objects[inner]
+
+
+_BUILT_IN = (
+    *("abs", "bool", "complex", "delattr", "dir", "divmod", "float", "format", "getattr", "hash", "int", "isinstance"),
+    *("issubclass", "iter", "len", "next", "repr", "reversed", "round", "setattr", "str", "type"),
+)
+
+
+def _serve(requests: int, replies: int) -> NoReturn:
+    """Be the program's process: run the program, then answer until the tests' process has had enough."""
+    code = 1
+    try:
+        with os.fdopen(requests, "rb") as reader, os.fdopen(replies, "wb") as writer:
+            order = json.loads(reader.readline())
+            _dumpable(True)  # as any program is
+            kept = [(kind, dict(vars(kind))) for kind in _of_unittest(order["unittest"])]
+            own = dict(vars(builtins))
+            sys.modules["__main__"] = types.ModuleType("__main__")  # or a program could change this file's functions
+            sys.modules.pop("driver")
+            program = load("solution.py")
+            for kind, before in kept:
+                _restore(kind, before)
+            writer.write(b"loaded\n")
+            writer.flush()
+            host = _Host(program)
+            for line in reader:
+                answer = _inside(json.loads(line), program, own) if order["inside"] else host.answer(line)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                writer.flush()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:  # noqa: BLE001 - printed
+        _print(error)
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _inside(order: list[Any], program: dict[str, Any], own: dict[str, Any]) -> list[Any]:
+    """Run tests in this process, with names of their own; return the word and how many checks were executed."""
+    word, task = order
+    module = types.ModuleType("tests")
+    space = module.__dict__
+    space.update({name: value for name, value in program.items() if name not in task["kept"]})
+    space.update(__name__="tests", __builtins__=own)
+    sys.modules["tests"] = module
+    return [word, _run(task, space)]
+
+
+def _of_unittest(wanted: bool) -> list[type]:
+    if not wanted:
+        return []
+    import unittest
+    import unittest.case
+    import unittest.result
+    import unittest.suite
+
+    kinds: list[type] = [unittest.TestCase, unittest.TestSuite, unittest.suite.BaseTestSuite, unittest.TestResult]
+    return [*kinds, unittest.TestLoader]
+
+
+def _restore(kind: type, before: dict[str, Any]) -> None:
+    for name in [name for name in vars(kind) if name not in before]:
+        delattr(kind, name)
+    for name, value in before.items():
+        if vars(kind).get(name) is not value:
+            setattr(kind, name, value)
+
+
+# --- tests, in either process -----------------------------------------------------------------------------------------
+
+
+def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
+    """Run the code of tests, its test functions and its test classes; return how many checks were executed.
+
+    Args:
+        task: of the worker.
+        space: names that the tests see, besides those of their own.
+    """
+    checks = 0
+
+    def checked(value: Any) -> Any:
+        nonlocal checks
+        checks += 1
+        return value
+
+    for name in task["modules"]:
+        space[name] = __import__(name)
+    space.update(
+        __streamrl_checked__=checked,
+        __streamrl_equal__=_equal,
+        __streamrl_pair__=_pair,
+        __streamrl_type__=_type_of,
+        __streamrl_isinstance__=_is_instance,
+    )
+    _show_lines(task["shown"])
+    if task["unittest"]:
+        import unittest
+
+        unittest.main = _ignore  # type: ignore[assignment]  # its classes are run below
+    exec(compile(task["code"], "tests.py", "exec"), space)  # noqa: S102
+    for name in task["functions"]:
+        _finish(space[name]())
+    for name in task["classes"]:
+        if task["unittest"] and issubclass(space[name], unittest.TestCase):
+            _run_case(space[name], task["skips"])
+        else:
+            for method in [method for method in dir(space[name]) if method.startswith("test")]:
+                _finish(getattr(space[name](), method)())
+    return checks
+
+
+def _ignore(*args: Any, **named: Any) -> None:
+    del args, named
+
+
+def _finish(result: Any) -> None:
+    """Run the coroutine that an async test has returned."""
+    if isinstance(result, types.CoroutineType):
+        import asyncio
+
+        asyncio.run(result)
+
+
+def _run_case(case: Any, skips: bool) -> None:
+    """Run a class of unittest; `AssertionError` when a test failed, or was skipped though none says `skip`."""
+    import unittest
+
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case)(result)
+    for _, why in (*result.errors, *result.failures):
+        print(why, file=sys.stderr)  # noqa: T201
+    if not result.wasSuccessful() or (result.skipped and not skips):
+        raise AssertionError(f"tests of {case.__name__} failed")
+
+
+def _print(error: BaseException) -> None:
+    """Print a traceback from the first line that is no line of this file."""
+    import traceback
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+    sys.stderr.flush()
+
+
+def _show_lines(text: str) -> None:
+    """Let tracebacks show the lines of the tests, which are in no file."""
+    import linecache
+
+    linecache.cache["tests.py"] = (len(text), None, text.splitlines(keepends=True), "tests.py")
+
+
+def _equal(*values: Any) -> Any:
+    """Compare values, each with the next, as plain data where one of them is plain."""
+    if len(values) == 2:
+        return _same(*values)
+    return all(_same(one, other) for one, other in itertools.pairwise(values))
+
+
+def _pair(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return both as they are, unless they only say that they are equal: then two that do not."""
+    if one == other and not _same(one, other):
+        return ("plain data", repr(one)), ("an object that equals everything", repr(other))
+    return one, other
+
+
+def _same(one: Any, other: Any) -> Any:
+    one, other = (_plainer(value) for value in (one, other))
+    if type(one) in (list, tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is dict and type(other) is dict:
+        return len(one) == len(other) and all(key in other and _same(one[key], other[key]) for key in one)
+    if type(one) in (*_SCALARS, *_CONTAINERS, bool, type(None)):
+        return not _equals_as_it_likes(other) and one == other
+    if type(other) in (*_SCALARS, *_CONTAINERS, bool, type(None)):
+        return not _equals_as_it_likes(one) and one == other
+    return one == other
+
+
+def _plainer(value: Any) -> Any:
+    """Return the plain data of an object whose class is derived from plain data and compares in its own way."""
+    return _base(value)[0] if _equals_as_it_likes(value) and _base(value) else value
+
+
+def _equals_as_it_likes(value: Any) -> bool:
+    compare = getattr(type(value), "__eq__", None)
+    return getattr(getattr(compare, "__code__", None), "co_filename", "") == "solution.py"
+
+
+# --- the tests' process -----------------------------------------------------------------------------------------------
+
+
+_SHARED_MODULES = ("math", "cmath", "random", "collections", "itertools", "functools", "string", "re", "copy", "heapq")
+"""Where a name of the program is one of these modules, the tests have it in their own process."""
+
+
+class Program:
+    """The program's process, as the tests' process sees it.
+
+    Attributes:
+        asked: the tests have asked for something.
+        unfit: what could not travel to it; empty: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.unfit = False, ""
+        self._exceptions: dict[int, type] = {}
+        (requests, write), (read, replies) = os.pipe(), os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(requests, 10)
+            os.dup2(replies, 11)
+            os.closerange(3, 10)
+            os.closerange(12, 1024)
+            _serve(10, 11)
+        os.close(requests)
+        os.close(replies)
+        self._writer, self._reader = os.fdopen(write, "wb"), os.fdopen(read, "rb")
+
+    def start(self, *, inside: bool, with_unittest: bool) -> None:
+        """Run the program; an end of it ends this process likewise."""
+        self._send({"inside": inside, "unittest": with_unittest})
+        self._line()
+
+    def run(self, task: dict[str, Any]) -> int:
+        """Run tests in the program's process; return how many checks were executed, if it tells the truth."""
+        word = os.urandom(16).hex()  # so that it is not enough to write an answer before it is asked for
+        self._send([word, task])
+        said, checks = json.loads(self._line())
+        return int(checks) if said == word else 0
+
+    def ask(self, verb: str, *args: Any, loose: bool = False, **named: Any) -> Any:
+        """Let the program's process do something, and return the result; raises what was raised there.
+
+        Args:
+            verb: what to do.
+            *args: of the verb.
+            loose: of an object in the result (`Remote`).
+            **named: keyword arguments of the verb.
+        """
+        self.asked = True
+        try:
+            trees = [_write(arg, _reference) for arg in args]
+            keys = {name: _write(arg, _reference) for name, arg in named.items()}
+        except (NotPlain, RecursionError) as error:
+            self.unfit = str(error)
+            raise NotPlain(self.unfit) from None
+        self._send([verb, trees, keys])
+        answer = json.loads(self._line())
+        if answer[0] == "raised":
+            raise self._raised(*answer[1:])
+        _, result, after = answer
+        for old, tree in zip((*args, *named.values()), after or (), strict=False):
+            _change(old, _read(tree, self._object))
+        return _read(result, lambda kind, inner: self._object(kind, inner, loose))
+
+    def end(self) -> None:
+        """Kill it. A repeat does nothing."""
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+
+    def _object(self, kind: str, inner: Any, loose: bool = False) -> Any:
+        if kind == "module":
+            name, number = inner
+            return __import__(name) if name in _SHARED_MODULES else Remote(self, number, loose)
+        if kind == "exception":
+            return self._exception(*inner)
+        return Remote(self, int(inner), loose)
+
+    def _exception(self, module: str, name: str, number: int, bases: list[Any]) -> type:
+        """Return a class of exceptions: that of Python, or one of the same name and bases for one of the program."""
+        if module.partition(".")[0] in sys.stdlib_module_names and module.partition(".")[0] != "unittest":
+            known = getattr(sys.modules.get(module), name, None)
+            if known is object or (isinstance(known, type) and issubclass(known, BaseException)):
+                return known
+        if number not in self._exceptions:
+            found = type(name, tuple(self._exception(*base) for base in bases), {"__str__": _said})
+            found.__streamrl__ = number  # type: ignore[attr-defined]
+            self._exceptions[number] = found
+        return self._exceptions[number]
+
+    def _raised(self, kind: list[Any], args: list[Any], said: str) -> BaseException:
+        values = [_read(arg, self._object) for arg in args]
+        cls = self._exception(*kind)
+        error: BaseException = cls.__new__(cls, *values)
+        error.args = tuple(values)
+        if hasattr(cls, "__streamrl__"):
+            error.__dict__["streamrl_said"] = said
+        return error
+
+    def _send(self, order: Any) -> None:
+        try:
+            self._writer.write(json.dumps(order).encode() + b"\n")
+            self._writer.flush()
+        except BrokenPipeError:
+            self._ended()
+
+    def _line(self) -> bytes:
+        line = self._reader.readline()
+        return line if line.endswith(b"\n") else self._ended()
+
+    def _ended(self) -> NoReturn:
+        """The program has ended: end in the same way, but never with success."""
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        if os.WIFSIGNALED(status):
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        sys.stderr.write(f"the program ended with code {os.WEXITSTATUS(status)} before the tests were through\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _said(error: Any) -> str:
+    said = error.__dict__.get("streamrl_said")
+    return BaseException.__str__(error) if said is None else str(said)
+
+
+def _reference(value: Any) -> Any:
+    """Write an object of the program, or a class; `NotPlain` for all else."""
+    if type(value) is Remote:
+        return ["object", value._streamrl[1]]  # noqa: SLF001
+    if isinstance(value, type):
+        if "__streamrl__" in vars(value):
+            return ["object", value.__streamrl__]  # type: ignore[attr-defined]
+        module, name = value.__module__, value.__name__
+        known = module.partition(".")[0] in sys.stdlib_module_names
+        if known and getattr(sys.modules.get(module), name, None) is value:
+            return ["class", [module, name]]
+    raise NotPlain(f"a {type(value).__name__} of the tests cannot travel to the process of the program")
+
+
+def _type_of(value: Any) -> Any:
+    return value._streamrl[0].ask("type", value) if type(value) is Remote else type(value)  # noqa: SLF001
+
+
+def _is_instance(value: Any, kinds: Any) -> bool:
+    if type(value) is Remote:
+        return bool(value._streamrl[0].ask("isinstance", value, kinds))  # noqa: SLF001
+    return isinstance(value, kinds)
+
+
+class Remote:
+    """An object of the program: what is done to it is done in the program's process.
+
+    The program must not learn what the tests expect, and must not decide whether it has it. So it is never asked to
+    compare an object with plain data: an object of a class derived from plain data is compared by the data in it, any
+    other equals none. It is asked to calculate with both only when the object is `loose`: one that the tests have built
+    from a class of the program, or calculated from such.
+    """
+
+    __slots__ = ("_streamrl",)
+
+    def __init__(self, program: Program, number: int, loose: bool) -> None:
+        object.__setattr__(self, "_streamrl", (program, number, loose))
+
+    def _do(self, verb: str, *args: Any) -> Any:
+        return self._streamrl[0].ask(verb, self, *args)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:  # noqa: D102
+        program, _, loose = self._streamrl
+        return program.ask("call", self, *args, loose=loose, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._do("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._do("setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._do("delattr", name)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return bool(self._streamrl[0].ask("isinstance", value, self))
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return bool(self._streamrl[0].ask("issubclass", value, self))
+
+    def __contains__(self, value: Any) -> bool:
+        if self._streamrl[2] or type(value) is Remote:
+            return bool(self._do("contains", value))
+        return any(item is value or item == value for item in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        found: Iterator[Any] = self._do("iter")
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse a copy: the tests are run again where they can have one."""
+        del protocol
+        self._streamrl[0].unfit = "a copy of an object of the program"
+        raise NotPlain(self._streamrl[0].unfit)
+
+    def __exit__(self, *raised: object) -> Any:
+        return self._do("getattr", "__exit__")(*raised)
+
+    def __enter__(self) -> Any:
+        return self._do("getattr", "__enter__")()
+
+
+def _alone(verb: str) -> Callable[..., Any]:
+    def method(self: Remote, *args: Any) -> Any:
+        program, _, loose = self._streamrl
+        return program.ask(verb, self, *args, loose=loose)
+
+    return method
+
+
+def _both(verb: str, *, compares: bool, swapped: bool = False) -> Callable[[Remote, Any], Any]:
+    """Return what an operator does to an object of the program and to something else."""
+    function = getattr(builtins, verb, None) or getattr(operator, verb)
+
+    def method(self: Remote, other: Any) -> Any:
+        program, _, loose = self._streamrl
+        if type(other) is Remote or (loose and not compares):
+            pair = (other, self) if swapped else (self, other)
+            return program.ask(verb, *pair, loose=loose)
+        base = program.ask("base", self)
+        if not base:
+            return NotImplemented
+        return function(other, base[0]) if swapped else function(base[0], other)
+
+    return method
+
+
+def _complete() -> None:
+    """Give `Remote` its operators."""
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(Remote, f"__{name}__", _both(name, compares=True))
+    binary = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and_", "or_")
+    for name in (*binary, "xor", "divmod"):
+        short = name.rstrip("_")
+        setattr(Remote, f"__{short}__", _both(name, compares=False))
+        setattr(Remote, f"__r{short}__", _both(name, compares=False, swapped=True))
+    for name in ("abs", "bool", "complex", "dir", "float", "format", "hash", "int", "len", "next", "repr", "reversed"):
+        setattr(Remote, f"__{name}__", _alone(name))
+    for name in ("round", "str", "index", "neg", "pos", "invert", "getitem", "setitem", "delitem"):
+        setattr(Remote, f"__{name}__", _alone(name))
+
+
+_complete()
+
+
+def _dumpable(yes: bool) -> None:
+    """Say whether other processes of this user may look into this one."""
+    import ctypes
+
+    if ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(yes), 0, 0, 0):
+        raise OSError("this process cannot be hidden from the program")
+
+
+def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
+    """Run the tests, if need be in the process of the spare program; return how many checks were executed."""
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - the program can write there
+    if not task["inside"]:
+        program.start(inside=False, with_unittest=False)
+        module = types.ModuleType("tests")
+        space = module.__dict__
+        names = program.ask("names", task["names"])
+        program.asked = False
+        for name, value in names.items():
+            loose = name[:1].isupper() and name != "Solution"
+            space[name] = Remote(program, value._streamrl[1], loose) if type(value) is Remote else value  # noqa: SLF001
+        solution = types.ModuleType("solution")
+        solution.__getattr__ = lambda name: program.ask("global", name, loose=name[:1].isupper() and name != "Solution")  # type: ignore[method-assign]
+        sys.modules.update(tests=module, solution=solution)
+        try:
+            checks = _run(task, space)
+        except BaseException:
+            if not program.unfit:
+                raise
+        if not program.unfit:
+            return checks
+        program.end()
+    program.asked = True  # a program that runs tests says itself that nothing was checked
+    spare.start(inside=True, with_unittest=task["unittest"])
+    return spare.run(task)
+
+
+def _judge() -> str:
+    """Run tests, and return what to tell the worker; an exception, or the end of this process, fails the tests."""
+    _dumpable(False)
+    program, spare = Program(), Program()
+    task = json.loads(sys.stdin.buffer.read())
+    with contextlib.suppress(OSError):  # a pipe is empty now
+        os.ftruncate(0, 0)  # the first process of a sandbox may have it open, too
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        checks = _test(task, program, spare)
+    finally:
+        program.end()
+        spare.end()
+    token: str = task["token"]
+    if not checks and program.asked:
+        raise AssertionError("no check was executed")
+    return token if checks else f"{token} unchecked"
+
+
+def main() -> None:
+    """Run the tests; an exception ends the process, which fails them."""
+    try:
+        answer = _judge()
+    except BaseException as error:  # noqa: BLE001 - printed
+        _print(error)
+        os._exit(1)
+    sys.stdout.flush()
+    os.write(RESULT, answer.encode())
+
+
+if __name__ == "__main__":
+    main()
