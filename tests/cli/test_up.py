@@ -232,6 +232,8 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     reward.write_text("def fails(sample):\n    raise ValueError('no judge today')\n")
     changes = ["rewards=[{use: broken_reward:fails}]", "reward_worker.attempts=1", "evaluation.every=0"]
     changes += ["data.epochs=1", "learner.steps=null", "evaluation.final_prompts=0"]
+    (tiny / "few.jsonl").write_bytes(b"".join((tiny / "train.jsonl").read_bytes().splitlines(keepends=True)[:16]))
+    changes += [f"data.train={tiny / 'few.jsonl'}"]
     options = [part for change in changes for part in ("--set", change)]
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path)
     text = done.stdout + done.stderr
@@ -251,5 +253,5 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     done = process("up", "--resume", "--screen", "plain", cwd=tmp_path, seconds=180)
     assert done.returncode == 0, done.stdout + done.stderr
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
-    assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (64, 0, 0, 0, 0)
-    assert data["trained"] == 64
+    assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (16, 0, 0, 0, 0)
+    assert data["trained"] == 16
