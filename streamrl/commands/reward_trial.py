@@ -18,6 +18,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import ExitCode, UsageError, unwrap
 from streamrl.monitor.lines import printable, shortened
+from streamrl.monitor.tracebacks import folded
 
 if TYPE_CHECKING:
     from streamrl import wire
@@ -237,7 +238,7 @@ def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str
     for each in [each for each in trials if not _has_score(each)][:_SHOWN_TRACEBACKS]:
         data = _data(each)
         output.write(f"\nsample {each.number}: {printable(data['error'])}")
-        output.write("\n".join(printable(line) for line in data["detail"].splitlines()))
+        output.write("\n".join(printable(line) for line in folded(data["detail"])))
     mean = f", mean {summary['mean']:.4g}, {summary['min']:.4g} to {summary['max']:.4g}" if summary["scored"] else ""
     output.write(f"\n{summary['scored']} scored, {summary['failed']} failed{mean}")
 
