@@ -131,7 +131,7 @@ def _state(name: str, known: KnownRole | None, shown: dict[str, str] | None, *, 
 
 def _reason(state: str, known: KnownRole | None, shown: Mapping[str, str]) -> str:
     if state == "silent":
-        return f"no heartbeat for more than {BEAT_TTL:g} s: its event loop stands still"
+        return f"no heartbeat for more than {BEAT_TTL:g} s: its event loop stands still, or it does not reach Redis"
     if state == "blocked":
         return shown.get("trouble", "")
     return known.reason if known is not None else ""
