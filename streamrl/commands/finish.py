@@ -35,14 +35,23 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
     show(config, run_dir, write_summary(config, run_dir, counts, accuracies), found)
     if accuracies.failure is not None:
         raise accuracies.failure
+    expect_some("trained", found, run_dir)
+    return found.proved
+
+
+def expect_some(done: str, found: Audit, run_dir: Path) -> None:
+    """See that a run has not come to its end because all its groups died.
+
+    Raises:
+        Refused: nothing was `done` (trained, recorded), and groups are dead; the message names the cause.
+    """
     if found.dead and not found.trained and found.proved:
         raise Refused(
-            f"nothing was trained: {found.dead} groups and {found.dead_samples} responses are dead, most of them:"
+            f"nothing was {done}: {found.dead} groups and {found.dead_samples} responses are dead, most of them:"
             f" {asyncio.run(most_died_of(find_run(run_dir)))}",
             "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
             " --resume`",
         )
-    return found.proved
 
 
 async def most_died_of(run: RunDirectory) -> str:

@@ -7,13 +7,18 @@ from pathlib import Path
 
 from streamrl.commands import output
 from streamrl.commands.audit import audit_run
+from streamrl.commands.finish import expect_some
 from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.queues.recording import FOLDER, recording_files
 
 
 def finish_recording(config: RunConfig, run_dir: Path) -> bool:
-    """Audit the run and say what was recorded; returns whether the audit holds."""
+    """Audit the run and say what was recorded; returns whether the audit holds.
+
+    Raises:
+        Refused: as of `expect_some`.
+    """
     found = asyncio.run(audit_run(find_run(run_dir)))
     files = recording_files(run_dir / FOLDER)
     size = sum(file.stat().st_size for file in files)
@@ -24,6 +29,7 @@ def finish_recording(config: RunConfig, run_dir: Path) -> bool:
         output.write(f"AUDIT: {found.lost} lost, {found.twice} recorded twice")
         for reason in found.unproved:
             output.write(f"AUDIT: {reason}")
+    expect_some("recorded", found, run_dir)
     output.write("")
     output.write("next:")
     output.write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -80,7 +81,11 @@ def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    config: RunConfig, run_dir: Path, run: RunDirectory | None = None, say: Callable[[str], None] = output.note
+    config: RunConfig,
+    run_dir: Path,
+    run: RunDirectory | None = None,
+    say: Callable[[str], None] = output.note,
+    patience: float | None = None,
 ) -> AsyncIterator[PatientScorer]:
     """Open the rewards of a configuration with their models for the length of the block; no run has to be there.
 
@@ -88,13 +93,15 @@ async def opened(
         config: from `choose`.
         run_dir: where rewards may write; it need not exist.
         run: whose Redis knows the servers of models that have no `url`; it is asked for them alone.
-        say: is told every ten seconds who is waited for.
+        say: is told every ten seconds who is waited for, and after five seconds which line of a reward blocks.
+        patience: seconds for which a service that is away is waited for; None: as long as a run does.
 
     Raises:
         BaseExceptionGroup: around what the block raises.
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
         Unreachable: the Redis of the run does not answer, and it is asked; or the run does not run.
     """
+    from streamrl.consumers.foreground import Foreground
     from streamrl.consumers.patience import PatientScorer
     from streamrl.consumers.reward import RewardContext
     from streamrl.consumers.scoring import models_of, open_scorer
@@ -106,7 +113,12 @@ async def opened(
             found = await stack.enter_async_context(ledgers(run))
         models = await stack.enter_async_context(models_of(config, found))
         context = RewardContext(config=config, run_dir=run_dir, models=models)
-        scorer = PatientScorer(await stack.enter_async_context(open_scorer(config, context)), config.lease)
+        opening = open_scorer(config, context, patience=patience)
+        began = time.monotonic()
+        loaded = await stack.enter_async_context(opening)  # a judge asks its servers here already
+        left = None if patience is None else max(0.0, patience - (time.monotonic() - began))
+        scorer = PatientScorer(loaded, config.lease, left)
+        stack.enter_context(Foreground(scorer.calls, lambda text: say(printable(text))).watching())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="who is waited for")
         yield scorer

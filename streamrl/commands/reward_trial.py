@@ -17,6 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import ExitCode, UsageError, unwrap
 from streamrl.monitor.lines import printable, shortened
+from streamrl.monitor.tracebacks import folded
 
 if TYPE_CHECKING:
     from streamrl import wire
@@ -49,6 +50,7 @@ def trial(
     arguments: Sequence[str],
     adapter: str | None,
     limit: int,
+    wait: float,
     json: bool,
 ) -> int:
     """Score the samples of a file and show what came of it.
@@ -62,6 +64,7 @@ def trial(
         arguments: of the reward.
         adapter: of a function of another system.
         limit: samples, at most.
+        wait: seconds for which a service that is away is waited for.
         json: one envelope instead of a table.
 
     Returns:
@@ -71,7 +74,7 @@ def trial(
         ConfigError: samples, run file or reward are wrong.
         UsageError: the options do not fit together, or a model has servers that only a run knows, and none is named.
         Unreachable: the Redis of the run does not answer, and is asked for the servers of a model; or nothing could be
-            scored for nearly as long as `lease.max_hold`.
+            scored for `wait` seconds.
     """
     from streamrl.consumers.samples import read_samples
 
@@ -82,7 +85,7 @@ def trial(
     for problem in problems:
         output.note(f"warning: {problem}")
     try:
-        trials = asyncio.run(_try(config, samples, run))
+        trials = asyncio.run(_try(config, samples, run, wait))
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
     failed = sum(not _has_score(each) for each in trials)
@@ -142,14 +145,17 @@ def _expect_servers(config: RunConfig) -> None:
     output.note(f"warning: {message}: {hint}")  # nobody knows whether the reward asks it
 
 
-async def _try(config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None) -> list[Trial]:
+async def _try(
+    config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None, wait: float
+) -> list[Trial]:
     """Score all samples; in their order, those of a group together where a reward compares."""
     from streamrl.consumers.gateway.reward import GatewayReward
     from streamrl.consumers.sandbox.temporary import own_folder, sweep
 
+    by_hand = any(spec.use == "gateway" for spec in config.rewards)  # a person starts the program that asks
     sweep(_FOLDERS)
     with own_folder(_FOLDERS) as folder:
-        async with opened(config, Path(folder), run) as scorer:
+        async with opened(config, Path(folder), run, patience=None if by_hand else wait) as scorer:
             for calls in scorer.calls:
                 if isinstance(calls.reward.life, GatewayReward):
                     output.note(
@@ -234,7 +240,7 @@ def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str
     for each in [each for each in trials if not _has_score(each)][:_SHOWN_TRACEBACKS]:
         data = _data(each)
         output.write(f"\nsample {each.number}: {printable(data['error'])}")
-        output.write("\n".join(printable(line) for line in data["detail"].splitlines()))
+        output.write("\n".join(printable(line) for line in folded(data["detail"])))
     for each in [each for each in trials if _has_score(each) and _data(each)["detail"]][:_SHOWN_TRACEBACKS]:
         output.write(f"\nsample {each.number}:")
         output.write("\n".join(printable(line) for line in _data(each)["detail"].splitlines()))

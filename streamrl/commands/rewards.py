@@ -68,6 +68,9 @@ def trial(
         str | None, typer.Option("--adapter", metavar="verl|trl", help="The function is one of verl or of TRL.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many samples.")] = 1000,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a service that is away.")
+    ] = 30.0,
     json: JsonOption = False,
 ) -> int:
     """Score samples as a worker would, and show scores, times and errors with their tracebacks. 1 when one failed.
@@ -86,5 +89,6 @@ def trial(
         arguments=arguments or [],
         adapter=adapter,
         limit=limit,
+        wait=wait,
         json=json,
     )

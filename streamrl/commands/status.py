@@ -15,6 +15,7 @@ from streamrl.commands.rolestates import KnownRole, Supervised, read_states
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
+from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import number, take
 
@@ -103,27 +104,39 @@ def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], tuple[RewardVi
 def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, reachable: bool) -> dict[str, Any]:
     known = supervised.roles.get(name) if supervised.alive else None
     fields = shown or {}
+    state = _state(name, known, shown, reachable=reachable)
     return {
         "name": name,
-        "state": _state(name, known, shown, reachable=reachable),
+        "state": state,
         "pid": known.pid if known is not None and known.pid is not None else _number(fields.get("pid")),
         "host": fields.get("host"),
         "up_seconds": _up_seconds(known, fields),
         "restarts": known.restarts if known is not None else 0,
         "version": _number(fields.get("version")),
-        "reason": known.reason if known is not None else "",
+        "reason": _reason(state, known),
         "trouble": printable(fields.get("trouble", "")),
         "progress": {key: value for key, value in fields.items() if key not in _NOT_PROGRESS},
     }
 
 
 def _state(name: str, known: KnownRole | None, shown: dict[str, str] | None, *, reachable: bool) -> str:
+    if known is not None and known.state == "ready" and reachable and name.partition(".")[0] != "redis":
+        # The supervisor has seen it ready. Since then its event loop may stand still.
+        if shown is None and time.time() - known.since > BEAT_TTL:
+            return "silent"
+        return "blocked" if shown is not None and shown.get("state") == "blocked" else known.state
     if known is not None:
         return known.state
     # Nobody supervises it here: a heartbeat that has not run out is the proof of life.
     if shown is not None:
         return shown.get("state", "ready")
     return "ready" if name == "redis" and reachable else "down"
+
+
+def _reason(state: str, known: KnownRole | None) -> str:
+    if state == "silent":
+        return f"no heartbeat for more than {BEAT_TTL:g} s: its event loop stands still, or it does not reach Redis"
+    return known.reason if known is not None else ""
 
 
 def _up_seconds(known: KnownRole | None, shown: dict[str, str]) -> float | None:

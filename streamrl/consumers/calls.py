@@ -66,6 +66,10 @@ class ScoringFailed(StreamrlError):
         self.doom = doom
 
 
+class CallEnded(BaseException):
+    """A call that holds the event loop is ended from outside; no `except Exception` of a reward keeps it going."""
+
+
 class NoTime(RewardUnavailable):
     """Another attempt might last for longer than its sample may be held."""
 
@@ -342,6 +346,8 @@ class RewardCalls:
                 result = await Timed(_awaited(result), HELD_SECONDS, self.held_loop)
         except SystemExit as error:  # asyncio would end the whole worker with it
             raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error
+        except CallEnded as error:
+            raise TimeoutError(f"{self.reward.name} {error}") from error
         return result
 
     def held_loop(self, seconds: float) -> None:

@@ -8,16 +8,18 @@ is in the stacks that the supervisor asks for before it kills the worker (`super
 from __future__ import annotations
 
 import asyncio
+import linecache
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
 from streamrl.consumers.calls import HELD_SECONDS, RewardCalls
+from streamrl.consumers.memory import source_of
 from streamrl.consumers.reward import RewardSample
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ SECONDS: Final = 5.0
 """How long the event loop stands still before whoever holds it is named."""
 _TICK: Final = 0.5
 _LINES: Final = 8
-_CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
+CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
 
 
 class LoopWatch:
@@ -35,10 +37,14 @@ class LoopWatch:
     Args:
         calls: the rewards of this process.
         seconds: that the loop may stand still.
+        tell: is told who holds it, and where, again and again while it lasts, from a thread.
     """
 
-    def __init__(self, calls: Sequence[RewardCalls], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, calls: Sequence[RewardCalls], seconds: float = SECONDS, tell: Callable[[str], None] | None = None
+    ) -> None:
         self._calls = calls
+        self._tell = tell
         self._threads = any(call.reward.blocking and not call.reward.instant for call in calls)
         self._seconds = seconds
         self._ticked = time.monotonic()
@@ -84,11 +90,17 @@ class LoopWatch:
         while not ended.wait(self._seconds / 4):
             ticked = self._ticked
             stood = time.monotonic() - ticked
-            if stood < self._seconds or ticked == named:
+            if stood < self._seconds or (ticked == named and self._tell is None):
                 continue
             frame = sys._current_frames().get(thread)  # noqa: SLF001 (the documented way to see another thread)
             found = held_by(frame)
             if frame is None or found is None:
+                continue
+            if self._tell is not None:
+                calls = next((one for one in self._calls if one.reward.name == found["reward"]), None)
+                place = place_of(frame, source_of(calls) if calls is not None else None)
+                self._tell(f"{found['reward']} holds the event loop for {stood:.0f} s at {place}")
+            if ticked == named:
                 continue
             named = ticked
             extra = {**found, "seconds": round(stood, 1), "stack": _stack(frame)}
@@ -97,7 +109,7 @@ class LoopWatch:
 
 def held_by(frame: FrameType | None) -> dict[str, str | int] | None:
     """The reward, group and sample for which a stack is running; None when it is none's."""
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None and frame.f_code is not CALL:
         frame = frame.f_back
     if frame is None:
         return None
@@ -105,6 +117,16 @@ def held_by(frame: FrameType | None) -> dict[str, str | int] | None:
     subject = found["subject"]
     sample = subject if isinstance(subject, RewardSample) else subject[0]
     return {"reward": found["self"].reward.name, "group": sample.gid, "sample": sample.index}
+
+
+def place_of(frame: FrameType, file: str | None) -> str:
+    """File, line and source of the innermost frame of a call that is in `file`, else of the innermost frame."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename != file and found.f_code is not CALL:
+        found = found.f_back
+    shown = frame if found is None or found.f_code is CALL else found
+    name, line = shown.f_code.co_filename, shown.f_lineno
+    return f"{name}:{line} in {shown.f_code.co_name}: {linecache.getline(name, line).strip()}"
 
 
 def _stack(frame: FrameType) -> str:

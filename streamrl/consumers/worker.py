@@ -70,7 +70,9 @@ async def run_reward_worker(role: Role) -> None:
             async with asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(worker.record(leases), name="record"),
-                    tasks.create_task(LoopWatch(scorer.calls).run(), name="watch the event loop"),
+                    tasks.create_task(
+                        LoopWatch(scorer.calls, tell=role.say_blocked).run(), name="watch the event loop"
+                    ),
                     tasks.create_task(MemoryWatch(scorer.calls).run(), name="watch the memory"),
                 ]
                 await leases.run(role.stop)

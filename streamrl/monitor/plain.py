@@ -34,6 +34,9 @@ def line(board: Board) -> str:
     quiet = ("ready", "stopped")
     not_ready = [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
     parts.extend(not_ready)
+    if board.snapshot is not None:
+        shown = board.snapshot.roles.items()
+        parts.extend(f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked")
     if board.snapshot is not None and board.snapshot.train.dead:
         parts.append(f"{board.snapshot.train.dead} dead letters")
     if board.restarts:

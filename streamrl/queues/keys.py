@@ -10,6 +10,9 @@ GROUP: Final = "g"
 WHOLE: Final = "*"
 """In an entry of `rollouts` in place of the number of a sample: all samples of the group, to be scored together."""
 
+BEAT_TTL: Final = 10.0
+"""Seconds after which a silent role vanishes from the board."""
+
 
 @dataclass(frozen=True)
 class Keys:

@@ -16,13 +16,16 @@ from typing import Any, Final
 import orjson
 
 from streamrl.config import RunConfig
+from streamrl.errors import StreamrlError
+from streamrl.queues import embedded
+from streamrl.queues.keys import BEAT_TTL, Keys
 from streamrl.queues.ledgers import Ledgers, open_ledgers
+from streamrl.queues.probe import Probe
+from streamrl.queues.scripts import load_scripts
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 1.0
-BEAT_TTL: Final = 10.0
-"""Seconds after which a silent role vanishes from the board."""
 
 
 @dataclass
@@ -89,15 +92,25 @@ class Role:
     async def beat(self) -> None:
         """Write one heartbeat to the board of roles."""
         state = "draining" if self.stop.is_set() else "ready" if self.is_ready else "starting"
-        fields: dict[str, int | float | str] = {
-            **self.status,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "state": state,
-            "started": self._began,
-            "beat": time.time(),
-        }
-        await self.ledgers.roles.beat(self.name, fields, BEAT_TTL)
+        await self.ledgers.roles.beat(self.name, self._shown(state), BEAT_TTL)
+
+    def say_blocked(self, why: str) -> None:
+        """Write one heartbeat that says why the event loop stands still, from another thread that has seen it.
+
+        Over a connection of its own. Without Redis nothing is said: it is the event loop's part to wait for it.
+        """
+        flat = [part for pair in {**self._shown("blocked"), "trouble": why}.items() for part in pair]
+        keys, redis = Keys(self.config.name), self.config.redis
+        with (
+            contextlib.suppress(StreamrlError),
+            Probe(embedded.url(redis, self.run_dir), redis.password_file) as probe,
+        ):
+            script = load_scripts()["beat"].text
+            probe.call("EVAL", script, 2, keys.role(self.name), keys.roles, self.name, int(BEAT_TTL * 1000), *flat)
+
+    def _shown(self, state: str) -> dict[str, int | float | str]:
+        about: dict[str, int | float | str] = {"pid": os.getpid(), "host": socket.gethostname(), "state": state}
+        return {**self.status, **about, "started": self._began, "beat": time.time()}
 
     async def keep_beating(self) -> None:
         """Write a heartbeat each second, and at once when the role becomes ready. Runs until it is cancelled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import msgspec
 import orjson
 import pytest
 
+from streamrl.commands.rolestates import KnownRole, RoleStates
 from streamrl.learner.checkpoint import Meta
 from streamrl.monitor.serverlog import server_record
 from streamrl.queues import embedded, open_ledgers
@@ -168,6 +170,32 @@ async def test_a_reward_that_nobody_gives_is_trouble_of_the_run(live_run: Path):
             data = data_of(done.stdout, "streamrl.status/1")
             codes.append((done.returncode, data["verdict"], data["rewards"][0]["away"]))
     assert codes == [(0, "ready", 0), (1, "degraded", 1)]
+
+
+async def test_a_role_whose_event_loop_stands_still_is_not_ready(live_run: Path):
+    """The supervisor has seen all of them ready; one says why it stands still, one says nothing at all."""
+    config = read_saved(live_run / "run.json").config
+    states = RoleStates(live_run)
+    names = ("learner.0", "feeder.0", "rollout.0", "reward.0")
+    for name in ("redis.0", *names):
+        states.note(name, KnownRole("ready", since=time.time() - 60, pid=os.getpid()))
+    async with open_ledgers(config, live_run) as ledgers:
+        for name in names:
+            await ledgers.roles.beat(name, {"state": "ready"}, 60)
+        assert (await run("status", "--run", str(live_run))).returncode == 0
+        trouble = "mine holds the event loop for 12 s at rewards.py:3"
+        await ledgers.roles.beat("reward.0", {"state": "blocked", "trouble": trouble}, 60)
+        await ledgers.connection.read("DEL", ledgers.train.keys.role("rollout.0"))
+        done = await run("status", "--run", str(live_run), "--json")
+    data = data_of(done.stdout, "streamrl.status/1")
+    assert (done.returncode, data["verdict"]) == (1, "degraded")
+    found = {role["name"]: (role["state"], role["reason"] or role["trouble"]) for role in data["roles"]}
+    assert found["reward.0"] == ("blocked", trouble)
+    assert found["rollout.0"] == (
+        "silent",
+        "no heartbeat for more than 10 s: its event loop stands still, or it does not reach Redis",
+    )
+    assert found["feeder.0"] == ("ready", "")
 
 
 async def test_status_of_a_stopped_run_starts_nothing(stopped_run: Path):

@@ -239,6 +239,14 @@ def test_who_cannot_be_had_now_is_waited_for_to_a_limit(folder: tuple[Path, str]
     assert "nothing could be scored for" in ended.stderr
 
 
+def test_a_service_that_is_away_is_waited_for_as_long_as_the_option_says(folder: tuple[Path, str]):
+    reward = ("reward", "test", f"{folder[1]}:Asleep", "--arg", "looks=1000000", "--sample", samples(folder[0], "4"))
+    done = cli(*reward, "--wait", "0.5", cwd=folder[0])
+    assert (done.returncode, done.stdout) == (69, "")
+    assert "Asleep is away: RewardUnavailable: the model is asleep" in done.stderr
+    assert "hint: --wait" in done.stderr
+
+
 def test_only_so_many_samples(folder: tuple[Path, str]):
     where, _ = folder
     done = cli("reward", "test", "exact_match", "-n", "2", "--sample", samples(where, *"44444"), "--json")

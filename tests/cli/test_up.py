@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -229,16 +230,20 @@ def test_a_role_that_cannot_start_fails_the_run(tiny: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is_trained(tiny: Path, tmp_path: Path):
-    """The data is one epoch, so that `up` goes on after the end of the data as well."""
+    """The data is one epoch of few prompts: there is no more than what died."""
     reward = tiny / "broken_reward.py"
     reward.write_text("def fails(sample):\n    raise ValueError('no judge today')\n")
     changes = ["rewards=[{use: broken_reward:fails}]", "reward_worker.attempts=1", "evaluation.every=0"]
     changes += ["data.epochs=1", "learner.steps=null", "evaluation.final_prompts=0"]
+    (tiny / "few.jsonl").write_bytes(b"".join((tiny / "train.jsonl").read_bytes().splitlines(keepends=True)[:16]))
+    changes += [f"data.train={tiny / 'few.jsonl'}"]
     options = [part for change in changes for part in ("--set", change)]
-    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path)
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path, seconds=180)
     text = done.stdout + done.stderr
     assert done.returncode == 78, text
-    assert "died alike, and none has a score: ValueError: no judge today" in text
+    # The learner may see the end of the data before the feeder has looked at the letters.
+    ends = r"(died alike, and none has a score|nothing was trained: .* most of them): ValueError: no judge today"
+    assert re.search(ends, " ".join(text.split())), text
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["lost"], data["twice"], data["unproved"], data["faults"]) == (0, 0, [], [])
     assert data["admitted"] == data["dead"] + data["live"] > 0
@@ -253,5 +258,5 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     done = process("up", "--resume", "--screen", "plain", cwd=tmp_path, seconds=180)
     assert done.returncode == 0, done.stdout + done.stderr
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
-    assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (64, 0, 0, 0, 0)
-    assert data["trained"] == 64
+    assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (16, 0, 0, 0, 0)
+    assert data["trained"] == 16

@@ -16,8 +16,8 @@ from tests.consumers.calls_kit import calls_of, leased, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
 
 
-async def watched(work, *calls, seconds=0.2):
-    watch = asyncio.create_task(LoopWatch(calls, seconds).run())
+async def watched(work, *calls, seconds=0.2, tell=lambda text: None):
+    watch = asyncio.create_task(LoopWatch(calls, seconds, tell).run())
     await asyncio.sleep(0)
     try:
         return await work
@@ -55,7 +55,11 @@ async def test_one_that_does_not_end_is_named_while_it_lasts(named):
 
     calls = calls_of(loaded(sleeps_where_it_should_await, deadline=120))
     sample = RewardSample.of(prompt(), response(), 17, 3)
-    await watched(calls.score(sample, leased()), calls)
+    told: list[str] = []
+    await watched(calls.score(sample, leased()), calls, tell=told.append)
+    assert told[0].startswith("sleeps_where_it_should_await holds the event loop for ")
+    assert f"at {__file__}:" in told[0]
+    assert "named.named.wait(60)" in told[0]
     (record,) = named.records
     assert record.msg == "a reward holds the event loop"
     assert (record.reward, record.group, record.sample) == ("sleeps_where_it_should_await", 17, 3)

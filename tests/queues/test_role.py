@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import orjson
 import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import Unreachable
-from streamrl.queues import open_role
+from streamrl.queues import embedded, open_role
+from streamrl.queues.probe import Probe
 from tests.queues.ledger_kit import until_async
 from tests.redis_kit import RedisRun
 
@@ -33,6 +35,19 @@ async def test_the_board_shows_what_a_role_says(redis_run: RedisRun):
         shown = (await board.read())["rollout.0"]
         assert shown["version"] == "7"
         assert int(shown["pid"]) > 0
+
+
+async def test_a_role_whose_event_loop_stands_still_says_so_from_a_thread(redis_run: RedisRun):
+    config = RunConfig(name="test", redis=redis_run.config)
+    async with open_role("reward.0", config, redis_run.run_dir) as role:
+        role.status["scored"] = 7
+        thread = threading.Thread(target=role.say_blocked, args=("mine holds it",))
+        thread.start()
+        thread.join(60)  # nothing of the event loop runs meanwhile
+        with Probe(f"unix://{embedded.socket_path(redis_run.run_dir)}") as probe:
+            flat = probe.call("HGETALL", role.ledgers.train.keys.role("reward.0"))
+    shown = dict(zip(flat[::2], flat[1::2], strict=True))
+    assert (shown[b"state"], shown[b"trouble"], shown[b"scored"]) == (b"blocked", b"mine holds it", b"7")
 
 
 async def test_records_are_whole_lines(redis_run: RedisRun):
