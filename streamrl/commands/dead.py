@@ -148,7 +148,7 @@ async def _letters(run: RunDirectory, *, evaluation: bool) -> list[DeadLetter]:
 
 async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[list[DeadLetter], list[int]]:
     """The dead letters, and the groups that wait to be admitted again."""
-    async with ledgers(run) as opened:
+    async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         return await ledger.dead_letters(), list(await ledger.queued_replays())
 

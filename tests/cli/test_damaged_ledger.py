@@ -73,7 +73,7 @@ class Victim:
                 done = cli(*command, "--run", str(self.run_dir))
             said = done.stdout + done.stderr
             assert done.returncode in (0, 1, 78), (command, done)
-            assert "Traceback" not in said, (command, done)
+            assert "Traceback (most recent call last)" not in said, (command, done)
             assert done.returncode != 1 or MEANT[command[0]] in said, (command, done)
             found[" ".join(command)] = done
         return found

@@ -113,7 +113,7 @@ def test_the_preflight_names_what_is_missing(tmp_path, monkeypatch):
 def test_keys_that_do_not_fit_are_refused(tmp_path):
     file = tmp_path / "run.yaml"
     for text, said in [
-        ("reward_models: {a.b: {model: m}}", "pattern"),
+        ("reward_models: {a.b: {model: m}}", "must be 1 to 64 letters"),
         ("reward_models: {a: {}}", "needs model"),
         (
             "reward_models: {a: {model: m, url: ['http://b:1'], sleep: true}}",

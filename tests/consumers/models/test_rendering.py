@@ -205,7 +205,7 @@ def test_a_template_gets_no_further_than_its_sandbox(tmp_path, template):
 
 def test_a_broken_template_is_found_at_the_start(tmp_path):
     make_tokenizer(tmp_path, "{% for x in %}")
-    with pytest.raises(ConfigError, match="is none"):
+    with pytest.raises(ConfigError, match="cannot be used: Expected an expression"):
         Renderer.load(str(tmp_path))
 
 
