@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeAlias
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
-from streamrl.weight_sync.arrivals import Arrivals, open_arrivals
+from streamrl.weight_sync.arrivals import Arrivals, Fetched, open_arrivals
 from streamrl.weight_sync.hosts import Board
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
 from streamrl.weight_sync.sources import Traffic
@@ -108,6 +108,8 @@ class Follower:
         self._news = asyncio.Event()
         self._took = asyncio.Condition()
         self._known: tuple[int, bytes] | None = None
+        self._fetching: Manifest | None = None
+        self._newer_learner = asyncio.Event()
         self._applied: Manifest | None = None
         self._made: Manifest | None = None
         self._before = Traffic()
@@ -214,7 +216,10 @@ class Follower:
                 continue
             self._known, seen = found, found[0]
             with contextlib.suppress(WeightsError):  # it is refused where it is taken
-                self.newest_step = decode(found[1]).step
+                manifest = decode(found[1])
+                self.newest_step = manifest.step
+                if self._fetching is not None and manifest.epoch > self._fetching.epoch:
+                    self._newer_learner.set()
             self._news.set()
         self._news.set()
 
@@ -249,7 +254,7 @@ class Follower:
         manifest = decode(data)
         self._check(number, manifest)
         async with self._reading(number):
-            fetched = await arrivals.fetch(manifest)
+            fetched = await self._fetch(arrivals, manifest)
         async with self._one_at_a_time, self._reading(number):
             version = await arrivals.make(fetched)
             self._made = manifest
@@ -273,6 +278,23 @@ class Follower:
         async with self._took:
             self._took.notify_all()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
+
+    async def _fetch(self, arrivals: Arrivals, manifest: Manifest) -> Fetched:
+        """Fetch a version, until a newer learner publishes: the host of the older one may be gone for good."""
+        self._fetching = manifest
+        self._newer_learner.clear()
+        fetching = asyncio.create_task(arrivals.fetch(manifest))
+        overtaken = asyncio.create_task(self._newer_learner.wait())
+        try:
+            await asyncio.wait({fetching, overtaken}, return_when=asyncio.FIRST_COMPLETED)
+            if not fetching.done():
+                raise _Overtaken
+            return fetching.result()
+        finally:
+            self._fetching = None
+            fetching.cancel()
+            overtaken.cancel()
+            await asyncio.gather(fetching, overtaken, return_exceptions=True)
 
     @contextlib.asynccontextmanager
     async def _reading(self, number: int) -> AsyncIterator[None]:
@@ -305,8 +327,7 @@ class Follower:
 
     def _is_of_an_earlier_life(self, error: Exception) -> bool:
         """Whether a learner that has gone may have published this, and the next one has not yet."""
-        gone = isinstance(error, _CannotFetch) or isinstance(error.__cause__, FileNotFoundError)
-        return gone and self._applied is None
+        return isinstance(error.__cause__, FileNotFoundError) and self._applied is None
 
     def _refuse(self, number: int, error: StreamrlError) -> None:
         self.refused += 1

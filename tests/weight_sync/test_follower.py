@@ -394,6 +394,30 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stre
     publisher.close(unlink=True)
 
 
+async def test_the_host_of_a_learner_that_has_gone_holds_up_no_version_of_the_next_one(tmp_path, stream):
+    """All roles start at once, so that a replica of a resumed run sees the last version of the run before."""
+    config = WeightsConfig(transport="http", deadline=1000)
+    publisher = Publisher(config, "r", tmp_path)
+    token = make_token(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = taken.getsockname()[1]
+    replica = Replica(stream, config, tmp_path)
+    stop = asyncio.Event()
+    async with listen(ShardServer(publisher.root, token).app(), "127.0.0.1", 0) as url, asyncio.TaskGroup() as group:
+        group.create_task(replica.follower.run(stop))
+        for epoch, source in ((1, f"http://127.0.0.1:{gone}"), (2, url)):
+            await stream.put(
+                publisher.publish(epoch=epoch, version=epoch, step=1, tensors=tensors(1).items(), sources=[source])
+            )
+            if epoch == 1:
+                await until(lambda: replica.follower._fetching is not None)
+        await replica.until(1)
+        stop.set()
+    assert [pair for pair, _ in replica.applied] == [(2, 2)]
+    assert replica.follower.refused == 0
+    publisher.close(unlink=True)
+
+
 def hasty(fetch):
     """The first call has no time at all."""
     calls = []
