@@ -311,3 +311,36 @@ async def test_no_trick_of_these_passes_in_the_process_of_the_program_either():
     assert {name for name, value in (await tricks("import sys\n")).items() if value} == {"right"}
     blind = 'import os\nos.write(11, b"loaded\\n1\\n" * 9)\ndef add(a, b): os._exit(0)'
     assert await score(blind, "import sys\n" + TARGETS["assert"]) == 0.0
+
+
+ANSWERS = """
+import json, os
+os.write(11, b"loaded\\n")
+for line in os.fdopen(10, "rb", closefd=False):
+    answer = {names} if json.loads(line)[0] == "names" else 0.0
+    os.write(11, (json.dumps(["done", answer, None]) + "\\n").encode())
+"""
+REPLACES = {
+    "its names take the place of our functions": (
+        "from solution import *\nassert add(1, 2) == 3",
+        "__all__ = ['add', '__streamrl_equal__']\ndef add(a, b): pass\ndef __streamrl_equal__(*a): return True",
+    ),
+    "its names take the place of built-in ones": (
+        "from solution import *\nassert abs(add(1, 2) - 3) < 1",
+        "__all__ = ['add', 'abs']\ndef add(a, b): return 0\ndef abs(x): return 0",
+    ),
+    "it answers with more names": (
+        "def check(candidate):\n  assert abs(candidate(1, 2) - 3) < 1",
+        ANSWERS.format(
+            names='["dict", [["list", ["add", ["object", 0]]], ["list", ["abs", ["object", 1]]]]]',
+        ),
+    ),
+}
+
+
+async def test_a_program_does_not_replace_names_of_the_tests():
+    need("namespaces")
+    runs = {name: score(program, test, entry_point="add") for name, (test, program) in REPLACES.items()}
+    runs["right"] = score(f"__all__ = []\n{ADD}", "from solution import *\nassert add(1, 2) == 3")
+    found = await together(runs)
+    assert {name for name, value in found.items() if value} == {"right"}

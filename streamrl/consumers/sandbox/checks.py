@@ -196,8 +196,6 @@ class _Host:
             return ["raised", self._class(type(error)), self._list(error.args), str(error)]
 
     def _global(self, name: str) -> Any:
-        if name == "__all__":
-            return self._space.get(name) or [one for one in self._space if not one.startswith("_")]
         if name not in self._space:
             raise AttributeError(f"module 'solution' has no attribute {name!r}")
         return self._space[name]
@@ -323,19 +321,15 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
 
     for name in task["modules"]:
         space[name] = __import__(name)
-    space.update(
-        __streamrl_checked__=checked,
-        __streamrl_equal__=_equal,
-        __streamrl_pair__=_pair,
-        __streamrl_type__=_type_of,
-        __streamrl_isinstance__=_is_instance,
-    )
+    own = f"__streamrl_{os.urandom(8).hex()}_"  # so that no program can replace them by their names
+    found = {"checked": checked, "equal": _equal, "pair": _pair, "type": _type_of, "isinstance": _is_instance}
+    space.update({f"{own}{name}__": function for name, function in found.items()})
     _show_lines(task["shown"])
     if task["unittest"]:
         import unittest
 
         unittest.main = _ignore  # type: ignore[assignment]  # its classes are run below
-    exec(compile(task["code"], "tests.py", "exec"), space)  # noqa: S102
+    exec(compile(task["code"].replace("__streamrl_", own), "tests.py", "exec"), space)  # noqa: S102
     for name in task["functions"]:
         _finish(space[name]())
     for name in task["classes"]:
@@ -700,7 +694,10 @@ def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
         space = module.__dict__
         names = program.ask("names", task["names"])
         program.asked = False
-        for name, value in names.items():
+        for name in task["names"] if type(names) is dict else ():  # the program may answer with more than that
+            if name not in names:
+                continue
+            value = names[name]
             loose = name[:1].isupper() and name != "Solution"
             space[name] = Remote(program, value._streamrl[1], loose) if type(value) is Remote else value  # noqa: SLF001
         solution = types.ModuleType("solution")
