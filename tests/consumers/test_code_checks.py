@@ -344,3 +344,68 @@ async def test_a_program_does_not_replace_names_of_the_tests():
     runs["right"] = score(f"__all__ = []\n{ADD}", "from solution import *\nassert add(1, 2) == 3")
     found = await together(runs)
     assert {name for name, value in found.items() if value} == {"right"}
+
+
+EQUALS = {
+    "mock.ANY": "from unittest.mock import ANY\ndef add(a, b): return ANY",
+    "a class that exec makes": 'exec("class E:\\n def __eq__(s, o): return True")\ndef add(a, b): return E()',
+    "a function of C": "import operator\nclass E: __eq__ = operator.truth\ndef add(a, b): return E()",
+    "another operator": "class E(list): __eq__ = list.__ge__\ndef add(a, b): return E([9])",
+    "a list of mock.ANY": "from unittest.mock import ANY\ndef add(a, b): return [ANY]",
+}
+EQUAL = {
+    "fractions": ("from fractions import Fraction\ndef f(): return Fraction(3)", "assert f() == 3"),
+    "mocks": (
+        "def f(m): m(1); m(2)",
+        "from unittest.mock import Mock, call\nm = Mock()\nf(m)\nassert m.call_args_list == [call(1), call(2)]\n"
+        "assert m.call_args == call(2) and m.call_args == ((2,), {})",
+    ),
+    "of the tests": (
+        "def f(x): return x",
+        "class A:\n  def __eq__(self, other): return other == 3\nassert f(A()) == 3",
+    ),
+    "enums": ("import enum\nclass C(enum.IntEnum):\n  A = 3\ndef f(): return C.A", "assert f() == 3"),
+    "named tuples": ("import collections as c\nP = c.namedtuple('P', 'a')\ndef f(): return P(3)", "assert f() == (3,)"),
+    "dataclasses": (
+        "import dataclasses as d\n@d.dataclass\nclass P:\n  a: int\ndef f(): return [P(3)]",
+        "assert f() == [P(3)] and f() != [P(4)] and not f() == [3]",
+    ),
+}
+
+
+async def test_only_honest_classes_equal_plain_data_in_the_process_of_the_program():
+    need("namespaces")
+    either = "import sys\nassert add(1, 2) == 3 or add(1, 2) == [3]"
+    runs = {name: score(program, either) for name, program in EQUALS.items()}
+    runs |= {name: score(program, f"import sys\n{test}") for name, (program, test) in EQUAL.items()}
+    found = await together(runs)
+    assert {name for name, value in found.items() if value} == set(EQUAL)
+
+
+FORGES = """
+import sys
+frame = sys._getframe()
+while frame:
+    if "_run" in frame.f_globals: frame.f_globals["_run"] = lambda task, space: 5
+    frame = frame.f_back
+"""
+GOES_INSIDE = {
+    "returns a module": ("import math\ndef enc(s): return math\ndef dec(s): return s", "assert dec(enc('a')) == 'a'"),
+    "returns what has to be copied": (
+        "class L(list): pass\ndef f(x): return L()",
+        "import copy\nassert copy.deepcopy(f(3)) == [1, 2] and copy.copy(f(3)) == [1]",
+    ),
+    "returns a tree without an end": (
+        "class N:\n  @property\n  def left(self): return N()\n  def __eq__(self, other): return True",
+        "def walk(n): return n.left and walk(n.left)\nassert walk(N()) == 3",
+    ),
+}
+
+
+async def test_what_a_program_returns_does_not_bring_the_tests_into_its_process():
+    need("namespaces")
+    runs = {name: score(FORGES + program, test) for name, (program, test) in GOES_INSIDE.items()}
+    copies = "import copy\ns = Stack()\ns.push(1)\nt = copy.deepcopy(s)\nt.push(2)\nassert s == [1] and t == [1, 2]"
+    runs["right"] = score(TREES, copies + "\nassert copy.copy([Node(1)])[0] == Node(1)")
+    found = await together(runs)
+    assert {name for name, value in found.items() if value} == {"right"}

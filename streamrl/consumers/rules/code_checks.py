@@ -51,7 +51,7 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
     Returns:
         `shown`, for tracebacks; `code`, the same lines with a count of the checks that are executed; test `functions`
         and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, and
-        `modules` that it uses without importing them; whether it needs `unittest`, `skips` tests by itself, and must
+        `modules` that it uses without importing them; packages that it `imports`; whether it needs `unittest`, `skips` tests by itself, and must
         run `inside` the program's process.
 
     Raises:
@@ -81,6 +81,7 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
         "names": sorted(names - kept - modules),
         "kept": sorted(kept | modules),
         "modules": sorted(modules),
+        "imports": sorted(_imports(tree)),
         "unittest": "unittest" in text or "TestCase" in text,
         "skips": "skip" in text.lower(),
         "inside": inside,
@@ -240,7 +241,7 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        """Leave out `from solution import *`: the tests have the names that they use, and the program adds no others."""
+        """Leave out `from solution import *`: the tests have the names that they use; the program adds no others."""
         star = node.module == "solution" and node.names[0].name == "*"
         return ast.copy_location(ast.Pass(), node) if star else node
 
@@ -361,6 +362,17 @@ def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:  # noqa: PLR091
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return _within(node.value)
     return isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom)
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    """Return the packages that the tests import."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found - {"solution"}
 
 
 def _works_apart(module: str) -> bool:

@@ -6,8 +6,9 @@ they executed none and asked the program for nothing.
 
 The tests and the program are two processes. The program's is forked before the tests are read, so it never holds them,
 what they expect, or the token. The tests' process asks it to call functions. Plain data travels as text and is compared
-in the tests' process; any other object stays where it is and is a `Remote` there. Tests for which this does not do
-(`inside`, or an argument that is no plain data) run in the process of the program, as well guarded as can be.
+in the tests' process; any other object stays where it is and is a `Remote` there. Other tests
+(`inside`, or with an argument of their own that is no plain data) run in the program's process. A program that wants to
+can forge these.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ globals()["__builtins__"] = dict(
 )  # the functions below keep these, whatever a program does to `builtins`
 
 import contextlib  # noqa: E402
+import copy  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import operator  # noqa: E402
@@ -179,6 +181,8 @@ class _Host:
             "names": lambda names: {name: self._space[name] for name in names if name in self._space},
             "global": self._global,
             "base": _base,
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
             **{name: getattr(builtins, name) for name in _BUILT_IN},
         }
 
@@ -228,6 +232,8 @@ class _Host:
     def _object(self, kind: str, inner: Any) -> Any:
         if kind == "class":
             return getattr(__import__(inner[0], fromlist=["_"]), inner[1])
+        if kind == "shared":
+            return __import__(inner)
         return self._objects[inner]
 
 
@@ -321,6 +327,8 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
 
     for name in task["modules"]:
         space[name] = __import__(name)
+    global _imported  # noqa: PLW0603 - tests run once in a process
+    _imported = frozenset(task["imports"])
     own = f"__streamrl_{os.urandom(8).hex()}_"  # so that no program can replace them by their names
     found = {"checked": checked, "equal": _equal, "pair": _pair, "type": _type_of, "isinstance": _is_instance}
     space.update({f"{own}{name}__": function for name, function in found.items()})
@@ -391,14 +399,18 @@ def _equal(*values: Any) -> Any:
 
 
 def _pair(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return both as they are, unless they only say that they are equal: then two that do not."""
+    """Return both as they are. If only an overridden `__eq__` makes them equal, return two values that differ.
+
+    The assertion of unittest, which compares them itself, fails then.
+    """
     if one == other and not _same(one, other):
         return ("plain data", repr(one)), ("an object that equals everything", repr(other))
     return one, other
 
 
 def _same(one: Any, other: Any) -> Any:
-    one, other = (_plainer(value) for value in (one, other))
+    if type(one) is not type(other):
+        one, other = (_plainer(value) for value in (one, other))
     if type(one) in (list, tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(_same, one, other))
     if type(one) is dict and type(other) is dict:
@@ -415,9 +427,30 @@ def _plainer(value: Any) -> Any:
     return _base(value)[0] if _equals_as_it_likes(value) and _base(value) else value
 
 
+_imported: frozenset[str] = frozenset()
+"""Packages that the tests import; `_run` sets it."""
+
+
 def _equals_as_it_likes(value: Any) -> bool:
-    compare = getattr(type(value), "__eq__", None)
-    return getattr(getattr(compare, "__code__", None), "co_filename", "") == "solution.py"
+    """Whether a class could say of its objects that they equal anything: its `__eq__` is no C code of its own.
+
+    Exempt are classes of the tests, those of the standard library that travel, and those of packages that the tests
+    import. In the tests' process there are none but these.
+    """
+    kind = type(value)
+    compare = getattr(kind, "__eq__", None)
+    if type(compare) is types.WrapperDescriptorType and compare.__name__ == "__eq__":
+        return False
+    module = sys.modules.get(kind.__module__)
+    genuine = getattr(module, kind.__name__, None) is kind
+    if kind is Remote or (genuine and ((kind.__module__, kind.__name__) in _KINDS or _of_the_tests(kind))):
+        return False
+    return getattr(getattr(compare, "__code__", None), "co_filename", "") != "tests.py"
+
+
+def _of_the_tests(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in _imported and package not in sys.stdlib_module_names
 
 
 # --- the tests' process -----------------------------------------------------------------------------------------------
@@ -476,9 +509,9 @@ class Program:
         try:
             trees = [_write(arg, _reference) for arg in args]
             keys = {name: _write(arg, _reference) for name, arg in named.items()}
-        except (NotPlain, RecursionError) as error:
+        except NotPlain as error:  # a recursion that is too deep is an error: the program can lead the tests into one
             self.unfit = str(error)
-            raise NotPlain(self.unfit) from None
+            raise
         self._send([verb, trees, keys])
         answer = json.loads(self._line())
         if answer[0] == "raised":
@@ -556,6 +589,8 @@ def _reference(value: Any) -> Any:
     """Write an object of the program, or a class; `NotPlain` for all else."""
     if type(value) is Remote:
         return ["object", value._streamrl[1]]  # noqa: SLF001
+    if isinstance(value, types.ModuleType) and value.__name__ in _SHARED_MODULES:
+        return ["shared", value.__name__]  # the program may have returned it
     if isinstance(value, type):
         if "__streamrl__" in vars(value):
             return ["object", value.__streamrl__]  # type: ignore[attr-defined]
@@ -621,11 +656,16 @@ class Remote:
         found: Iterator[Any] = self._do("iter")
         return found
 
+    def __copy__(self) -> Any:
+        program, _, loose = self._streamrl
+        return program.ask("copy", self, loose=loose)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        program, _, loose = self._streamrl
+        return program.ask("deepcopy", self, loose=loose)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse a copy: the tests are run again where they can have one."""
-        del protocol
-        self._streamrl[0].unfit = "a copy of an object of the program"
-        raise NotPlain(self._streamrl[0].unfit)
+        raise TypeError("an object of the program cannot be written as bytes here")
 
     def __exit__(self, *raised: object) -> Any:
         return self._do("getattr", "__exit__")(*raised)
