@@ -357,8 +357,13 @@ EQUAL = {
     "fractions": ("from fractions import Fraction\ndef f(): return Fraction(3)", "assert f() == 3"),
     "mocks": (
         "def f(m): m(1); m(2)",
-        "from unittest.mock import Mock, call\nm = Mock()\nf(m)\nassert m.call_args_list == [call(1), call(2)]\n"
-        "assert m.call_args == call(2) and m.call_args == ((2,), {})",
+        """
+from unittest.mock import Mock, call
+m = Mock()
+f(m)
+assert m.call_args_list == [call(1), call(2)]
+assert m.call_args == call(2) and m.call_args == ((2,), {})
+""",
     ),
     "of the tests": (
         "def f(x): return x",
@@ -409,3 +414,43 @@ async def test_what_a_program_returns_does_not_bring_the_tests_into_its_process(
     runs["right"] = score(TREES, copies + "\nassert copy.copy([Node(1)])[0] == Node(1)")
     found = await together(runs)
     assert {name for name, value in found.items() if value} == {"right"}
+
+
+CATCHES = {
+    "prints": "try:\n  assert add(1, 2) == 3\nexcept AssertionError:\n  print('bad')",
+    "prints in a loop": """
+def a(): assert add(1, 2) == 3
+def run():
+  for test in [a]:
+    try: test()
+    except Exception as error: print(error)
+run()
+""",
+    "unittest": """
+import unittest
+class T(unittest.TestCase):
+  def test(self):
+    try: self.assertEqual(add(1, 2), 3)
+    except: pass
+""",
+    "counts": "import sys\nbad = 0\ntry:\n  assert add(1, 2) == 3\nexcept AssertionError:\n  bad += 1\nprint(bad)",
+}
+GOES_ON = {
+    "either": "try:\n  assert add(1, 2) == 4\nexcept AssertionError:\n  assert add(1, 2) == 3",
+    "again": "for n in 4, 3:\n  try:\n    assert add(1, 2) == n\n    break\n  except AssertionError:\n    pass",
+    "must not be": "import unittest\nclass T(unittest.TestCase):\n  def test(self):\n"
+    "    with self.assertRaises(AssertionError):\n      assert add(1, 2) == 4",
+    "raised by the program": "try:\n  refuse()\n  assert False\nexcept AssertionError:\n  pass",
+    "raised by the program, inside": "import sys\ntry:\n  refuse()\n  assert False\nexcept AssertionError:\n  pass",
+}
+
+
+async def test_a_failed_assertion_that_the_tests_catch_fails_them():
+    need("namespaces")
+    refuse = "\ndef refuse(): assert False"
+    runs = {("right", name): score(ADD + refuse, test) for name, test in (CATCHES | GOES_ON).items()}
+    runs |= {("wrong", name): score(WRONG + "\ndef refuse(): pass", test) for name, test in CATCHES.items()}
+    silent = ("raised by the program", "raised by the program, inside")
+    runs |= {("wrong", name): score(WRONG + "\ndef refuse(): pass", GOES_ON[name]) for name in silent}
+    found = await together(runs)
+    assert {key: value for key, value in found.items() if value != (key[0] == "right")} == {}

@@ -253,7 +253,13 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> Any:
-        """Count an exception that must come: what follows the call that raises it fails."""
+        """Count an exception that must come, and note a failed assertion that no other check follows.
+
+        An exception must come where what follows the call that raises it fails. Another check follows where the handler
+        has one, or a loop tries again.
+        """
+        again = any(isinstance(one, ast.Break) for part in node.body for one in ast.walk(part))
+        last = [one for one in node.handlers if not again and not self._goes_on(one)]
         must = any(
             isinstance(one, ast.Raise) or _is_check(one, self._defined)
             for part in (*node.body, *node.orelse)
@@ -262,7 +268,16 @@ class _Instrument(ast.NodeTransformer):
         self.generic_visit(node)
         for handler in node.handlers if must else ():
             handler.type = _call(_CHECKED, handler.type or ast.Name("BaseException", ast.Load()))
+        for handler in last:
+            handler.type = _call("__streamrl_catching__", handler.type or ast.Name("BaseException", ast.Load()))
         return node
+
+    def _goes_on(self, handler: ast.ExceptHandler) -> bool:
+        return any(
+            isinstance(one, ast.Raise | ast.Continue) or _is_check(one, self._defined)
+            for part in handler.body
+            for one in ast.walk(part)
+        )
 
     def visit_Call(self, node: ast.Call) -> Any:
         counted = _asserts(node, self._defined)
