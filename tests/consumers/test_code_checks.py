@@ -274,7 +274,7 @@ def add(a, b): return 3 if found else 0
 """,
     "writes modules for the tests": """
 import os
-for name in ("asyncio", "unittest", "linecache", "math", "json"):
+for name in ("asyncio", "unittest", "linecache", "math", "json", "plain"):
     with open(name + ".py", "w") as file: file.write("import os; os.write(3, b'1'); os._exit(0)")
 with open("driver.py", "w") as file: file.write("")
 """,

@@ -23,7 +23,7 @@ from streamrl.errors import ConfigError, DataError
 _PYTHON: Final = ("python", "py", "python3", "")
 _OURS: Final = {
     name: (Path(sandbox_package.__file__).parent / name).read_text(encoding="utf-8")
-    for name in ("driver.py", "checks.py")
+    for name in ("driver.py", "checks.py", "plain.py")
 }
 _SCRIPTS: Final = {"call": "driver.py", "code": "checks.py"}
 _SETUP_SECONDS: Final = 60.0

@@ -50,9 +50,9 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
 
     Returns:
         `shown`, for tracebacks; `code`, the same lines with a count of the checks that are executed; test `functions`
-        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, and
-        `modules` that it uses without importing them; packages that it `imports`; whether it needs `unittest`, `skips` tests by itself, and must
-        run `inside` the program's process.
+        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it,
+        `modules` that it uses without importing them, and packages that it `imports`; whether it needs `unittest`,
+        `skips` tests by itself, and must run `inside` the program's process.
 
     Raises:
         NoTests: it is no Python, executes no check, or has a form that cannot be run.

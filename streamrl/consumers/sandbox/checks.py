@@ -32,122 +32,9 @@ from collections.abc import Callable, Iterator  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from driver import RESULT, load  # type: ignore[import-not-found]  # noqa: E402 - it lies beside this file there
+from plain import CONTAINERS, KINDS, SCALARS, NotPlain, change, read, write  # type: ignore[import-not-found]  # noqa: E402
 
 _PR_SET_DUMPABLE = 4
-_SMALL = 1 << 60
-_SCALARS = (int, float, complex, str, bytes, bytearray)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-
-
-class NotPlain(BaseException):
-    """A value that cannot travel: no plain data, and no object of the program."""
-
-
-# --- plain data as JSON, and back -------------------------------------------------------------------------------------
-
-
-def _of_collections(value: Any) -> list[Any]:
-    if type(value).__name__ == "deque":
-        return [list(value), value.maxlen]
-    if type(value).__name__ == "defaultdict":
-        factory = value.default_factory
-        return [factory if factory in _TYPES.values() else None, dict(value)]
-    return [dict(value)]
-
-
-_KINDS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
-    ("collections", "deque"): _of_collections,
-    ("collections", "defaultdict"): _of_collections,
-    ("collections", "Counter"): _of_collections,
-    ("collections", "OrderedDict"): lambda value: [list(value.items())],
-    ("fractions", "Fraction"): lambda value: [value.numerator, value.denominator],
-    ("decimal", "Decimal"): lambda value: [str(value)],
-    ("datetime", "timedelta"): lambda value: [value.days, value.seconds, value.microseconds],
-    ("datetime", "date"): lambda value: [value.year, value.month, value.day],
-    ("datetime", "time"): lambda value: [value.hour, value.minute, value.second, value.microsecond, value.tzinfo],
-    ("datetime", "datetime"): lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
-    ("datetime", "timezone"): lambda value: [value.utcoffset(None)],
-}
-"""Values of the standard library that travel: what they are built from."""
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCALARS, *_CONTAINERS, bool, object, type, range, slice)}
-
-
-def _write(value: Any, other: Callable[[Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return plain data as a tree for JSON; `other` writes what is none."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return value if -_SMALL < value < _SMALL else ["int", hex(value)]
-    if kind in _CONTAINERS:
-        items = value.items() if kind is dict else value
-        return [kind.__name__, [_write(list(item) if kind is dict else item, other) for item in items]]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
-    if kind is complex:
-        return ["complex", [value.real, value.imag]]
-    if kind in (range, slice):
-        return [kind.__name__, [_write(one, other) for one in (value.start, value.stop, value.step)]]
-    if value is Ellipsis:
-        return ["Ellipsis", None]
-    if kind is type and value in _TYPES.values():
-        return ["type", value.__name__]
-    parts = _KINDS.get((kind.__module__, kind.__name__))
-    if parts is not None and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
-        return ["known", [kind.__module__, kind.__name__, _write(parts(value), other)]]
-    return other(value)
-
-
-def _read(tree: Any, other: Callable[[str, Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return the value of a tree; `other` reads what is no plain data."""
-    if not isinstance(tree, list):
-        return tree
-    kind, inner = tree
-    if kind == "int":
-        return int(inner, 16)
-    if kind == "dict":
-        return dict(_read(item, other) for item in inner)
-    if kind in ("list", "tuple", "set", "frozenset"):
-        return _TYPES[kind](_read(item, other) for item in inner)
-    if kind in ("bytes", "bytearray"):
-        return _TYPES[kind].fromhex(inner)
-    if kind in ("complex", "range", "slice"):
-        return _TYPES[kind](*(_read(item, other) for item in inner))
-    if kind == "Ellipsis":
-        return Ellipsis
-    if kind == "type":
-        return _TYPES[inner]
-    if kind == "known":
-        module, name, parts = inner
-        if (module, name) not in _KINDS:
-            raise ValueError(f"{module}.{name} does not travel")
-        return getattr(__import__(module), name)(*_read(parts, other))
-    return other(kind, inner)
-
-
-def _change(old: Any, new: Any) -> Any:
-    """Make a value what the program has made of its copy; lists, dictionaries and sets stay the same objects."""
-    if type(old) is not type(new):
-        return new
-    if type(old) is list:
-        old[:] = [*map(_change, old, new), *new[len(old) :]]
-    elif type(old) is dict:
-        merged = {key: _change(old[key], value) if key in old else value for key, value in new.items()}
-        old.clear()
-        old.update(merged)
-    elif type(old) is set:
-        old.clear()
-        old.update(new)
-    elif type(old) is bytearray:
-        old[:] = new
-    elif type(old) is tuple and len(old) == len(new):
-        return tuple(map(_change, old, new))
-    elif type(old).__name__ in ("deque", "defaultdict", "Counter", "OrderedDict"):
-        old.clear()
-        (old.extend if type(old).__name__ == "deque" else old.update)(new)
-    else:
-        return new
-    return old
 
 
 # --- the program's process --------------------------------------------------------------------------------------------
@@ -159,7 +46,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {int: int.__index__, float: float.__fl
 
 def _base(value: Any) -> Any:
     """Return the plain data that an object of a class derived from it holds, in a tuple; empty when there is none."""
-    for kind in (*_SCALARS, *_CONTAINERS):
+    for kind in (*SCALARS, *CONTAINERS):
         if isinstance(value, kind):
             return (_PLAIN.get(kind, kind)(value),)
     return ()
@@ -190,8 +77,8 @@ class _Host:
         """Do it, and return the answer: `done` with the result and the arguments if it changed them, or `raised`."""
         try:
             verb, args, named = json.loads(line)
-            values = [_read(arg, self._object) for arg in args]
-            keys = {name: _read(arg, self._object) for name, arg in named.items()}
+            values = [read(arg, self._object) for arg in args]
+            keys = {name: read(arg, self._object) for name, arg in named.items()}
             function = self._verbs.get(verb) or getattr(operator, verb)
             result = self._tree(function(*values, **keys))
             after = [self._tree(value) for value in (*values, *keys.values())]
@@ -208,7 +95,7 @@ class _Host:
         return [self._tree(value) for value in values]
 
     def _tree(self, value: Any) -> Any:
-        return _write(value, self._other)
+        return write(value, self._other)
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
@@ -253,7 +140,7 @@ def _serve(requests: int, replies: int) -> NoReturn:
             kept = [(kind, dict(vars(kind))) for kind in _of_unittest(order["unittest"])]
             own = dict(vars(builtins))
             sys.modules["__main__"] = types.ModuleType("__main__")  # or a program could change this file's functions
-            sys.modules.pop("driver")
+            del sys.modules["driver"], sys.modules["plain"]
             program = load("solution.py")
             for kind, before in kept:
                 _restore(kind, before)
@@ -433,9 +320,9 @@ def _same(one: Any, other: Any) -> Any:
         return len(one) == len(other) and all(map(_same, one, other))
     if type(one) is dict and type(other) is dict:
         return len(one) == len(other) and all(key in other and _same(one[key], other[key]) for key in one)
-    if type(one) in (*_SCALARS, *_CONTAINERS, bool, type(None)):
+    if type(one) in (*SCALARS, *CONTAINERS, bool, type(None)):
         return not _equals_as_it_likes(other) and one == other
-    if type(other) in (*_SCALARS, *_CONTAINERS, bool, type(None)):
+    if type(other) in (*SCALARS, *CONTAINERS, bool, type(None)):
         return not _equals_as_it_likes(one) and one == other
     return one == other
 
@@ -461,7 +348,7 @@ def _equals_as_it_likes(value: Any) -> bool:
         return False
     module = sys.modules.get(kind.__module__)
     genuine = getattr(module, kind.__name__, None) is kind
-    if kind is Remote or (genuine and ((kind.__module__, kind.__name__) in _KINDS or _of_the_tests(kind))):
+    if kind is Remote or (genuine and ((kind.__module__, kind.__name__) in KINDS or _of_the_tests(kind))):
         return False
     return getattr(getattr(compare, "__code__", None), "co_filename", "") != "tests.py"
 
@@ -489,7 +376,7 @@ class Program:
     def __init__(self) -> None:
         self.asked, self.unfit = False, ""
         self._exceptions: dict[int, type] = {}
-        (requests, write), (read, replies) = os.pipe(), os.pipe()
+        (requests, orders), (answers, replies) = os.pipe(), os.pipe()
         self._pid = os.fork()
         if not self._pid:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -500,7 +387,7 @@ class Program:
             _serve(10, 11)
         os.close(requests)
         os.close(replies)
-        self._writer, self._reader = os.fdopen(write, "wb"), os.fdopen(read, "rb")
+        self._writer, self._reader = os.fdopen(orders, "wb"), os.fdopen(answers, "rb")
 
     def start(self, *, inside: bool, with_unittest: bool) -> None:
         """Run the program; an end of it ends this process likewise."""
@@ -525,8 +412,8 @@ class Program:
         """
         self.asked = True
         try:
-            trees = [_write(arg, _reference) for arg in args]
-            keys = {name: _write(arg, _reference) for name, arg in named.items()}
+            trees = [write(arg, _reference) for arg in args]
+            keys = {name: write(arg, _reference) for name, arg in named.items()}
         except NotPlain as error:  # a recursion that is too deep is an error: the program can lead the tests into one
             self.unfit = str(error)
             raise
@@ -536,8 +423,8 @@ class Program:
             raise self._raised(*answer[1:])
         _, result, after = answer
         for old, tree in zip((*args, *named.values()), after or (), strict=False):
-            _change(old, _read(tree, self._object))
-        return _read(result, lambda kind, inner: self._object(kind, inner, loose))
+            change(old, read(tree, self._object))
+        return read(result, lambda kind, inner: self._object(kind, inner, loose))
 
     def end(self) -> None:
         """Kill it. A repeat does nothing."""
@@ -567,7 +454,7 @@ class Program:
         return self._exceptions[number]
 
     def _raised(self, kind: list[Any], args: list[Any], said: str) -> BaseException:
-        values = [_read(arg, self._object) for arg in args]
+        values = [read(arg, self._object) for arg in args]
         cls = self._exception(*kind)
         error: BaseException = cls.__new__(cls, *values)
         error.args = tuple(values)
