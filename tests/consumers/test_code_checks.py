@@ -46,6 +46,9 @@ import unittest
 class TestAdd(unittest.IsolatedAsyncioTestCase):
     async def test_add(self): self.assertEqual(add(1, 2), 3)
 """,
+    "only a main checks": "def run():\n  assert add(1, 2) == 3\nif __name__ == '__main__':\n  run()",
+    "exits by itself": "import sys\nif add(1, 2) != 3:\n  sys.exit(1)",
+    "a module that may be missing": "try:\n  import nowhere\nexcept ImportError:\n  pass\nassert add(1, 2) == 3",
     "raises by itself": "if add(1, 2) != 3:\n  raise ValueError('no')",
     "a helper that compares": "def same(a, b):\n  assert a == b\nsame(add(1, 2), 3)",
     "a mock": "from unittest.mock import Mock\ndef test():\n  m = Mock(return_value=1)\n  assert add(m(), 2) == 3",
@@ -73,6 +76,8 @@ NOTHING = {
     "comments": ("# assert add(1, 2) == 3", "executes no check"),
     "no call": ("def helper():\n  assert add(1, 2) == 3", "executes no check"),
     "no test": ("import unittest\nclass A(unittest.TestCase):\n  def add(self): pass", "executes no check"),
+    "a main without a check": ("if __name__ == '__main__':\n  print(add(1, 2))", "executes no check"),
+    "an exit with 0": ("import sys\nif add(1, 2) == 3:\n  sys.exit(0)", "executes no check"),
     "no entry point": ("def check(candidate):\n  assert candidate(1, 2) == 3", "entry_point"),
     "generator": ("def test_add():\n  assert add(1, 2) == 3\n  yield", "test_add with yield"),
     "fixture": ("def test_add(numbers):\n  assert add(*numbers) == 3", "test_add with arguments"),
@@ -97,6 +102,15 @@ async def test_a_loop_over_nothing_checks_nothing_whatever_the_program_is():
     with pytest.raises(DataError, match="metadata tests of line 7 has code that has executed no check"):
         await score(ADD, "for a in []:\n  assert add(a, a) == 0")
     assert await score("def add(a, b): return []", "for a in add(1, 2):\n  assert a == 0") == 0.0
+
+
+@pytest.mark.parametrize(
+    "test", ["from nowhere.deep import a\nassert add(1, 2)", "def test():\n  import nowhere\n  assert 1"]
+)
+async def test_a_module_that_the_tests_miss_is_an_error_of_the_data(test):
+    need("namespaces")
+    with pytest.raises(DataError, match=r"metadata tests of line 7 has code that imports nowhere, which .* not have"):
+        await score("import sys, types\nsys.modules['nowhere'] = types.ModuleType('nowhere')\n" + ADD, test)
 
 
 TREES = """

@@ -2,7 +2,8 @@
 
 Standard input has one JSON object: what `read_checks` of rules/code_checks.py returns, and a `token`. The token goes to
 descriptor 3 when the tests have run without an exception and have executed a check; the token and ` unchecked` when
-they executed none and asked the program for nothing.
+they executed none and asked the program for nothing; the token, ` misses ` and a name when they import a module that is
+not installed.
 
 The tests and the program are two processes. The program's is forked before the tests are read, so it never holds them,
 what they expect, or the token. The tests' process asks it to call functions. Plain data travels as text and is compared
@@ -632,7 +633,6 @@ def _dumpable(yes: bool) -> None:
 
 def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
     """Run the tests, if need be in the process of the spare program; return how many checks were executed."""
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - the program can write there
     if not task["inside"]:
         program.start(inside=False, with_unittest=False)
         module = types.ModuleType("tests")
@@ -661,20 +661,29 @@ def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
     return spare.run(task)
 
 
+def _is_missing(name: str) -> bool:
+    import importlib.util
+
+    return name not in sys.stdlib_module_names and name not in sys.modules and importlib.util.find_spec(name) is None
+
+
 def _judge() -> str:
     """Run tests, and return what to tell the worker; an exception, or the end of this process, fails the tests."""
     _dumpable(False)
     program, spare = Program(), Program()
     task = json.loads(sys.stdin.buffer.read())
+    token: str = task["token"]
     with contextlib.suppress(OSError):  # a pipe is empty now
         os.ftruncate(0, 0)  # the first process of a sandbox may have it open, too
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - the program can write there
     try:
+        if missing := [name for name in task["needs"] if _is_missing(name)]:
+            return f"{token} misses {missing[0]}"
         checks = _test(task, program, spare)
     finally:
         program.end()
         spare.end()
-    token: str = task["token"]
     if not checks and program.asked:
         raise AssertionError("no check was executed")
     return token if checks else f"{token} unchecked"
