@@ -155,7 +155,7 @@ OBJECTS = {
     "with": "with Node(3) as n:\n  assert n.value == 3",
     "derived from plain data": "s = Stack()\ns.push(1)\nassert s == [1] and [1] == s and len(s) == 1 and s[0] == 1\n"
     "assert Point(1, 2) == (1, 2) and Point(1, 2).x == 1 and Color.RED == 1 and Color.RED.name == 'RED'",
-    "arguments that change": "a = [[3], [1]]\ninner = a[0]\nsort(a)\nassert a == [[1, 9], [3]] and inner == [1, 9]",
+    "arguments that change": "a = [[3], [1]]\ninner = a[0]\nsort(a)\nassert a == [[1, 9], [3]] and inner == [3]",
     "kept": "assert count('aab').most_common(1) == [('a', 2)] and LIMIT == 7 and adder(2)(3) == 5",
     "times": "import datetime as d\nassert at() == d.datetime(2020, 1, 2, 3, tzinfo=d.timezone.utc)\n"
     "assert Node(1).__class__ == Node and Node(1).__class__.__name__ == 'Node'",
@@ -264,14 +264,14 @@ sys.settrace(tracer)
     "prints results": """
 import os, sys
 for target in (1, 3):
-    try: os.write(target, b"loaded\\n[\\"done\\", true, null]\\n1\\n")
+    try: os.write(target, b"loaded\\n[\\"done\\", null, true]\\n1\\n")
     except OSError: pass
-print("OK", '["done", 3, null]')
+print("OK", '["done", null, 3]')
 os._exit(0)
 """,
     "answers for itself": """
 import os
-os.write(11, b"loaded\\n" + b'["done", true, null]\\n' * 9)
+os.write(11, b"loaded\\n" + b'["done", null, true]\\n' * 9)
 """,
     "skips the test": "import unittest\ndef add(a, b): raise unittest.SkipTest('later')",
     "raises what is expected": "def add(a, b): raise AssertionError\nclass AssertionError(Exception): pass",
@@ -332,7 +332,7 @@ import json, os
 os.write(11, b"loaded\\n")
 for line in os.fdopen(10, "rb", closefd=False):
     answer = {names} if json.loads(line)[0] == "names" else 0.0
-    os.write(11, (json.dumps(["done", answer, None]) + "\\n").encode())
+    os.write(11, (json.dumps(["done", None, answer]) + "\\n").encode())
 """
 REPLACES = {
     "its names take the place of our functions": (
@@ -346,7 +346,7 @@ REPLACES = {
     "it answers with more names": (
         "def check(candidate):\n  assert abs(candidate(1, 2) - 3) < 1",
         ANSWERS.format(
-            names='["dict", [["list", ["add", ["object", 0]]], ["list", ["abs", ["object", 1]]]]]',
+            names='["dict", [["add", ["object", 0]], ["abs", ["object", 1]]]]',
         ),
     ),
 }
@@ -468,3 +468,39 @@ async def test_a_failed_assertion_that_the_tests_catch_fails_them():
     runs |= {("wrong", name): score(WRONG + "\ndef refuse(): pass", GOES_ON[name]) for name in silent}
     found = await together(runs)
     assert {key: value for key, value in found.items() if value != (key[0] == "right")} == {}
+
+
+ONE_OBJECT = """
+from collections import Counter, deque
+def first(m): m[0][0] = 1
+def second(a, b): b.append(9)
+def same(a): return a
+def inner(a): return a[0]
+def swap(a): a[0], a[1] = a[1], a[0]
+def apart(m): m[1] = [7]
+def keep(a, *, to): to["a"] = a; return to
+def tail(d): d.append(d.popleft()); return d
+def twice(): a = [1]; return [a, a]
+def ring(a): return a[0] is a
+def add(c): c["x"] += 1; return [c, c]
+"""
+IDENTITY = {
+    "rows": "m = [[0] * 2] * 2\nfirst(m)\nassert m == [[1, 0], [1, 0]]\nm[0].append(5)\nassert m[1] == [1, 0, 5]",
+    "arguments": "a = [1]\nsecond(a, a)\nassert a == [1, 9]",
+    "a result": "a = [1]\nb = same(a)\nb.append(2)\nassert a == [1, 2]",
+    "a part": "a = [[1], 2]\ninner(a).append(3)\nassert a == [[1, 3], 2]",
+    "moved": "a, b = [1], [2]\nboth = [a, b]\nswap(both)\na.append(5)\nassert both == [[2], [1, 5]]",
+    "parted": "r = [0]\nm = [r, r]\napart(m)\nassert m == [[0], [7]] and r == [0]",
+    "named": "a, d = [1], {}\nassert keep(a, to=d) == {'a': [1]}\na.append(2)\nassert d == {'a': [1, 2]}",
+    "of collections": "from collections import deque, Counter\nd = deque([1, 2], 5)\ne = tail(d)\ne.append(3)\n"
+    "assert d == deque([2, 1, 3]) and d.maxlen == 5\nc = Counter('x')\nadd(c)[1]['y'] = 4\n"
+    "assert c == Counter(x=2, y=4)",
+    "of a new object": "a = twice()\na[0].append(2)\nassert a == [[1, 2], [1, 2]]",
+    "a list in itself": "a = []\na.append(a)\nassert ring(a)",
+}
+
+
+async def test_an_object_stays_one_object_between_the_processes():
+    need("namespaces")
+    found = await together({name: score(ONE_OBJECT, test) for name, test in IDENTITY.items()})
+    assert {name for name, value in found.items() if value != 1.0} == set()

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from driver import RESULT, load  # type: ignore[import-not-found]  # noqa: E402 - it lies beside this file there
-from plain import CONTAINERS, KINDS, SCALARS, NotPlain, change, read, write  # type: ignore[import-not-found]  # noqa: E402
+from plain import CONTAINERS, KINDS, SCALARS, Message, NotPlain  # type: ignore[import-not-found]  # noqa: E402
 
 _PR_SET_DUMPABLE = 4
 
@@ -64,6 +64,7 @@ class _Host:
         self._space = space
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._message = Message()
         self._verbs: dict[str, Callable[..., Any]] = {
             "call": lambda function, *args, **named: function(*args, **named),
             "names": lambda names: {name: self._space[name] for name in names if name in self._space},
@@ -78,14 +79,26 @@ class _Host:
         """Do it, and return the answer: `done` with the result and the arguments if it changed them, or `raised`."""
         try:
             verb, args, named = json.loads(line)
-            values = [read(arg, self._object) for arg in args]
-            keys = {name: read(arg, self._object) for name, arg in named.items()}
+            request = Message()
+            values = [request.read(arg, self._object) for arg in args]
+            keys = {name: request.read(arg, self._object) for name, arg in named.items()}
             function = self._verbs.get(verb) or getattr(operator, verb)
-            result = self._tree(function(*values, **keys))
-            after = [self._tree(value) for value in (*values, *keys.values())]
-            return ["done", result, None if after == [*args, *named.values()] else after]
+            result = function(*values, **keys)
+            after = self._after([*values, *keys.values()], [*args, *named.values()], request)
+            return ["done", after, self._tree(result)]
         except BaseException as error:  # noqa: BLE001 - told to the tests
+            self._message = Message()
             return ["raised", self._class(type(error)), self._list(error.args), str(error)]
+
+    def _after(self, values: list[Any], trees: list[Any], request: Message) -> list[Any] | None:
+        """Write the arguments after the call; None when they are what they were."""
+        self._message = Message()
+        same = [self._tree(value) for value in values] == trees
+        self._message = Message(request.objects)
+        if same:
+            self._message.unchanged()
+            return None
+        return [self._tree(value) for value in values]
 
     def _global(self, name: str) -> Any:
         if name not in self._space:
@@ -96,7 +109,7 @@ class _Host:
         return [self._tree(value) for value in values]
 
     def _tree(self, value: Any) -> Any:
-        return write(value, self._other)
+        return self._message.write(value, self._other)
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
@@ -413,8 +426,9 @@ class Program:
         """
         self.asked = True
         try:
-            trees = [write(arg, _reference) for arg in args]
-            keys = {name: write(arg, _reference) for name, arg in named.items()}
+            request = Message()
+            trees = [request.write(arg, _reference) for arg in args]
+            keys = {name: request.write(arg, _reference) for name, arg in named.items()}
         except NotPlain as error:  # a recursion that is too deep is an error: the program can lead the tests into one
             self.unfit = str(error)
             raise
@@ -422,10 +436,11 @@ class Program:
         answer = json.loads(self._line())
         if answer[0] == "raised":
             raise self._raised(*answer[1:])
-        _, result, after = answer
-        for old, tree in zip((*args, *named.values()), after or (), strict=False):
-            change(old, read(tree, self._object))
-        return read(result, lambda kind, inner: self._object(kind, inner, loose))
+        _, after, result = answer
+        message = Message(request.objects)
+        for tree in after or ():
+            message.read(tree, self._object)
+        return message.read(result, lambda kind, inner: self._object(kind, inner, loose))
 
     def end(self) -> None:
         """Kill it. A repeat does nothing."""
@@ -455,7 +470,8 @@ class Program:
         return self._exceptions[number]
 
     def _raised(self, kind: list[Any], args: list[Any], said: str) -> BaseException:
-        values = [read(arg, self._object) for arg in args]
+        message = Message()
+        values = [message.read(arg, self._object) for arg in args]
         cls = self._exception(*kind)
         error: BaseException = cls.__new__(cls, *values)
         error.args = tuple(values)

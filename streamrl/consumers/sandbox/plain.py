@@ -7,7 +7,7 @@ import builtins
 globals()["__builtins__"] = dict(vars(builtins))  # as in checks.py
 
 import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterable  # noqa: E402
 from typing import Any  # noqa: E402
 
 _SMALL = 1 << 60
@@ -45,79 +45,135 @@ KINDS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*SCALARS, *CONTAINERS, bool, object, type, range, slice)}
 
 
-def write(value: Any, other: Callable[[Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return plain data as a tree for JSON; `other` writes what is none."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return value if -_SMALL < value < _SMALL else ["int", hex(value)]
-    if kind in CONTAINERS:
-        items = value.items() if kind is dict else value
-        return [kind.__name__, [write(list(item) if kind is dict else item, other) for item in items]]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
-    if kind is complex:
-        return ["complex", [value.real, value.imag]]
-    if kind in (range, slice):
-        return [kind.__name__, [write(one, other) for one in (value.start, value.stop, value.step)]]
-    if value is Ellipsis:
-        return ["Ellipsis", None]
-    if kind is type and value in _TYPES.values():
-        return ["type", value.__name__]
-    parts = KINDS.get((kind.__module__, kind.__name__))
-    if parts is not None and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
-        return ["known", [kind.__module__, kind.__name__, write(parts(value), other)]]
-    return other(value)
+_CHANGE: dict[str, Callable[[Any, Any], None]] = {
+    "list": lambda old, new: old.__setitem__(slice(None), new),
+    "bytearray": lambda old, new: old.__setitem__(slice(None), new),
+    **dict.fromkeys(
+        ("set", "dict", "defaultdict", "Counter", "OrderedDict"), lambda old, new: _replace(old.update, new)
+    ),
+    "deque": lambda old, new: _replace(old.extend, new),
+}
+"""Kinds whose values can be changed, and what makes one what another is."""
 
 
-def read(tree: Any, other: Callable[[str, Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return the value of a tree; `other` reads what is no plain data."""
-    if not isinstance(tree, list):
-        return tree
-    kind, inner = tree
-    if kind == "int":
-        return int(inner, 16)
-    if kind == "dict":
-        return dict(read(item, other) for item in inner)
-    if kind in ("list", "tuple", "set", "frozenset"):
-        return _TYPES[kind](read(item, other) for item in inner)
-    if kind in ("bytes", "bytearray"):
-        return _TYPES[kind].fromhex(inner)
-    if kind in ("complex", "range", "slice"):
-        return _TYPES[kind](*(read(item, other) for item in inner))
-    if kind == "Ellipsis":
-        return Ellipsis
-    if kind == "type":
-        return _TYPES[inner]
-    if kind == "known":
-        module, name, parts = inner
-        if (module, name) not in KINDS:
-            raise ValueError(f"{module}.{name} does not travel")
-        return getattr(__import__(module), name)(*read(parts, other))
-    return other(kind, inner)
+def _replace(fill: Any, new: Any) -> None:
+    fill.__self__.clear()
+    fill(new)
 
 
-def change(old: Any, new: Any) -> Any:
-    """Make a value what the program has made of its copy; lists, dictionaries and sets stay the same objects."""
-    if type(old) is not type(new):
-        return new
-    if type(old) is list:
-        old[:] = [*map(change, old, new), *new[len(old) :]]
-    elif type(old) is dict:
-        merged = {key: change(old[key], value) if key in old else value for key, value in new.items()}
-        old.clear()
-        old.update(merged)
-    elif type(old) is set:
-        old.clear()
-        old.update(new)
-    elif type(old) is bytearray:
-        old[:] = new
-    elif type(old) is tuple and len(old) == len(new):
-        return tuple(map(change, old, new))
-    elif type(old).__name__ in ("deque", "defaultdict", "Counter", "OrderedDict"):
-        old.clear()
-        (old.extend if type(old).__name__ == "deque" else old.update)(new)
-    else:
-        return new
-    return old
+def _is_known(kind: type) -> bool:
+    """Whether it is one of `KINDS`, and none that only has its name."""
+    name = (kind.__module__, kind.__name__)
+    return name in KINDS and getattr(sys.modules.get(name[0]), name[1], None) is kind
+
+
+class Message:
+    """Values that travel together.
+
+    What can be changed (lists, dictionaries and such) is numbered in the order in which it is met, so that it stays one
+    object however often it stands there, and an answer can say which objects of the request it means.
+
+    Args:
+        given: the objects of the request, when this is the answer.
+
+    Attributes:
+        objects: by number.
+    """
+
+    def __init__(self, given: Iterable[Any] = ()) -> None:
+        self.objects = list(given)
+        self._numbers = {id(value): number for number, value in enumerate(self.objects)}
+        self._written: set[int] = set()
+
+    def unchanged(self) -> None:
+        """Let the objects of the request be what they are there."""
+        self._written.update(range(len(self.objects)))
+
+    def write(self, value: Any, other: Callable[[Any], Any]) -> Any:
+        """Return plain data as a tree for JSON; `other` writes what is none."""
+        kind = type(value)
+        if kind.__name__ not in _CHANGE or not (kind in (*CONTAINERS, bytearray) or _is_known(kind)):
+            return self._write(value, other)
+        number = self._numbers.setdefault(id(value), len(self.objects))
+        if number in self._written:
+            return ["again", number]
+        self._written.add(number)
+        if number < len(self.objects):
+            return ["mine", [number, self._write(value, other)]]
+        self.objects.append(value)
+        return self._write(value, other)
+
+    def _write(self, value: Any, other: Callable[[Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
+        kind = type(value)
+        if value is None or kind in (bool, float, str):
+            return value
+        if kind is int:
+            return value if -_SMALL < value < _SMALL else ["int", hex(value)]
+        if kind is dict:
+            pairs = value.items()
+            return ["dict", [[self.write(key, other), self.write(item, other)] for key, item in pairs]]
+        if kind in CONTAINERS:
+            return [kind.__name__, [self.write(item, other) for item in value]]
+        if kind in (bytes, bytearray):
+            return [kind.__name__, value.hex()]
+        if kind is complex:
+            return ["complex", [value.real, value.imag]]
+        if kind in (range, slice):
+            return [kind.__name__, [self.write(one, other) for one in (value.start, value.stop, value.step)]]
+        if value is Ellipsis:
+            return ["Ellipsis", None]
+        if kind is type and value in _TYPES.values():
+            return ["type", value.__name__]
+        if _is_known(kind):
+            name = (kind.__module__, kind.__name__)
+            return ["known", [*name, [self.write(part, other) for part in KINDS[name](value)]]]
+        return other(value)
+
+    def read(self, tree: Any, other: Callable[[str, Any], Any]) -> Any:
+        """Return the value of a tree; `other` reads what is no plain data."""
+        if not isinstance(tree, list):
+            return tree
+        kind, inner = tree
+        if kind == "again":
+            return self.objects[inner]
+        if kind == "mine":
+            number, (kind, inner) = inner
+            return self._filled(self.objects[number], kind, inner, other)
+        if kind in ("list", "dict", "set", "bytearray"):
+            self.objects.append(_TYPES[kind]())
+            return self._filled(self.objects[-1], kind, inner, other)
+        if kind == "known" and inner[1] in _CHANGE:
+            self.objects.append(None)  # it has its number before what is in it
+            number = len(self.objects) - 1
+            self.objects[number] = self._read(kind, inner, other)
+            return self.objects[number]
+        return self._read(kind, inner, other)
+
+    def _filled(self, old: Any, kind: str, inner: Any, other: Callable[[str, Any], Any]) -> Any:
+        new = self._read(kind, inner, other)
+        if type(new) is not type(old):
+            raise TypeError(f"a {type(old).__name__} of the tests cannot become a {type(new).__name__}")
+        _CHANGE[type(old).__name__](old, new)
+        return old
+
+    def _read(self, kind: str, inner: Any, other: Callable[[str, Any], Any]) -> Any:  # noqa: PLR0911 - one for each
+        if kind == "int":
+            return int(inner, 16)
+        if kind == "dict":
+            return {self.read(key, other): self.read(item, other) for key, item in inner}
+        if kind in ("list", "tuple", "set", "frozenset"):
+            return _TYPES[kind](self.read(item, other) for item in inner)
+        if kind in ("bytes", "bytearray"):
+            return _TYPES[kind].fromhex(inner)
+        if kind in ("complex", "range", "slice"):
+            return _TYPES[kind](*(self.read(item, other) for item in inner))
+        if kind == "Ellipsis":
+            return Ellipsis
+        if kind == "type":
+            return _TYPES[inner]
+        if kind == "known":
+            module, name, parts = inner
+            if (module, name) not in KINDS:
+                raise ValueError(f"{module}.{name} does not travel")
+            return getattr(__import__(module), name)(*(self.read(part, other) for part in parts))
+        return other(kind, inner)
