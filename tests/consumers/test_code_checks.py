@@ -3,6 +3,7 @@
 import pytest
 
 from streamrl.consumers.rules.code import Code
+from streamrl.consumers.rules.code_checks import read_checks
 from streamrl.consumers.rules.code_tests import read_tests
 from streamrl.errors import DataError
 from tests.consumers.samples import seen
@@ -498,6 +499,30 @@ IDENTITY = {
     "of a new object": "a = twice()\na[0].append(2)\nassert a == [[1, 2], [1, 2]]",
     "a list in itself": "a = []\na.append(a)\nassert ring(a)",
 }
+
+
+HELD = {
+    "an attribute": "s = Shelf()\nl = s.items\nl.append(1)\nassert s.items == [1]",
+    "of a method": "s = Shelf()\nl = s.all()\nl.append(1)\nl[0] = 2\nassert s.items == [2]",
+    "a copy": "s = Shelf()\nl = s.copy()\nl.append(1)\nassert s.items == []",
+}
+SHELF = """
+class Shelf:
+    def __init__(self): self.items = []
+    def all(self): return self.items
+    def copy(self): return list(self.items)
+"""
+
+
+async def test_what_an_object_of_the_program_holds_is_changed_there():
+    need("namespaces")
+    found = await together({name: score(SHELF, test) for name, test in HELD.items()})
+    assert {name for name, value in found.items() if value != 1.0} == set()
+
+
+def test_results_of_functions_may_be_changed_anywhere():
+    for test in ("r = add(1)\nr.sort()\nassert r == []", "s = Solution()\nr = s.add(1)\nr.sort()\nassert r == []"):
+        assert not read_checks(test, None)["inside"]
 
 
 async def test_an_object_stays_one_object_between_the_processes():

@@ -382,7 +382,42 @@ def _only_owns(tree: ast.Module, name: str) -> bool:
 def _inside(tree: ast.Module, names: set[str]) -> bool:
     """Whether tests do what works in the program's process only."""
     of_the_program = names - _bound(tree) - _BUILT_IN
-    return any(_is_inside(node, of_the_program) for node in ast.walk(tree))
+    held = _held(tree)
+    return any(_is_inside(node, of_the_program) or _changes(node, held) for node in ast.walk(tree))
+
+
+def _held(tree: ast.Module) -> set[str]:
+    """Names of what an object may hold: assigned from an attribute, or from a method of an object of a named class."""
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    objects = set(_assigned([node for node in assigned if _is_construction(node.value)]))
+    return set(_assigned([node for node in assigned if _is_held(node.value, objects)]))
+
+
+def _assigned(nodes: Iterable[ast.Assign]) -> Iterator[str]:
+    return (target.id for node in nodes for target in node.targets if isinstance(target, ast.Name))
+
+
+def _is_construction(node: ast.expr) -> bool:
+    """Whether it builds an object; one of `Solution` holds nothing, as a rule."""
+    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    return name[:1].isupper() and name != "Solution"
+
+
+def _is_held(node: ast.expr, objects: set[str]) -> bool:
+    if isinstance(node, ast.Attribute):
+        return not (isinstance(node.value, ast.Name) and node.value.id in {"self", "solution"})
+    method = node.func if isinstance(node, ast.Call) else None
+    return isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name) and method.value.id in objects
+
+
+def _changes(node: ast.AST, names: set[str]) -> bool:
+    """Whether it changes what one of these names stands for."""
+    changed: ast.expr | None = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+        changed = node.func.value
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        changed = node.value
+    return isinstance(changed, ast.Name) and changed.id in names
 
 
 def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:  # noqa: PLR0911 - one for each kind of node
