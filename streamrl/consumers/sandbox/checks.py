@@ -583,6 +583,7 @@ class Remote:
         return program.ask("copy", self, loose=loose)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        del memo
         program, _, loose = self._streamrl
         return program.ask("deepcopy", self, loose=loose)
 
