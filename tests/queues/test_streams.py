@@ -76,6 +76,28 @@ async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisR
     assert "6 foreign entries removed" in screen.export_text()
 
 
+async def test_an_entry_with_the_last_id_there_is_stops_no_learner(ledgers: Ledgers):
+    train, last = ledgers.train, f"{2**64 - 1}-{2**64 - 1}"
+    await train.fence("n", 0)
+    await ledgers.connection.read("XADD", train.keys.weights, last, "v", 1, "m", "x")
+    await train.consume("n", 0, 3, b"three")
+    assert await ledgers.weights.newest() == (3, b"three")
+    await ledgers.connection.read("XADD", train.keys.weights, last, "v", 1, "m", "x")
+    assert await ledgers.weights.newest() == (3, b"three")
+    await train.consume("n", 0, 4, b"four")
+    assert await ledgers.weights.newest() == (4, b"four")
+
+
+async def test_the_version_of_a_run_whose_learner_named_no_entry(ledgers: Ledgers):
+    """As the learner of an earlier streamrl left it."""
+    keys, read = ledgers.train.keys, ledgers.connection.read
+    for version in (6, 7, 100_000):
+        await read("XADD", keys.weights, "*", "v", version, "m", f"m{version}")
+    await read("HSET", keys.state, "version", 7)
+    assert await ledgers.weights.newest() == (7, b"m7")
+    assert await read("XLEN", keys.weights) == 2
+
+
 def flooded(ledgers: Ledgers, monkeypatch, stream: str, each: int) -> list[int]:
     """Whenever the stream is read, somebody adds `each` entries more before that; a list that grows by one a look."""
     looks: list[int] = []
