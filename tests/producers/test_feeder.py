@@ -19,8 +19,9 @@ from streamrl.monitor.screen import render
 from streamrl.producers import feeder, waste
 from streamrl.producers.all_alike import AllAlike
 from streamrl.producers.dataset import Limits, load_prompts
-from streamrl.producers.feeder import run_feeder
+from streamrl.producers.feeder import Training, run_feeder
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.versions import VersionBell
 from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
 from streamrl.wire import Score, encode
@@ -334,6 +335,28 @@ async def test_a_group_that_dies_while_the_guard_looks_is_seen_at_the_next_look(
         await groups.guard.check()
         with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
             await groups.guard.check()
+
+
+async def test_a_replay_that_admits_nothing_uses_up_no_trial_of_a_run_that_drops_too_much(run):
+    async with run.open() as ledgers:
+        training = make_training(run, ledgers)
+        await training.check()
+        await replica_kit.admit(run, ledgers.train, 2)
+        for one in await Hands(ledgers.train).lease(ledgers.train.keys.prompts):
+            await ledgers.train.fail_prompt(one, "broken")
+        await ledgers.train.queue_replays([0, 1])
+        [thrown_away] = [one.entry for one in await ledgers.train.dead_letters() if (one.gid, one.sample) == (0, None)]
+        await ledgers.train.drop_dead([thrown_away])
+        training._waste.allowed = 2
+        await training._replay()
+        assert (await ledgers.train.state()).live == 1
+        assert training._waste.allowed == 1
+
+
+def make_training(run, ledgers):
+    tokenizer = Tokenizer.load(run.config.model)
+    data = load_prompts(run.config.data.train, tokenizer, Limits(16, run.config.model.context))
+    return Training(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
 
 
 async def is_full(ledger, budget):
