@@ -35,6 +35,7 @@ _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
 _WASTE_SECONDS: Final = 1.0
 """How often the counts of dropped and trained groups are looked at."""
+_ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
 async def run_feeder(role: Role) -> None:
@@ -166,7 +167,8 @@ class Training:
             outcome = await self._ledger.replay_queued(gid, letters, budget=config.budget, hard_cap=config.hard_cap)
             if outcome is ReplayOutcome.FULL:
                 return AdmitOutcome.FULL
-            self._waste.admitted(1)
+            if outcome in _ADMITTED_AGAIN:
+                self._waste.admitted(1)
         return AdmitOutcome.ADMITTED
 
     async def _look_for_waste(self) -> None:
