@@ -14,7 +14,7 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.producers.servers.environments import has_gpu
+from streamrl.producers.servers.environments import computes_on_cpu
 from streamrl.runtime.engine_checks import shared_memory_copies
 from streamrl.runtime.plan import processes
 
@@ -109,18 +109,14 @@ def memory(config: RunConfig, model_float32: int) -> int:
     need = _PROCESS_BYTES * sum(counts.values())
     if "learner" in counts:
         need += shared_memory_copies(config) * sizes[config.weights.dtype]
-        if _on_cpu(config.learner.device):
+        if computes_on_cpu(config.learner.device):
             # Weights and two moments of AdamW, all in float32; with an adapter the weights alone.
             need += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
             need += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
     engine = config.engine
-    if "rollout" in counts and not engine.url and _on_cpu(engine.device):
+    if "rollout" in counts and not engine.url and computes_on_cpu(engine.device):
         need += counts["rollout"] * engine.servers * sizes[engine.dtype]
     return need
-
-
-def _on_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

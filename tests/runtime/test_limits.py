@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.runtime import limits
+from streamrl.producers.servers import environments
 from streamrl.runtime.limits import free_memory, look_at_files, look_at_memory, memory, open_files
 
 GIB = 1 << 30
@@ -70,7 +70,7 @@ def test_what_opens_files(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_takes_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits, "has_gpu", lambda: False)
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
     base = memory(config(), 0)
     assert base == 4 * (128 << 20)
     own = {"weights": {"transport": "directory"}}
@@ -80,7 +80,7 @@ def test_what_takes_memory(monkeypatch: pytest.MonkeyPatch):
     assert lora - base == 2 * 4 * GIB
     half = config(**own, engine={"dtype": "bfloat16"}, rollout={"replicas": 3})
     assert memory(half, 4 * GIB) - memory(half, 0) == 3 * 4 * GIB + 3 * 2 * GIB
-    monkeypatch.setattr(limits, "has_gpu", lambda: True)
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
     assert memory(config(**own), 4 * GIB) == base
 
 
