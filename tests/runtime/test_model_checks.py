@@ -71,7 +71,9 @@ def test_without_network_the_hint_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        with pytest.raises(Unreachable, match=f"{NAME} is not complete on this machine, and the hub is not reachable") as caught:
+        with pytest.raises(
+            Unreachable, match=f"{NAME} is not complete on this machine, and the hub is not reachable"
+        ) as caught:
             look_at_models(run())
     assert "set model.path to a directory" in caught.value.hint
     assert "streamrl init --template sort" in caught.value.hint
