@@ -108,13 +108,7 @@ def _has_weights(name: str, file: str) -> bool:
     try:
         parts = set(orjson.loads(index.read_bytes())["weight_map"].values()) if index else set()
         return bool(parts) and all(_cached(name, part) for part in parts)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # an index that is none: the hub has the real one
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged index: the hub has a whole one
         return False
 
 
