@@ -28,6 +28,7 @@ from streamrl.producers.versions import VersionBell
 from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
+from streamrl.queues.snapshot import number
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
@@ -203,10 +204,11 @@ class Training:
         )
 
     async def _behind(self, version: int) -> list[str]:
-        """Replicas that do not have the newest version, which explains stale groups."""
+        """Replicas that do not have the newest version, which explains stale groups; nothing is said of noise."""
         roles = await self._role.ledgers.roles.read()
-        held = {name: int(fields.get("version", 0)) for name, fields in roles.items() if name.startswith("rollout.")}
-        return [f"{name} has version {has} of {version}" for name, has in sorted(held.items()) if has < version]
+        replicas = sorted(name for name in roles if name.startswith("rollout."))
+        held = [(name, number(roles[name].get("version", "0"))) for name in replicas]
+        return [f"{name} has version {has:.0f} of {version}" for name, has in held if has is not None and has < version]
 
     def _prompt(self, gid: int) -> bytes:
         config = self._role.config

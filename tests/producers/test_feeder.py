@@ -493,6 +493,7 @@ async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run
 
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             await ledgers.roles.beat("rollout.0", {"version": 0, "state": "ready"}, 60)
+            await ledgers.roles.beat("rollout.1", {"version": "noise", "state": "ready"}, 60)
             async with asyncio.timeout(30):
                 while "trouble" not in role.status:
                     await drop_all()
@@ -503,7 +504,7 @@ async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run
             await until(lambda: role.status["admission"] == "stopped")
             why = role.status["trouble"]
             assert "groups dropped (stale), 0 trained" in why
-            assert "rollout.0 has version 0 of 1" in why
+            assert "rollout.0 has version 0 of 1; the 2 groups" in why, "nothing is known of rollout.1"
             assert "the 2 groups of one step are tried in" in why
             await role.beat()
             seen = await asyncio.to_thread(looked_at, run)
