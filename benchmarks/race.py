@@ -69,9 +69,7 @@ def main() -> None:
         pairs.append(pair)
         for side in ("streamrl", "trl"):
             found = pair[side]
-            print(
-                f"seed {seed}  {side:9} {found['seconds']:6.2f} s  {found['steps']:3} steps  {said(found)}", flush=True
-            )
+            print(f"seed {seed}  {side:9} {said(pair[side])}", flush=True)
     results = {"goal": GOAL, "trl_settings": settings, **summary(pairs), "pairs": pairs}
     table("race", {key: value for key, value in results.items() if isinstance(value, dict) and "median" in value})
     if arguments.json:
