@@ -68,7 +68,6 @@ def main() -> None:
         pair = {"seed": seed, "streamrl": ours(seed, steps), "trl": trl(settings, seed=seed, steps=steps)}
         pairs.append(pair)
         for side in ("streamrl", "trl"):
-            found = pair[side]
             print(f"seed {seed}  {side:9} {said(pair[side])}", flush=True)
     results = {"goal": GOAL, "trl_settings": settings, **summary(pairs), "pairs": pairs}
     table("race", {key: value for key, value in results.items() if isinstance(value, dict) and "median" in value})
