@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from typing_extensions import override
+
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.isolated import patterns
 from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
@@ -135,8 +137,8 @@ class Judge(Reward):
         self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
 
+    @override
     def check_config(self, config: RunConfig) -> None:
-        """See `RewardLife.check_config`: the model that is asked must be able to give what this reward reads."""
         check_model(self._name, config.reward_models)
         self._check(config.reward_models[self._name])
 
