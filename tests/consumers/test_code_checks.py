@@ -46,6 +46,9 @@ import unittest
 class TestAdd(unittest.IsolatedAsyncioTestCase):
     async def test_add(self): self.assertEqual(add(1, 2), 3)
 """,
+    "only a main checks": "def run():\n  assert add(1, 2) == 3\nif __name__ == '__main__':\n  run()",
+    "exits by itself": "import sys\nif add(1, 2) != 3:\n  sys.exit(1)",
+    "a module that may be missing": "try:\n  import nowhere\nexcept ImportError:\n  pass\nassert add(1, 2) == 3",
     "raises by itself": "if add(1, 2) != 3:\n  raise ValueError('no')",
     "a helper that compares": "def same(a, b):\n  assert a == b\nsame(add(1, 2), 3)",
     "a mock": "from unittest.mock import Mock\ndef test():\n  m = Mock(return_value=1)\n  assert add(m(), 2) == 3",
@@ -73,6 +76,8 @@ NOTHING = {
     "comments": ("# assert add(1, 2) == 3", "executes no check"),
     "no call": ("def helper():\n  assert add(1, 2) == 3", "executes no check"),
     "no test": ("import unittest\nclass A(unittest.TestCase):\n  def add(self): pass", "executes no check"),
+    "a main without a check": ("if __name__ == '__main__':\n  print(add(1, 2))", "executes no check"),
+    "an exit with 0": ("import sys\nif add(1, 2) == 3:\n  sys.exit(0)", "executes no check"),
     "no entry point": ("def check(candidate):\n  assert candidate(1, 2) == 3", "entry_point"),
     "generator": ("def test_add():\n  assert add(1, 2) == 3\n  yield", "test_add with yield"),
     "fixture": ("def test_add(numbers):\n  assert add(*numbers) == 3", "test_add with arguments"),
@@ -97,6 +102,15 @@ async def test_a_loop_over_nothing_checks_nothing_whatever_the_program_is():
     with pytest.raises(DataError, match="metadata tests of line 7 has code that has executed no check"):
         await score(ADD, "for a in []:\n  assert add(a, a) == 0")
     assert await score("def add(a, b): return []", "for a in add(1, 2):\n  assert a == 0") == 0.0
+
+
+@pytest.mark.parametrize(
+    "test", ["from nowhere.deep import a\nassert add(1, 2)", "def test():\n  import nowhere\n  assert 1"]
+)
+async def test_a_module_that_the_tests_miss_is_an_error_of_the_data(test):
+    need("namespaces")
+    with pytest.raises(DataError, match=r"metadata tests of line 7 has code that imports nowhere, which .* not have"):
+        await score("import sys, types\nsys.modules['nowhere'] = types.ModuleType('nowhere')\n" + ADD, test)
 
 
 TREES = """
@@ -274,7 +288,7 @@ def add(a, b): return 3 if found else 0
 """,
     "writes modules for the tests": """
 import os
-for name in ("asyncio", "unittest", "linecache", "math", "json"):
+for name in ("asyncio", "unittest", "linecache", "math", "json", "plain"):
     with open(name + ".py", "w") as file: file.write("import os; os.write(3, b'1'); os._exit(0)")
 with open("driver.py", "w") as file: file.write("")
 """,
@@ -311,3 +325,146 @@ async def test_no_trick_of_these_passes_in_the_process_of_the_program_either():
     assert {name for name, value in (await tricks("import sys\n")).items() if value} == {"right"}
     blind = 'import os\nos.write(11, b"loaded\\n1\\n" * 9)\ndef add(a, b): os._exit(0)'
     assert await score(blind, "import sys\n" + TARGETS["assert"]) == 0.0
+
+
+ANSWERS = """
+import json, os
+os.write(11, b"loaded\\n")
+for line in os.fdopen(10, "rb", closefd=False):
+    answer = {names} if json.loads(line)[0] == "names" else 0.0
+    os.write(11, (json.dumps(["done", answer, None]) + "\\n").encode())
+"""
+REPLACES = {
+    "its names take the place of our functions": (
+        "from solution import *\nassert add(1, 2) == 3",
+        "__all__ = ['add', '__streamrl_equal__']\ndef add(a, b): pass\ndef __streamrl_equal__(*a): return True",
+    ),
+    "its names take the place of built-in ones": (
+        "from solution import *\nassert abs(add(1, 2) - 3) < 1",
+        "__all__ = ['add', 'abs']\ndef add(a, b): return 0\ndef abs(x): return 0",
+    ),
+    "it answers with more names": (
+        "def check(candidate):\n  assert abs(candidate(1, 2) - 3) < 1",
+        ANSWERS.format(
+            names='["dict", [["list", ["add", ["object", 0]]], ["list", ["abs", ["object", 1]]]]]',
+        ),
+    ),
+}
+
+
+async def test_a_program_does_not_replace_names_of_the_tests():
+    need("namespaces")
+    runs = {name: score(program, test, entry_point="add") for name, (test, program) in REPLACES.items()}
+    runs["right"] = score(f"__all__ = []\n{ADD}", "from solution import *\nassert add(1, 2) == 3")
+    found = await together(runs)
+    assert {name for name, value in found.items() if value} == {"right"}
+
+
+EQUALS = {
+    "mock.ANY": "from unittest.mock import ANY\ndef add(a, b): return ANY",
+    "a class that exec makes": 'exec("class E:\\n def __eq__(s, o): return True")\ndef add(a, b): return E()',
+    "a function of C": "import operator\nclass E: __eq__ = operator.truth\ndef add(a, b): return E()",
+    "another operator": "class E(list): __eq__ = list.__ge__\ndef add(a, b): return E([9])",
+    "a list of mock.ANY": "from unittest.mock import ANY\ndef add(a, b): return [ANY]",
+}
+EQUAL = {
+    "fractions": ("from fractions import Fraction\ndef f(): return Fraction(3)", "assert f() == 3"),
+    "mocks": (
+        "def f(m): m(1); m(2)",
+        """
+from unittest.mock import Mock, call
+m = Mock()
+f(m)
+assert m.call_args_list == [call(1), call(2)]
+assert m.call_args == call(2) and m.call_args == ((2,), {})
+""",
+    ),
+    "of the tests": (
+        "def f(x): return x",
+        "class A:\n  def __eq__(self, other): return other == 3\nassert f(A()) == 3",
+    ),
+    "enums": ("import enum\nclass C(enum.IntEnum):\n  A = 3\ndef f(): return C.A", "assert f() == 3"),
+    "named tuples": ("import collections as c\nP = c.namedtuple('P', 'a')\ndef f(): return P(3)", "assert f() == (3,)"),
+    "dataclasses": (
+        "import dataclasses as d\n@d.dataclass\nclass P:\n  a: int\ndef f(): return [P(3)]",
+        "assert f() == [P(3)] and f() != [P(4)] and not f() == [3]",
+    ),
+}
+
+
+async def test_only_honest_classes_equal_plain_data_in_the_process_of_the_program():
+    need("namespaces")
+    either = "import sys\nassert add(1, 2) == 3 or add(1, 2) == [3]"
+    runs = {name: score(program, either) for name, program in EQUALS.items()}
+    runs |= {name: score(program, f"import sys\n{test}") for name, (program, test) in EQUAL.items()}
+    found = await together(runs)
+    assert {name for name, value in found.items() if value} == set(EQUAL)
+
+
+FORGES = """
+import sys
+frame = sys._getframe()
+while frame:
+    if "_run" in frame.f_globals: frame.f_globals["_run"] = lambda task, space: 5
+    frame = frame.f_back
+"""
+GOES_INSIDE = {
+    "returns a module": ("import math\ndef enc(s): return math\ndef dec(s): return s", "assert dec(enc('a')) == 'a'"),
+    "returns what has to be copied": (
+        "class L(list): pass\ndef f(x): return L()",
+        "import copy\nassert copy.deepcopy(f(3)) == [1, 2] and copy.copy(f(3)) == [1]",
+    ),
+    "returns a tree without an end": (
+        "class N:\n  @property\n  def left(self): return N()\n  def __eq__(self, other): return True",
+        "def walk(n): return n.left and walk(n.left)\nassert walk(N()) == 3",
+    ),
+}
+
+
+async def test_what_a_program_returns_does_not_bring_the_tests_into_its_process():
+    need("namespaces")
+    runs = {name: score(FORGES + program, test) for name, (program, test) in GOES_INSIDE.items()}
+    copies = "import copy\ns = Stack()\ns.push(1)\nt = copy.deepcopy(s)\nt.push(2)\nassert s == [1] and t == [1, 2]"
+    runs["right"] = score(TREES, copies + "\nassert copy.copy([Node(1)])[0] == Node(1)")
+    found = await together(runs)
+    assert {name for name, value in found.items() if value} == {"right"}
+
+
+CATCHES = {
+    "prints": "try:\n  assert add(1, 2) == 3\nexcept AssertionError:\n  print('bad')",
+    "prints in a loop": """
+def a(): assert add(1, 2) == 3
+def run():
+  for test in [a]:
+    try: test()
+    except Exception as error: print(error)
+run()
+""",
+    "unittest": """
+import unittest
+class T(unittest.TestCase):
+  def test(self):
+    try: self.assertEqual(add(1, 2), 3)
+    except: pass
+""",
+    "counts": "import sys\nbad = 0\ntry:\n  assert add(1, 2) == 3\nexcept AssertionError:\n  bad += 1\nprint(bad)",
+}
+GOES_ON = {
+    "either": "try:\n  assert add(1, 2) == 4\nexcept AssertionError:\n  assert add(1, 2) == 3",
+    "again": "for n in 4, 3:\n  try:\n    assert add(1, 2) == n\n    break\n  except AssertionError:\n    pass",
+    "must not be": "import unittest\nclass T(unittest.TestCase):\n  def test(self):\n"
+    "    with self.assertRaises(AssertionError):\n      assert add(1, 2) == 4",
+    "raised by the program": "try:\n  refuse()\n  assert False\nexcept AssertionError:\n  pass",
+    "raised by the program, inside": "import sys\ntry:\n  refuse()\n  assert False\nexcept AssertionError:\n  pass",
+}
+
+
+async def test_a_failed_assertion_that_the_tests_catch_fails_them():
+    need("namespaces")
+    refuse = "\ndef refuse(): assert False"
+    runs = {("right", name): score(ADD + refuse, test) for name, test in (CATCHES | GOES_ON).items()}
+    runs |= {("wrong", name): score(WRONG + "\ndef refuse(): pass", test) for name, test in CATCHES.items()}
+    silent = ("raised by the program", "raised by the program, inside")
+    runs |= {("wrong", name): score(WRONG + "\ndef refuse(): pass", GOES_ON[name]) for name in silent}
+    found = await together(runs)
+    assert {key: value for key, value in found.items() if value != (key[0] == "right")} == {}

@@ -14,7 +14,7 @@ from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.answers import one_of
 from streamrl.consumers.rules.code_blocks import program_in
-from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, Unchecked, judge, last_lines, read_tests
+from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, last_lines, read_tests
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
 from streamrl.consumers.sandbox.execution import SLOWEST
 from streamrl.consumers.sandbox.wrappers import interpreter
@@ -23,7 +23,7 @@ from streamrl.errors import ConfigError, DataError
 _PYTHON: Final = ("python", "py", "python3", "")
 _OURS: Final = {
     name: (Path(sandbox_package.__file__).parent / name).read_text(encoding="utf-8")
-    for name in ("driver.py", "checks.py")
+    for name in ("driver.py", "checks.py", "plain.py")
 }
 _SCRIPTS: Final = {"call": "driver.py", "code": "checks.py"}
 _SETUP_SECONDS: Final = 60.0
@@ -193,6 +193,11 @@ class Code(Reward):
                     await self._run(text, [test for test in tests if test.kind == kind], tally)
             except Unchecked:
                 raise DataError(f"{where} has code that has executed no check", _UNCHECKED_HINT) from None
+            except NoModule as error:
+                raise DataError(
+                    f"{where} has code that imports {error}, which {self._interpreter.path} does not have",
+                    "name an interpreter that has it in args.python; the program itself is the module `solution`",
+                ) from None
         counts = tally.counts
         counts["unrun"] = len(tests) - counts.total()
         passed = counts["passed"]

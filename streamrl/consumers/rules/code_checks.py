@@ -42,7 +42,7 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
 
     Run are the code, then its functions whose names begin with `test`, its classes of unittest, and those whose names
     begin with `Test`. A function `check` with one argument that nobody calls is called with the entry point, as in
-    HumanEval.
+    HumanEval. What is below `if __name__ == "__main__"` is run when nothing else checks.
 
     Args:
         text: the code.
@@ -50,22 +50,43 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
 
     Returns:
         `shown`, for tracebacks; `code`, the same lines with a count of the checks that are executed; test `functions`
-        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, and
-        `modules` that it uses without importing them; whether it needs `unittest`, `skips` tests by itself, and must
-        run `inside` the program's process.
+        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it,
+        `modules` that it uses without importing them, packages that it `imports`, and those of them that it `needs`;
+        whether it uses `unittest`, `skips` tests by itself, and must run `inside` the program's process.
 
     Raises:
         NoTests: it is no Python, executes no check, or has a form that cannot be run.
     """
+    alone, whole = _tree(text, main=False), _tree(text, main=True)
+    try:
+        return _task(text, alone, entry)
+    except NoTests:
+        return _task(text, whole, entry)
+
+
+def _tree(text: str, *, main: bool) -> ast.Module:
+    """Parse the code; what is below `if __name__ == "__main__"` is left out, or stands without the condition."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
         raise NoTests(f"has code that is no Python{where}") from None
-    tree.body = [one for one in tree.body if not _is_main(one)]
+    body: list[ast.stmt] = []
+    for one in tree.body:
+        if isinstance(one, ast.If) and _is_main(one):
+            body.extend(one.body if main else ())
+        else:
+            body.append(one)
+    tree.body = body
+    return tree
+
+
+def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
+    """Return the task of a tree, which changes it."""
     _call_check(tree, entry)
     functions, classes = _test_functions(tree), _test_classes(tree)
-    if not any(_checks(node, _defined(tree)) for node in _reachable(tree, {*functions, *classes})):
+    reachable = _reachable(tree, {*functions, *classes})
+    if not any(_checks(node, _defined(tree)) for node in reachable):
         raise NoTests(
             "has code that executes no check: there is no assert in what is run (a comparison alone, or one that is"
             " returned, checks nothing)"
@@ -81,6 +102,8 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
         "names": sorted(names - kept - modules),
         "kept": sorted(kept | modules),
         "modules": sorted(modules),
+        "imports": sorted(_imports([tree])),
+        "needs": sorted(_imports(reachable, without=(ast.If, ast.Try))),
         "unittest": "unittest" in text or "TestCase" in text,
         "skips": "skip" in text.lower(),
         "inside": inside,
@@ -207,12 +230,22 @@ def _checks(node: ast.AST, defined: Mapping[str, Any]) -> bool:
 
 
 def _is_check(node: ast.AST, defined: Mapping[str, Any]) -> bool:
-    """Whether it fails a test, or can: an assert, a call of an assert function, a raise that depends on something."""
+    """Whether it fails a test, or can: an assert, a call of an assert function, a raise or exit that is conditional."""
     if isinstance(node, ast.Call):
         return _asserts(node, defined)
     if isinstance(node, ast.If):
-        return any(isinstance(one, ast.Raise) for part in (*node.body, *node.orelse) for one in (part, *_own(part)))
+        inner = (one for part in (*node.body, *node.orelse) for one in (part, *_own(part)))
+        return any(isinstance(one, ast.Raise) or _exits(one) for one in inner)
     return isinstance(node, ast.Assert)
+
+
+def _exits(node: ast.AST) -> bool:
+    """Whether it ends the tests with a code that is not 0."""
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"sys.exit", "exit", "quit", "os._exit"}
+        and any(not isinstance(arg, ast.Constant) or arg.value not in {0, None} for arg in node.args)
+    )
 
 
 def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
@@ -239,6 +272,11 @@ class _Instrument(ast.NodeTransformer):
         node.test = _call(_CHECKED, node.test)
         return node
 
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        """Leave out `from solution import *`: the tests have the names that they use; the program adds no others."""
+        star = node.module == "solution" and node.names[0].name == "*"
+        return ast.copy_location(ast.Pass(), node) if star else node
+
     def visit_If(self, node: ast.If) -> Any:
         counted = _is_check(node, self._defined)
         self.generic_visit(node)
@@ -247,7 +285,13 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> Any:
-        """Count an exception that must come: what follows the call that raises it fails."""
+        """Count an exception that must come, and note a failed assertion that no other check follows.
+
+        An exception must come where what follows the call that raises it fails. Another check follows where the handler
+        has one, or a loop tries again.
+        """
+        again = any(isinstance(one, ast.Break) for part in node.body for one in ast.walk(part))
+        last = [one for one in node.handlers if not again and not self._goes_on(one)]
         must = any(
             isinstance(one, ast.Raise) or _is_check(one, self._defined)
             for part in (*node.body, *node.orelse)
@@ -256,7 +300,16 @@ class _Instrument(ast.NodeTransformer):
         self.generic_visit(node)
         for handler in node.handlers if must else ():
             handler.type = _call(_CHECKED, handler.type or ast.Name("BaseException", ast.Load()))
+        for handler in last:
+            handler.type = _call("__streamrl_catching__", handler.type or ast.Name("BaseException", ast.Load()))
         return node
+
+    def _goes_on(self, handler: ast.ExceptHandler) -> bool:
+        return any(
+            isinstance(one, ast.Raise | ast.Continue) or _is_check(one, self._defined)
+            for part in handler.body
+            for one in ast.walk(part)
+        )
 
     def visit_Call(self, node: ast.Call) -> Any:
         counted = _asserts(node, self._defined)
@@ -356,6 +409,21 @@ def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:  # noqa: PLR091
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return _within(node.value)
     return isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.Yield | ast.YieldFrom)
+
+
+def _imports(nodes: Iterable[ast.AST], without: tuple[type, ...] = ()) -> set[str]:
+    """Return the packages that the tests import, besides the program; not where a kind of `without` is around it."""
+    found: set[str] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+        elif not isinstance(node, without):
+            waiting.extend(ast.iter_child_nodes(node))
+    return found - {"solution"}
 
 
 def _works_apart(module: str) -> bool:

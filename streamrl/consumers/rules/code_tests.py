@@ -47,6 +47,10 @@ class Unchecked(Exception):
     """Code of tests ran to its end without a check, whatever the program is."""
 
 
+class NoModule(Exception):
+    """Code of tests imports a module that the interpreter of the programs does not have; its argument is the name."""
+
+
 @dataclass(slots=True)
 class _Malformed(Exception):
     why: str
@@ -93,6 +97,7 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
 
     Raises:
         Unchecked: code of tests has asked the program for nothing and executed no check.
+        NoModule: code of tests imports a module that is not there.
     """
     if execution.outcome in {"time", "memory", "output"}:
         return execution.outcome
@@ -103,6 +108,8 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
     if test.kind == "code":
         if execution.result == f"{test.wanted[0]} unchecked":
             raise Unchecked
+        if execution.result.startswith(f"{test.wanted[0]} misses "):
+            raise NoModule(execution.result.partition(" misses ")[2])
         return "passed" if execution.result == test.wanted[0] else "wrong"
     try:
         found = orjson.loads(execution.result)

@@ -2,12 +2,14 @@
 
 Standard input has one JSON object: what `read_checks` of rules/code_checks.py returns, and a `token`. The token goes to
 descriptor 3 when the tests have run without an exception and have executed a check; the token and ` unchecked` when
-they executed none and asked the program for nothing.
+they executed none and asked the program for nothing; the token, ` misses ` and a name when they import a module that is
+not installed.
 
 The tests and the program are two processes. The program's is forked before the tests are read, so it never holds them,
 what they expect, or the token. The tests' process asks it to call functions. Plain data travels as text and is compared
-in the tests' process; any other object stays where it is and is a `Remote` there. Tests for which this does not do
-(`inside`, or an argument that is no plain data) run in the process of the program, as well guarded as can be.
+in the tests' process; any other object stays where it is and is a `Remote` there. Other tests
+(`inside`, or with an argument of their own that is no plain data) run in the program's process. A program that wants to
+can forge these.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ globals()["__builtins__"] = dict(
 )  # the functions below keep these, whatever a program does to `builtins`
 
 import contextlib  # noqa: E402
+import copy  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import operator  # noqa: E402
@@ -30,122 +33,9 @@ from collections.abc import Callable, Iterator  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from driver import RESULT, load  # type: ignore[import-not-found]  # noqa: E402 - it lies beside this file there
+from plain import CONTAINERS, KINDS, SCALARS, NotPlain, change, read, write  # type: ignore[import-not-found]  # noqa: E402
 
 _PR_SET_DUMPABLE = 4
-_SMALL = 1 << 60
-_SCALARS = (int, float, complex, str, bytes, bytearray)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-
-
-class NotPlain(BaseException):
-    """A value that cannot travel: no plain data, and no object of the program."""
-
-
-# --- plain data as JSON, and back -------------------------------------------------------------------------------------
-
-
-def _of_collections(value: Any) -> list[Any]:
-    if type(value).__name__ == "deque":
-        return [list(value), value.maxlen]
-    if type(value).__name__ == "defaultdict":
-        factory = value.default_factory
-        return [factory if factory in _TYPES.values() else None, dict(value)]
-    return [dict(value)]
-
-
-_KINDS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
-    ("collections", "deque"): _of_collections,
-    ("collections", "defaultdict"): _of_collections,
-    ("collections", "Counter"): _of_collections,
-    ("collections", "OrderedDict"): lambda value: [list(value.items())],
-    ("fractions", "Fraction"): lambda value: [value.numerator, value.denominator],
-    ("decimal", "Decimal"): lambda value: [str(value)],
-    ("datetime", "timedelta"): lambda value: [value.days, value.seconds, value.microseconds],
-    ("datetime", "date"): lambda value: [value.year, value.month, value.day],
-    ("datetime", "time"): lambda value: [value.hour, value.minute, value.second, value.microsecond, value.tzinfo],
-    ("datetime", "datetime"): lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
-    ("datetime", "timezone"): lambda value: [value.utcoffset(None)],
-}
-"""Values of the standard library that travel: what they are built from."""
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*_SCALARS, *_CONTAINERS, bool, object, type, range, slice)}
-
-
-def _write(value: Any, other: Callable[[Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return plain data as a tree for JSON; `other` writes what is none."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return value if -_SMALL < value < _SMALL else ["int", hex(value)]
-    if kind in _CONTAINERS:
-        items = value.items() if kind is dict else value
-        return [kind.__name__, [_write(list(item) if kind is dict else item, other) for item in items]]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
-    if kind is complex:
-        return ["complex", [value.real, value.imag]]
-    if kind in (range, slice):
-        return [kind.__name__, [_write(one, other) for one in (value.start, value.stop, value.step)]]
-    if value is Ellipsis:
-        return ["Ellipsis", None]
-    if kind is type and value in _TYPES.values():
-        return ["type", value.__name__]
-    parts = _KINDS.get((kind.__module__, kind.__name__))
-    if parts is not None and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
-        return ["known", [kind.__module__, kind.__name__, _write(parts(value), other)]]
-    return other(value)
-
-
-def _read(tree: Any, other: Callable[[str, Any], Any]) -> Any:  # noqa: PLR0911 - one for each kind
-    """Return the value of a tree; `other` reads what is no plain data."""
-    if not isinstance(tree, list):
-        return tree
-    kind, inner = tree
-    if kind == "int":
-        return int(inner, 16)
-    if kind == "dict":
-        return dict(_read(item, other) for item in inner)
-    if kind in ("list", "tuple", "set", "frozenset"):
-        return _TYPES[kind](_read(item, other) for item in inner)
-    if kind in ("bytes", "bytearray"):
-        return _TYPES[kind].fromhex(inner)
-    if kind in ("complex", "range", "slice"):
-        return _TYPES[kind](*(_read(item, other) for item in inner))
-    if kind == "Ellipsis":
-        return Ellipsis
-    if kind == "type":
-        return _TYPES[inner]
-    if kind == "known":
-        module, name, parts = inner
-        if (module, name) not in _KINDS:
-            raise ValueError(f"{module}.{name} does not travel")
-        return getattr(__import__(module), name)(*_read(parts, other))
-    return other(kind, inner)
-
-
-def _change(old: Any, new: Any) -> Any:
-    """Make a value what the program has made of its copy; lists, dictionaries and sets stay the same objects."""
-    if type(old) is not type(new):
-        return new
-    if type(old) is list:
-        old[:] = [*map(_change, old, new), *new[len(old) :]]
-    elif type(old) is dict:
-        merged = {key: _change(old[key], value) if key in old else value for key, value in new.items()}
-        old.clear()
-        old.update(merged)
-    elif type(old) is set:
-        old.clear()
-        old.update(new)
-    elif type(old) is bytearray:
-        old[:] = new
-    elif type(old) is tuple and len(old) == len(new):
-        return tuple(map(_change, old, new))
-    elif type(old).__name__ in ("deque", "defaultdict", "Counter", "OrderedDict"):
-        old.clear()
-        (old.extend if type(old).__name__ == "deque" else old.update)(new)
-    else:
-        return new
-    return old
 
 
 # --- the program's process --------------------------------------------------------------------------------------------
@@ -157,7 +47,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {int: int.__index__, float: float.__fl
 
 def _base(value: Any) -> Any:
     """Return the plain data that an object of a class derived from it holds, in a tuple; empty when there is none."""
-    for kind in (*_SCALARS, *_CONTAINERS):
+    for kind in (*SCALARS, *CONTAINERS):
         if isinstance(value, kind):
             return (_PLAIN.get(kind, kind)(value),)
     return ()
@@ -179,6 +69,8 @@ class _Host:
             "names": lambda names: {name: self._space[name] for name in names if name in self._space},
             "global": self._global,
             "base": _base,
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
             **{name: getattr(builtins, name) for name in _BUILT_IN},
         }
 
@@ -186,8 +78,8 @@ class _Host:
         """Do it, and return the answer: `done` with the result and the arguments if it changed them, or `raised`."""
         try:
             verb, args, named = json.loads(line)
-            values = [_read(arg, self._object) for arg in args]
-            keys = {name: _read(arg, self._object) for name, arg in named.items()}
+            values = [read(arg, self._object) for arg in args]
+            keys = {name: read(arg, self._object) for name, arg in named.items()}
             function = self._verbs.get(verb) or getattr(operator, verb)
             result = self._tree(function(*values, **keys))
             after = [self._tree(value) for value in (*values, *keys.values())]
@@ -196,8 +88,6 @@ class _Host:
             return ["raised", self._class(type(error)), self._list(error.args), str(error)]
 
     def _global(self, name: str) -> Any:
-        if name == "__all__":
-            return self._space.get(name) or [one for one in self._space if not one.startswith("_")]
         if name not in self._space:
             raise AttributeError(f"module 'solution' has no attribute {name!r}")
         return self._space[name]
@@ -206,7 +96,7 @@ class _Host:
         return [self._tree(value) for value in values]
 
     def _tree(self, value: Any) -> Any:
-        return _write(value, self._other)
+        return write(value, self._other)
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
@@ -230,6 +120,8 @@ class _Host:
     def _object(self, kind: str, inner: Any) -> Any:
         if kind == "class":
             return getattr(__import__(inner[0], fromlist=["_"]), inner[1])
+        if kind == "shared":
+            return __import__(inner)
         return self._objects[inner]
 
 
@@ -249,7 +141,7 @@ def _serve(requests: int, replies: int) -> NoReturn:
             kept = [(kind, dict(vars(kind))) for kind in _of_unittest(order["unittest"])]
             own = dict(vars(builtins))
             sys.modules["__main__"] = types.ModuleType("__main__")  # or a program could change this file's functions
-            sys.modules.pop("driver")
+            del sys.modules["driver"], sys.modules["plain"]
             program = load("solution.py")
             for kind, before in kept:
                 _restore(kind, before)
@@ -315,6 +207,13 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
         space: names that the tests see, besides those of their own.
     """
     checks = 0
+    failed: list[BaseException] = []
+
+    def catching(kinds: Any) -> Any:
+        error = sys.exc_info()[1]
+        if isinstance(error, AssertionError) and isinstance(error, kinds) and not _is_of_the_program(error):
+            failed.append(error)
+        return kinds
 
     def checked(value: Any) -> Any:
         nonlocal checks
@@ -323,19 +222,18 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
 
     for name in task["modules"]:
         space[name] = __import__(name)
-    space.update(
-        __streamrl_checked__=checked,
-        __streamrl_equal__=_equal,
-        __streamrl_pair__=_pair,
-        __streamrl_type__=_type_of,
-        __streamrl_isinstance__=_is_instance,
-    )
+    global _imported  # noqa: PLW0603 - tests run once in a process
+    _imported = frozenset(task["imports"])
+    own = f"__streamrl_{os.urandom(8).hex()}_"  # so that no program can replace them by their names
+    found = {"checked": checked, "equal": _equal, "pair": _pair, "type": _type_of, "isinstance": _is_instance}
+    found["catching"] = catching
+    space.update({f"{own}{name}__": function for name, function in found.items()})
     _show_lines(task["shown"])
     if task["unittest"]:
         import unittest
 
         unittest.main = _ignore  # type: ignore[assignment]  # its classes are run below
-    exec(compile(task["code"], "tests.py", "exec"), space)  # noqa: S102
+    exec(compile(task["code"].replace("__streamrl_", own), "tests.py", "exec"), space)  # noqa: S102
     for name in task["functions"]:
         _finish(space[name]())
     for name in task["classes"]:
@@ -344,7 +242,17 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
         else:
             for method in [method for method in dir(space[name]) if method.startswith("test")]:
                 _finish(getattr(space[name](), method)())
+    if failed:
+        raise AssertionError("an assertion failed, and the tests caught it") from failed[0]
     return checks
+
+
+def _is_of_the_program(error: BaseException) -> bool:
+    """Whether the program has raised it, in its process or in this one."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename not in {__file__, "solution.py"}:
+        trace = trace.tb_next
+    return trace is not None
 
 
 def _ignore(*args: Any, **named: Any) -> None:
@@ -397,21 +305,25 @@ def _equal(*values: Any) -> Any:
 
 
 def _pair(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return both as they are, unless they only say that they are equal: then two that do not."""
+    """Return both as they are. If only an overridden `__eq__` makes them equal, return two values that differ.
+
+    The assertion of unittest, which compares them itself, fails then.
+    """
     if one == other and not _same(one, other):
         return ("plain data", repr(one)), ("an object that equals everything", repr(other))
     return one, other
 
 
 def _same(one: Any, other: Any) -> Any:
-    one, other = (_plainer(value) for value in (one, other))
+    if type(one) is not type(other):
+        one, other = (_plainer(value) for value in (one, other))
     if type(one) in (list, tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(_same, one, other))
     if type(one) is dict and type(other) is dict:
         return len(one) == len(other) and all(key in other and _same(one[key], other[key]) for key in one)
-    if type(one) in (*_SCALARS, *_CONTAINERS, bool, type(None)):
+    if type(one) in (*SCALARS, *CONTAINERS, bool, type(None)):
         return not _equals_as_it_likes(other) and one == other
-    if type(other) in (*_SCALARS, *_CONTAINERS, bool, type(None)):
+    if type(other) in (*SCALARS, *CONTAINERS, bool, type(None)):
         return not _equals_as_it_likes(one) and one == other
     return one == other
 
@@ -421,9 +333,30 @@ def _plainer(value: Any) -> Any:
     return _base(value)[0] if _equals_as_it_likes(value) and _base(value) else value
 
 
+_imported: frozenset[str] = frozenset()
+"""Packages that the tests import; `_run` sets it."""
+
+
 def _equals_as_it_likes(value: Any) -> bool:
-    compare = getattr(type(value), "__eq__", None)
-    return getattr(getattr(compare, "__code__", None), "co_filename", "") == "solution.py"
+    """Whether a class could say of its objects that they equal anything: its `__eq__` is no C code of its own.
+
+    Exempt are classes of the tests, those of the standard library that travel, and those of packages that the tests
+    import. In the tests' process there are none but these.
+    """
+    kind = type(value)
+    compare = getattr(kind, "__eq__", None)
+    if type(compare) is types.WrapperDescriptorType and compare.__name__ == "__eq__":
+        return False
+    module = sys.modules.get(kind.__module__)
+    genuine = getattr(module, kind.__name__, None) is kind
+    if kind is Remote or (genuine and ((kind.__module__, kind.__name__) in KINDS or _of_the_tests(kind))):
+        return False
+    return getattr(getattr(compare, "__code__", None), "co_filename", "") != "tests.py"
+
+
+def _of_the_tests(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in _imported and package not in sys.stdlib_module_names
 
 
 # --- the tests' process -----------------------------------------------------------------------------------------------
@@ -444,7 +377,7 @@ class Program:
     def __init__(self) -> None:
         self.asked, self.unfit = False, ""
         self._exceptions: dict[int, type] = {}
-        (requests, write), (read, replies) = os.pipe(), os.pipe()
+        (requests, orders), (answers, replies) = os.pipe(), os.pipe()
         self._pid = os.fork()
         if not self._pid:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -455,7 +388,7 @@ class Program:
             _serve(10, 11)
         os.close(requests)
         os.close(replies)
-        self._writer, self._reader = os.fdopen(write, "wb"), os.fdopen(read, "rb")
+        self._writer, self._reader = os.fdopen(orders, "wb"), os.fdopen(answers, "rb")
 
     def start(self, *, inside: bool, with_unittest: bool) -> None:
         """Run the program; an end of it ends this process likewise."""
@@ -480,19 +413,19 @@ class Program:
         """
         self.asked = True
         try:
-            trees = [_write(arg, _reference) for arg in args]
-            keys = {name: _write(arg, _reference) for name, arg in named.items()}
-        except (NotPlain, RecursionError) as error:
+            trees = [write(arg, _reference) for arg in args]
+            keys = {name: write(arg, _reference) for name, arg in named.items()}
+        except NotPlain as error:  # a recursion that is too deep is an error: the program can lead the tests into one
             self.unfit = str(error)
-            raise NotPlain(self.unfit) from None
+            raise
         self._send([verb, trees, keys])
         answer = json.loads(self._line())
         if answer[0] == "raised":
             raise self._raised(*answer[1:])
         _, result, after = answer
         for old, tree in zip((*args, *named.values()), after or (), strict=False):
-            _change(old, _read(tree, self._object))
-        return _read(result, lambda kind, inner: self._object(kind, inner, loose))
+            change(old, read(tree, self._object))
+        return read(result, lambda kind, inner: self._object(kind, inner, loose))
 
     def end(self) -> None:
         """Kill it. A repeat does nothing."""
@@ -522,7 +455,7 @@ class Program:
         return self._exceptions[number]
 
     def _raised(self, kind: list[Any], args: list[Any], said: str) -> BaseException:
-        values = [_read(arg, self._object) for arg in args]
+        values = [read(arg, self._object) for arg in args]
         cls = self._exception(*kind)
         error: BaseException = cls.__new__(cls, *values)
         error.args = tuple(values)
@@ -562,6 +495,8 @@ def _reference(value: Any) -> Any:
     """Write an object of the program, or a class; `NotPlain` for all else."""
     if type(value) is Remote:
         return ["object", value._streamrl[1]]  # noqa: SLF001
+    if isinstance(value, types.ModuleType) and value.__name__ in _SHARED_MODULES:
+        return ["shared", value.__name__]  # the program may have returned it
     if isinstance(value, type):
         if "__streamrl__" in vars(value):
             return ["object", value.__streamrl__]  # type: ignore[attr-defined]
@@ -627,11 +562,16 @@ class Remote:
         found: Iterator[Any] = self._do("iter")
         return found
 
+    def __copy__(self) -> Any:
+        program, _, loose = self._streamrl
+        return program.ask("copy", self, loose=loose)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        program, _, loose = self._streamrl
+        return program.ask("deepcopy", self, loose=loose)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse a copy: the tests are run again where they can have one."""
-        del protocol
-        self._streamrl[0].unfit = "a copy of an object of the program"
-        raise NotPlain(self._streamrl[0].unfit)
+        raise TypeError("an object of the program cannot be written as bytes here")
 
     def __exit__(self, *raised: object) -> Any:
         return self._do("getattr", "__exit__")(*raised)
@@ -693,14 +633,16 @@ def _dumpable(yes: bool) -> None:
 
 def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
     """Run the tests, if need be in the process of the spare program; return how many checks were executed."""
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - the program can write there
     if not task["inside"]:
         program.start(inside=False, with_unittest=False)
         module = types.ModuleType("tests")
         space = module.__dict__
         names = program.ask("names", task["names"])
         program.asked = False
-        for name, value in names.items():
+        for name in task["names"] if type(names) is dict else ():  # the program may answer with more than that
+            if name not in names:
+                continue
+            value = names[name]
             loose = name[:1].isupper() and name != "Solution"
             space[name] = Remote(program, value._streamrl[1], loose) if type(value) is Remote else value  # noqa: SLF001
         solution = types.ModuleType("solution")
@@ -719,20 +661,29 @@ def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
     return spare.run(task)
 
 
+def _is_missing(name: str) -> bool:
+    import importlib.util
+
+    return name not in sys.stdlib_module_names and name not in sys.modules and importlib.util.find_spec(name) is None
+
+
 def _judge() -> str:
     """Run tests, and return what to tell the worker; an exception, or the end of this process, fails the tests."""
     _dumpable(False)
     program, spare = Program(), Program()
     task = json.loads(sys.stdin.buffer.read())
+    token: str = task["token"]
     with contextlib.suppress(OSError):  # a pipe is empty now
         os.ftruncate(0, 0)  # the first process of a sandbox may have it open, too
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - the program can write there
     try:
+        if missing := [name for name in task["needs"] if _is_missing(name)]:
+            return f"{token} misses {missing[0]}"
         checks = _test(task, program, spare)
     finally:
         program.end()
         spare.end()
-    token: str = task["token"]
     if not checks and program.asked:
         raise AssertionError("no check was executed")
     return token if checks else f"{token} unchecked"
