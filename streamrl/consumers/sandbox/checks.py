@@ -566,7 +566,7 @@ class Remote:
         program, _, loose = self._streamrl
         return program.ask("copy", self, loose=loose)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, _memo: Any) -> Any:
         program, _, loose = self._streamrl
         return program.ask("deepcopy", self, loose=loose)
 
