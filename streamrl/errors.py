@@ -26,6 +26,7 @@ arguments only, so that they survive process boundaries and logs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 
 
@@ -153,7 +154,14 @@ class Forgotten(StreamrlError):
 
 def unwrap(error: BaseException) -> BaseException:
     """Return what a task group wraps, however deep: the first error of ours, else the first of all."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [unwrap(inner) for inner in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, StreamrlError)), leaves[0])
+    found = list(leaves(error))
+    return next((leaf for leaf in found if isinstance(leaf, StreamrlError)), found[0])
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """All errors that task groups wrap, however deep; of another error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error

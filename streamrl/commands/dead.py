@@ -23,6 +23,7 @@ SHOW_SCHEMA = "streamrl.dead.show/1"
 REPLAY_SCHEMA = "streamrl.dead.replay/1"
 DROP_SCHEMA = "streamrl.dead.drop/1"
 _SHOWN_IDS: Final = 3
+_ROOM_FOR_ALL: Final = sys.maxsize >> 1
 _REPLAYED: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.QUEUED, ReplayOutcome.LIVE})
 
 
@@ -154,18 +155,22 @@ async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[li
 
 
 async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:
-    """Queue the groups, and admit those that there is room for now: the run may have no feeder at the moment."""
+    """Queue the groups, and admit those that there is room for now: the run may have no feeder at the moment.
+
+    Held-out groups have no staleness to keep within, so there is room for all of them. They are not queued: the feeder
+    does not look at a queue of theirs, and one that was cut off would wait for ever.
+    """
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         letters = await ledger.dead_letters()
         gids = list(dict.fromkeys(letter.gid for letter in _chosen(letters, entries)))
         if list(entries) == ["all"]:
             gids = _dead_groups(letters) or gids
+        if evaluation:
+            return await ledger.replay_each(gids, budget=_ROOM_FOR_ALL, hard_cap=_ROOM_FOR_ALL)
         outcomes = await ledger.queue_replays(gids)
-        # A held-out group has no staleness to keep within: there is always room for it.
-        room = (sys.maxsize >> 1, sys.maxsize >> 1) if evaluation else (run.budget, run.hard_cap)
         for gid, entry in (await ledger.queued_replays()).items():
-            outcome = await ledger.replay_queued(gid, entry, budget=room[0], hard_cap=room[1])
+            outcome = await ledger.replay_queued(gid, entry, budget=run.budget, hard_cap=run.hard_cap)
             if outcome is ReplayOutcome.FULL:
                 break
             if gid in outcomes and outcome is not ReplayOutcome.GONE:  # gone: the feeder was faster
@@ -175,12 +180,12 @@ async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool
 
 def _dead_groups(letters: Sequence[DeadLetter]) -> list[int]:
     """The groups that are dead as a whole; says what is left out."""
-    gids = list(dict.fromkeys(letter.gid for letter in letters if letter.sample is None))
+    gids = dict.fromkeys(letter.gid for letter in letters if letter.sample is None)
     alone = sum(letter.gid not in gids for letter in letters)
     if alone:
         samples = _counted(alone, "dead sample of a group that goes", "dead samples of groups that go")
         output.note(f"{samples} on without {'it' if alone == 1 else 'them'} cannot be replayed")
-    return gids
+    return list(gids)
 
 
 def _counted(count: int, one: str, many: str) -> str:

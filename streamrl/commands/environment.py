@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from streamrl.commands import output
-from streamrl.producers.servers.environments import default_folder, has_gpu
+from streamrl.producers.servers.environments import computes_on_cpu, default_folder
 from streamrl.producers.servers.installation import install as make
 
 
@@ -22,7 +22,7 @@ def install(kind: Literal["vllm", "sglang"], into: Path | None, *, cpu: bool | N
         StreamrlError: see `installation.install`.
     """
     folder = (into if into is not None else default_folder(kind)).expanduser().absolute()
-    make(kind, folder, cpu=not has_gpu() if cpu is None else cpu, say=output.note)
+    make(kind, folder, cpu=computes_on_cpu("auto") if cpu is None else cpu, say=output.note)
     if into is not None:
         output.note(f"runs use it with  engine.environment: {folder}")
     output.write(str(folder))

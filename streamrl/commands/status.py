@@ -53,8 +53,8 @@ def look(run: RunDirectory) -> dict[str, Any]:
     """
     supervised = read_states(run.path)
     board, rewards, reachable = _board(run)
-    names = list(dict.fromkeys([*_planned(run), *supervised.roles, *sorted(board)]))
-    roles = [_role(name, supervised, board.get(name), reachable=reachable) for name in names]
+    names = list(dict.fromkeys([*_planned(run), *supervised.roles, *sorted(board or ())]))
+    roles = [_role(name, supervised, board, reachable=reachable) for name in names]
     if not reachable and not supervised.alive:
         verdict = "down"
     elif all(role["state"] == "ready" and not role["trouble"] for role in roles) and not any(r.away for r in rewards):
@@ -85,8 +85,11 @@ def _planned(run: RunDirectory) -> list[str]:
     return redis + [f"{kind}.{index}" for kind, count in counts.items() for index in range(count)]
 
 
-def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], tuple[RewardView, ...], bool]:
-    """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this."""
+def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
+    """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this.
+
+    The first is None when nobody knows, because the run's keys are damaged.
+    """
     try:
         probe = live_probe(run)
         if probe is None:
@@ -98,13 +101,15 @@ def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]], tuple[RewardVi
         return {}, (), False
     except LedgerDamaged as error:
         output.note(f"warning: what the roles show of themselves is unknown: {error}")
-        return {}, (), True
+        return None, (), True
 
 
-def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, reachable: bool) -> dict[str, Any]:
+def _role(
+    name: str, supervised: Supervised, board: dict[str, dict[str, str]] | None, *, reachable: bool
+) -> dict[str, Any]:
     known = supervised.roles.get(name) if supervised.alive else None
-    fields = shown or {}
-    state = _state(name, known, shown, reachable=reachable)
+    fields = board.get(name, {}) if board is not None else {}
+    state = _state(name, known, board, reachable=reachable)
     return {
         "name": name,
         "state": state,
@@ -119,8 +124,10 @@ def _role(name: str, supervised: Supervised, shown: dict[str, str] | None, *, re
     }
 
 
-def _state(name: str, known: KnownRole | None, shown: dict[str, str] | None, *, reachable: bool) -> str:
-    if known is not None and known.state == "ready" and reachable and name.partition(".")[0] != "redis":
+def _state(name: str, known: KnownRole | None, board: dict[str, dict[str, str]] | None, *, reachable: bool) -> str:
+    shown = None if board is None else board.get(name)
+    ready = known is not None and known.state == "ready"
+    if known is not None and ready and reachable and board is not None and name.partition(".")[0] != "redis":
         # The supervisor has seen it ready. Since then its event loop may stand still.
         if shown is None and time.time() - known.since > BEAT_TTL:
             return "silent"

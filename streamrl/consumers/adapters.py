@@ -212,26 +212,81 @@ def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
 
 
 def _keys_of(nodes: Sequence[ast.AST], owner: str) -> set[str]:
-    """The texts in `owner["text"]`; none where the code looks whether they are there (`in`), or catches something."""
-    if any(isinstance(node, ast.Try | ast.In | ast.NotIn) for node in nodes):
-        return set()
-    found = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)]
-    keys = [node.slice for node in found if isinstance(node.value, ast.Name) and node.value.id == owner]
-    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    """The texts in `owner["text"]`; none where the code does anything else with `owner`, or may not come there."""
+    above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    leaves = [node for node in nodes if isinstance(node, _LEAVES) and _may_be_left_out(node, above)]
+    first = min((node.lineno for node in leaves), default=None)
+    keys: set[str] = set()
+    for name in nodes:
+        if not isinstance(name, ast.Name) or name.id != owner:
+            continue
+        read = above[name]
+        if not (isinstance(read, ast.Subscript) and read.value is name and isinstance(read.ctx, ast.Load)):
+            return set()
+        certain = not _may_be_left_out(read, above) and (first is None or read.lineno < first)
+        if certain and isinstance(read.slice, ast.Constant) and isinstance(read.slice.value, str):
+            keys.add(read.slice.value)
+    return keys
+
+
+_LEAVES: Final = (ast.Return, ast.Continue, ast.Break)
+_BRANCHES: Final = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+
+
+def _may_be_left_out(node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether a call of the function may end well without it: it stands in a branch, a `try`, or another function."""
+    functions = 0
+    while node in above:
+        node = above[node]
+        functions += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        filters = isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) and any(
+            loop.ifs for loop in node.generators
+        )
+        if filters or isinstance(node, _BRANCHES) or functions > 1:
+            return True
+    return False
 
 
 def _reads_messages(nodes: Sequence[ast.AST]) -> bool:
     """Whether the code has `completion[0]["content"]` of a completion or prompt, and does not look at its type."""
-    if any(isinstance(node, ast.Name) and node.id in {"isinstance", "type", "is_conversational"} for node in nodes):
+    looks = {"isinstance", "hasattr", "type", "is_conversational"}
+    if any(isinstance(node, ast.Try) or (isinstance(node, ast.Name) and node.id in looks) for node in nodes):
         return False
-    lists = {"completions", "prompts"}
     loops = [node for node in nodes if isinstance(node, ast.For | ast.comprehension)]
-    ours = {name for loop in loops if lists & _names(loop.iter) for name in _names(loop.target)} | lists
-    return any(_reads_a_message(node) and ours & _names(node) for node in nodes)
+    targets = [name for loop in loops for name in _of_lists(loop.target, loop.iter)]
+    others = {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in targets
+    }
+    ours = (_LISTS | {name.id for name in targets}) - others
+    return any(_reads_a_message(node) and _base(node) in ours for node in nodes)
 
 
-def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+_LISTS: Final = frozenset({"completions", "prompts"})
+
+
+def _of_lists(target: ast.AST, source: ast.AST) -> list[ast.Name]:
+    """The names of a loop's target that become entries of the completions or prompts."""
+    if isinstance(source, ast.Subscript) and isinstance(source.slice, ast.Slice):
+        return _of_lists(target, source.value)
+    if isinstance(source, ast.Name):
+        return [target] if isinstance(target, ast.Name) and source.id in _LISTS else []
+    if not isinstance(source, ast.Call) or not isinstance(source.func, ast.Name):
+        return []
+    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
+    if source.func.id == "zip":
+        return [name for part, one in zip(parts, source.args, strict=False) for name in _of_lists(part, one)]
+    if source.func.id == "enumerate" and len(parts) == 2 and source.args:
+        return _of_lists(parts[1], source.args[0])
+    return []
+
+
+def _base(node: ast.AST) -> str:
+    """Name of what is read in `name[...]...[...]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _reads_a_message(node: ast.AST) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
@@ -15,8 +16,12 @@ from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.scoring import Scorer, ScoringFailed
 from streamrl.errors import RewardUnavailable, Unreachable
 
+logger = logging.getLogger(__name__)
+
 _R = TypeVar("_R")
 _LOOK_SECONDS: Final = 0.25
+_END_SECONDS: Final = 10.0
+"""Seconds in which scoring that was given up has to end."""
 TELL_SECONDS: Final = 10.0
 """Seconds between two lines about who is waited for."""
 
@@ -94,7 +99,9 @@ class PatientScorer:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task})
+                await asyncio.wait({task}, timeout=_END_SECONDS)
+            if not task.done():
+                logger.warning("scoring that was given up does not end", extra={"seconds": _END_SECONDS})
         return task.result()
 
     async def tell(self, say: Callable[[str], None]) -> None:

@@ -249,16 +249,18 @@ async def open_scorer(
     begun: list[LoadedReward] = []
     try:
         for reward in rewards:
-            begun.append(reward)
-            await _open(reward, context, patience)
+            await _open(reward, context, patience, begun)
         yield Scorer(rewards, config.reward_worker, config.scoring, config.sampling.max_new_tokens)
     finally:
         for reward in reversed(begun):
             await _close(reward)
 
 
-async def _open(reward: LoadedReward, context: RewardContext, patience: float) -> None:
-    """Open one reward; a service that is away is tried again, with growing pauses, for up to `patience` seconds."""
+async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
+    """Open one reward; a service that is away is tried again, with growing pauses, for up to `patience` seconds.
+
+    The reward is in `begun`, those that have to be closed, from each `open` to the `close` that follows it.
+    """
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline
@@ -267,12 +269,16 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float) -
     try:
         async with asyncio.timeout(seconds) as limit:
             while True:
+                begun.append(reward)
                 try:
                     await reward.life.open(about)
                 except Exception as error:
                     if limit.expired() or not may_pass(error):
                         raise
-                    await _pause_before_another(reward, context, outage, error)
+                    pause = await _pause_before_next(reward, context, outage, error)
+                    begun.pop()
+                    await _close(reward)
+                    await asyncio.sleep(pause)
                 else:
                     return
     except TimeoutError as error:
@@ -285,8 +291,8 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float) -
         raise _not_opened(reward, error) from error
 
 
-async def _pause_before_another(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> None:
-    """Close the reward, and wait until it may be opened again.
+async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
+    """Seconds after which the reward may be opened again; it says from time to time that it cannot be opened yet.
 
     Raises:
         PluginError: it was tried for as long as `outage` allows; restarting does not help.
@@ -301,8 +307,7 @@ async def _pause_before_another(reward: LoadedReward, context: RewardContext, ou
     if outage.failures & (outage.failures - 1) == 0:  # the first, second, fourth, ... time
         extra = {"reward": reward.name, "why": described(error), "times": outage.failures}
         logger.warning("a reward cannot be opened yet", extra=extra)
-    await _close(reward)
-    await asyncio.sleep(min(pause, outage.since + outage.patience - now))
+    return min(pause, outage.since + outage.patience - now)
 
 
 def _not_opened(

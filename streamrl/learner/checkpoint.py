@@ -113,7 +113,7 @@ class Checkpoints:
 
     Args:
         folder: the run's `checkpoints` directory.
-        make: make the directory when it is missing; False for those who only read.
+        make: make the directory when it is missing; False: read only.
     """
 
     def __init__(self, folder: Path, *, make: bool = True) -> None:

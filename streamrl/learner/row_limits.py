@@ -73,7 +73,8 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
     """Limits of rows: what the configuration allows and what the model takes.
 
     Raises:
-        ConfigError: log-probabilities of the model depend on later tokens, so no layout of rows gives right ones.
+        ConfigError: the model fails on a sequence alone, or log-probabilities depend on later tokens; no layout of
+            rows gives right ones.
     """
     text = model.model.config.get_text_config()
     learner = config.learner
@@ -87,19 +88,18 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
     trial = _Trial(model, longest, _windows(text.to_dict()))
     with exact_products():
         if trial.sees_later_tokens():
-            raise ConfigError(
-                f"{type(model.model).__name__} cannot be trained: what it predicts at a token depends on later tokens",
-                "name a causal model in model.path" + _try_eager(config),
-            )
+            raise _refused(config, type(model.model).__name__, trial)
         alone = not trial.takes_padding()
         if alone:
-            logger.warning("each response is computed in a pass of its own: padding or other rows change the model")
+            logger.warning(
+                "each response is computed in a pass of its own: padding or other rows change the model%s", trial.why
+            )
         packed = learner.rows == "packed"
         masked = [getattr(text, name, None) or learner.tokens_per_microbatch for name in _MASKED]
         widest = min(learner.tokens_per_microbatch, 4 * text.hidden_size, LONGEST_SHARED_ROW, *masked)
         shared = trial.widest_shared_row(widest) if (learner.share_prompts or packed) and not alone else 0
     if packed and not shared:
-        logger.warning("rows are not packed: the model does not keep to the mask of such rows")
+        logger.warning("rows are not packed: the model does not keep to the mask of such rows%s", trial.why)
     return Limits(
         tokens=learner.tokens_per_microbatch,
         longest=longest,
@@ -108,6 +108,18 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
         share_prompts=learner.share_prompts,
         hidden=text.hidden_size,
         alone=alone,
+    )
+
+
+def _refused(config: RunConfig, name: str, trial: _Trial) -> ConfigError:
+    if trial.why:
+        return ConfigError(
+            f"{name} cannot be trained: it fails on a sequence of {trial.longest} tokens{trial.why}",
+            "set model.context to what the model takes, or name another in model.path" + _try_eager(config),
+        )
+    return ConfigError(
+        f"{name} cannot be trained: what it predicts at a token depends on later tokens",
+        "name a causal model in model.path" + _try_eager(config),
     )
 
 
@@ -152,6 +164,9 @@ def _windows(values: Mapping[str, Any]) -> set[int]:
 class _Trial:
     """Runs a model on the same sequences in several ways.
 
+    Attributes:
+        why: ": " and the error of the model in the layout that did not agree last; empty: it gave other numbers.
+
     Args:
         model: on the CPU, in float32.
         longest: longest sequence.
@@ -159,7 +174,7 @@ class _Trial:
     """
 
     def __init__(self, model: Backbone, longest: int, windows: Iterable[int]) -> None:
-        self._model, self._longest = model, longest
+        self._model, self._longest, self.why = model, longest, ""
         self._tries = _TRIES if any("expert" in name for name in model.model.config.get_text_config().to_dict()) else 1
         self._windows = sorted(window for window in windows if window <= _MOST)
         if not_tried := [window for window in windows if _MOST < window < longest]:
@@ -167,9 +182,14 @@ class _Trial:
                 "the trial of rows is shorter than a window of the model", extra={"windows": sorted(not_tried)}
             )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is tried."""
+        return self._length(self._longest)
+
     def sees_later_tokens(self) -> bool:
-        """Whether the hidden states of a beginning are others than in the whole sequence."""
-        length = self._length(self._longest)
+        """Whether the hidden states of a beginning are others than in the whole sequence, or there are none."""
+        length = self.longest
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
             row = ids(length)
@@ -181,7 +201,7 @@ class _Trial:
 
     def takes_padding(self) -> bool:
         """Whether rows of unlike lengths give in one batch what they give alone."""
-        lengths = self._length(self._longest), max(1, self._length(self._longest) // 3)
+        lengths = self.longest, max(1, self.longest // 3)
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
             rows = [ids(length) for length in lengths]
@@ -197,6 +217,7 @@ class _Trial:
     def widest_shared_row(self, widest: int) -> int:
         """The longest row with several responses that gives what they give alone; 0: none does."""
         limits = [limit for limit in reversed(self._windows) if _NARROWEST <= limit < widest]
+        why = ""
         for limit in (widest, *limits):
             below = max((window for window in self._windows if window < limit), default=0)
             width = max(16, min(limit, max(_LEAST, 2 * below)))
@@ -205,10 +226,13 @@ class _Trial:
             if self._shares(width, prompt, 5 * width // 8) and self._shares(width, 1, width - 3):
                 if limit < widest:
                     logger.warning(
-                        "rows with several responses are narrower: wider ones change what the model computes"
+                        "rows with several responses are narrower: wider ones change what the model computes%s", why
                     )
                 return limit
-        logger.warning("prompts are not shared: the model does not keep to the mask of rows with several responses")
+            why = self.why
+        logger.warning(
+            "prompts are not shared: the model does not keep to the mask of rows with several responses%s", why
+        )
         return 0
 
     def _shares(self, width: int, prompt: int, first: int) -> bool:
@@ -260,8 +284,9 @@ class _Trial:
                     if same(ids):
                         return True
                 except _NO_LAYOUT as error:
-                    logger.info("rows not taken", extra={"reason": f"{type(error).__name__}: {error}"})
+                    self.why = f": {type(error).__name__}: {error}"
                     return False
+        self.why = ""
         return False
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from streamrl.monitor.lines import duration, latency, number, printable, size
 from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import LedgerView, Snapshot, StreamView
+from streamrl.queues.snapshot import number as read_number
 
 _GOOD = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "yellow"}
 
@@ -110,8 +111,8 @@ def _ledger_line(name: str, ledger: LedgerView, budget: int | None, hard_cap: in
 
 def _weights_line(snapshot: Snapshot) -> str:
     newest = snapshot.version
-    foreign = int(snapshot.train.state.get("foreign", 0))
-    removed = [f"{foreign} foreign entries removed from their stream"] if foreign else []
+    foreign = read_number(snapshot.train.state.get("foreign", "0"))
+    removed = [f"{foreign:.0f} foreign entries removed from their stream"] if foreign else []
     if newest < 0:
         return "  ".join(["weights  none published yet", *removed])
     readers = [

@@ -11,11 +11,14 @@ from streamrl.queues.dead_causes import by_cause, same_kind
 SAMPLES: Final = 32
 """Responses that died alike, before the run ends."""
 GROUPS: Final = 4
-"""Prompts that they answer: fewer may be broken prompts."""
+"""Groups that they were in: fewer may be broken prompts."""
 
 
 class AllAlike:
-    """Looks at what died since this feeder began, until the first score; then it looks no more.
+    """Looks at the groups that died since this feeder began, until the first score; then it looks no more.
+
+    A failure is often faster than a score. So a dead group counts only when no older group is live any more: whatever
+    was admitted before it has had the time that it needs.
 
     Args:
         ledger: of the training groups.
@@ -24,14 +27,14 @@ class AllAlike:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._after = "-"
-        self._seen = 0
+        self._seen: tuple[int, list[int]] = (0, [])
         self._over = False
 
     async def begin(self) -> None:
         """What died before now does not count: somebody may have mended the cause."""
         letters = await self._ledger.dead_letters()
         self._after = letters[-1].entry if letters else "-"
-        self._seen = len(letters)
+        self._seen = (len(letters), [])
 
     async def check(self) -> None:
         """See that not all fail alike.
@@ -41,19 +44,23 @@ class AllAlike:
         """
         if self._over:
             return
+        oldest = await self._ledger.oldest_live(1)  # read first: what is older than this is over in all reads below
         state = await self._ledger.state()
         if state.retired or state.dropped or state.held:
             self._over = True
             return
-        if state.dead == self._seen:
+        seen = (state.dead, oldest)
+        if seen == self._seen:
             return
-        self._seen = state.dead
+        self._seen = seen
         letters = await self._ledger.dead_letters(self._after)
         samples = [letter for letter in letters if letter.sample is not None]
-        groups = {letter.gid for letter in samples}
         if samples and not same_kind(samples):
             self._over = True
-        if self._over or len(samples) < SAMPLES or len(groups) < GROUPS:
+            return
+        groups = {one.gid for one in letters if one.sample is None and (not oldest or one.gid < oldest[0])}
+        samples = [letter for letter in samples if letter.gid in groups]
+        if len(samples) < SAMPLES or len(groups) < GROUPS:
             return
         if any(letter.scored for letter in letters) or await self._ledger.has_scores():
             self._over = True

@@ -28,6 +28,7 @@ from streamrl.producers.versions import VersionBell
 from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
+from streamrl.queues.snapshot import number
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
@@ -35,6 +36,7 @@ _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
 _WASTE_SECONDS: Final = 1.0
 """How often the counts of dropped and trained groups are looked at."""
+_ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
 async def run_feeder(role: Role) -> None:
@@ -166,7 +168,8 @@ class Training:
             outcome = await self._ledger.replay_queued(gid, letters, budget=config.budget, hard_cap=config.hard_cap)
             if outcome is ReplayOutcome.FULL:
                 return AdmitOutcome.FULL
-            self._waste.admitted(1)
+            if outcome in _ADMITTED_AGAIN:
+                self._waste.admitted(1)
         return AdmitOutcome.ADMITTED
 
     async def _look_for_waste(self) -> None:
@@ -201,10 +204,11 @@ class Training:
         )
 
     async def _behind(self, version: int) -> list[str]:
-        """Replicas that do not have the newest version, which explains stale groups."""
+        """Replicas that do not have the newest version, which explains stale groups; nothing is said of noise."""
         roles = await self._role.ledgers.roles.read()
-        held = {name: int(fields.get("version", 0)) for name, fields in roles.items() if name.startswith("rollout.")}
-        return [f"{name} has version {has} of {version}" for name, has in sorted(held.items()) if has < version]
+        replicas = sorted(name for name in roles if name.startswith("rollout."))
+        held = [(name, number(roles[name].get("version", "0"))) for name in replicas]
+        return [f"{name} has version {has:.0f} of {version}" for name, has in held if has is not None and has < version]
 
     def _prompt(self, gid: int) -> bytes:
         config = self._role.config

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Final
@@ -183,7 +183,7 @@ class Replica:
 
         Raises:
             Unreachable: the engine died.
-            NotNow: the weights stay too old.
+            NotNow: the weights stay too old, or are so when the role stops.
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -239,17 +239,23 @@ class Replica:
         return stale
 
     async def _wait_for_weights(self) -> None:
-        """Wait while the weights are too old: a read that began before a version came out brings prompts of after it.
+        """Wait while the weights are too old.
+
+        A blocking read may return prompts that were admitted after a newer version.
 
         Raises:
-            NotNow: no newer version was applied within `weights.deadline`; another replica may have it.
+            NotNow: no newer version was applied within `weights.deadline`, when another replica may have it, or before
+                the role stopped.
         """
-        try:
-            async with asyncio.timeout(self._config.weights.deadline):
-                while self._is_stale():
-                    await self._follower.next_applied()
-        except TimeoutError:
-            raise NotNow("the weights of this replica are too old") from None
+        if not self._is_stale():
+            return
+        await self._wait_or_stop(self._fresh_weights(), self._config.weights.deadline)
+        if self._is_stale():
+            raise NotNow("the weights of this replica are too old")
+
+    async def _fresh_weights(self) -> None:
+        while self._is_stale():
+            await self._follower.next_applied()
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""
@@ -316,13 +322,14 @@ class Replica:
 
     async def _first_version(self) -> bool:
         """Wait for the first version; False when the role stops before."""
-        waits = [
-            asyncio.ensure_future(self._follower.first.wait()),
-            asyncio.ensure_future(self._role.stop.wait()),
-        ]
+        await self._wait_or_stop(self._follower.first.wait())
+        return self._follower.first.is_set()
+
+    async def _wait_or_stop(self, event: Coroutine[None, None, object], seconds: float | None = None) -> None:
+        """Wait for the event, until the role stops or `seconds` have passed, whichever is first."""
+        waits = [asyncio.ensure_future(event), asyncio.ensure_future(self._role.stop.wait())]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return self._follower.first.is_set()

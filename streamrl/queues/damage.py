@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import hiredis
 
-from streamrl.errors import LedgerDamaged, StreamrlError
+from streamrl.errors import LedgerDamaged, StreamrlError, leaves
 from streamrl.queues.keys import Keys
+from streamrl.queues.replies import is_number
 from streamrl.queues.scripts import load_scripts
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 _SHOWN: Final = 20
 _SECONDS: Final = 5.0
-_NUMBER: Final = re.compile(rb"-?\d{1,18}")
 _CHECKPOINT: Final = re.compile(rb"(\d{1,18}-\d{1,18})?")
 _STATE: Final = frozenset(
-    {b"cursor", b"done", b"epochs", b"epoch", b"base_epoch", b"held", b"version", b"retired", b"dropped"}
+    {b"cursor", b"done", b"epochs", b"epoch", b"base_epoch", b"held", b"version"}
+    | {b"admitted", b"retired", b"dropped", b"dead", b"replayed", b"foreign"}
 )
 _GROUP: Final = ("n", "m", "todo", "left", "nx", "a", "v")
 
@@ -45,7 +46,7 @@ async def blame_damage(connection: Connection, run: str, error: BaseException) -
 
     Asked for errors that Redis answered, and for those that would be bugs of ours.
     """
-    if not any(_unexplained(leaf) for leaf in _leaves(error)):
+    if not any(_unexplained(leaf) for leaf in leaves(error)):
         return
     try:
         async with asyncio.timeout(_SECONDS):
@@ -67,14 +68,6 @@ def blame_damage_seen_by(probe: Probe, run: str, error: Exception) -> None:
             found += _named(keys, reply)
     if found:
         raise _refusal(run, list(dict.fromkeys(found))) from error
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 def _unexplained(error: BaseException) -> bool:
@@ -105,6 +98,7 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
         keys.scored: "stream",
         keys.dead: "stream",
         keys.dropped: "string",
+        keys.replays: "hash",
     }
     if not keys.evaluation:
         types |= {
@@ -122,7 +116,7 @@ def _named(keys: Keys, reply: Sequence[Any]) -> list[str]:
     wrong, state, groups = reply
     found = [f"{shown(key)} holds a {kind.decode()}, not a {wanted.decode()}" for key, kind, wanted in wrong]
     for name, value in zip(state[::2], state[1::2], strict=True):
-        if (name in _STATE or name.startswith(b"dropped:")) and not _NUMBER.fullmatch(value):
+        if (name in _STATE or name.startswith(b"dropped:")) and not is_number(value):
             found.append(f"{keys.state}, field {shown(name)}: {shown(value)} is no number")
         elif name in {b"ckpt", b"base"} and not keys.evaluation and not _CHECKPOINT.fullmatch(value):
             found.append(f"{keys.state}, field {shown(name)}: {shown(value)} is no checkpoint (EPOCH-STEP)")
@@ -134,7 +128,7 @@ def _named(keys: Keys, reply: Sequence[Any]) -> list[str]:
         for name, value in (*zip(_GROUP, values, strict=True), ("t", crashes or b"0")):
             if value is None:
                 found.append(f"{key}: field {name} is missing")
-            elif not _NUMBER.fullmatch(value):
+            elif not is_number(value):
                 found.append(f"{key}, field {name}: {shown(value)} is no number")
         if not prompted:
             found.append(f"{key}: field prompt is missing")

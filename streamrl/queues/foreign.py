@@ -8,7 +8,6 @@ removed is no group and no sample: those live in hashes.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 LOOKS: Final = 20
 _PAGE: Final = 500
 _SHOWN: Final = 20
-_NUMBER: Final = re.compile(rb"-?\d{1,18}")
 
 Row: TypeAlias = tuple[str, dict[bytes, bytes]]
 """Id and fields of an entry."""
@@ -28,7 +26,7 @@ Row: TypeAlias = tuple[str, dict[bytes, bytes]]
 
 def is_ours(fields: Mapping[bytes, bytes], numbers: Sequence[bytes], others: Sequence[bytes] = ()) -> bool:
     """Whether an entry has the fields of one of ours: `numbers` as decimal numbers, and `others`."""
-    return all(_NUMBER.fullmatch(fields.get(name, b"")) for name in numbers) and all(name in fields for name in others)
+    return all(replies.is_number(fields.get(name, b"")) for name in numbers) and all(name in fields for name in others)
 
 
 async def read_ours(

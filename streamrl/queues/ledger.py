@@ -414,10 +414,16 @@ class Ledger(Rewarding):
 
     async def replay(self, gid: int, *, budget: int, hard_cap: int) -> ReplayOutcome:
         """As `replay_queued`, of any dead group."""
-        letters = _letters_of([gid], await self.dead_letters())[gid]
-        if not letters:
-            return ReplayOutcome.GONE
-        return await self.replay_queued(gid, letters, budget=budget, hard_cap=hard_cap)
+        return (await self.replay_each([gid], budget=budget, hard_cap=hard_cap))[gid]
+
+    async def replay_each(self, gids: Sequence[int], *, budget: int, hard_cap: int) -> dict[int, ReplayOutcome]:
+        """As `replay_queued`, of any dead groups. What finds no room, or is cut off, stays dead and is not queued."""
+        found: dict[int, ReplayOutcome] = {}
+        for gid, letters in _letters_of(gids, await self.dead_letters()).items():
+            found[gid] = ReplayOutcome.GONE
+            if letters:
+                found[gid] = await self.replay_queued(gid, letters, budget=budget, hard_cap=hard_cap)
+        return found
 
     async def drop_dead(self, entries: Sequence[str]) -> int:
         """Throw dead letters away; whole groups count as dropped from then on. Returns how many were removed now."""

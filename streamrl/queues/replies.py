@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,6 +11,15 @@ from streamrl.queues.records import ClosedGroup, DeadLetter, LeasedGroup, Ledger
 
 _DROPPED_FOR: Final = b"dropped:"
 """Before the reason, in fields of the state that count groups dropped for it."""
+
+
+_NUMBER: Final = re.compile(rb"-?\d{1,18}")
+_ENTRY: Final = re.compile(r"\d{1,18}-\d{1,18}", re.ASCII)
+
+
+def is_number(value: bytes) -> bool:
+    """Whether bytes are a decimal number as we write them; longer ones fit into nothing."""
+    return _NUMBER.fullmatch(value) is not None
 
 
 def pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -68,7 +78,8 @@ def ledger_state(reply: Sequence[Any]) -> LedgerState:
 
 def _numbered(known: Mapping[bytes, bytes], letter: bytes) -> dict[int, bytes]:
     """Fields `s:K`, `r:K` or `x:K` by K, ascending; what somebody else named like them is left out."""
-    found = {int(name[2:]): value for name, value in known.items() if name[:2] == letter + b":" and name[2:].isdigit()}
+    named = ((name[2:], value) for name, value in known.items() if name[:2] == letter + b":")
+    found = {int(k): value for k, value in named if k.isdigit() and is_number(k)}
     return dict(sorted(found.items()))
 
 
@@ -127,13 +138,20 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
 def _statistic(fields: Mapping[bytes, bytes], name: bytes) -> int:
     """A number that is only shown: 0 when it is missing or none."""
     value = fields.get(name, b"")
-    return int(value) if value.isdigit() else 0
+    return int(value) if is_number(value) else 0
 
 
 def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
-    """Reply of HGETALL on the queue of replays: letters by group, ascending, that of the group first."""
-    known = {int(gid): letters.decode().split(",") for gid, letters in pairs(reply).items()}
-    return {gid: [letter for letter in letters if letter] for gid, letters in sorted(known.items())}
+    """Reply of HGETALL on the queue of replays: letters by group, ascending, that of the group first.
+
+    What is no id of a group, and what is no letter, is left out: somebody else wrote it.
+    """
+    known = {
+        int(gid): [letter for letter in listed.decode(errors="replace").split(",") if _ENTRY.fullmatch(letter)]
+        for gid, listed in pairs(reply).items()
+        if gid.isdigit() and is_number(gid)
+    }
+    return {gid: letters for gid, letters in sorted(known.items()) if letters}
 
 
 def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
@@ -150,5 +168,5 @@ def dead_letter(entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
         detail=fields.get(b"detail", b"").decode(errors="replace"),
         at=int(entry.partition("-")[0]) / 1000,
         prompt=fields.get(b"prompt"),
-        scored=int(fields.get(b"n", b"0")) - int(fields.get(b"failed", b"0")),
+        scored=_statistic(fields, b"n") - _statistic(fields, b"failed"),
     )

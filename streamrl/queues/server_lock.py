@@ -49,7 +49,7 @@ def lock_path(run_dir: Path) -> Path:
 
 
 def say_holder(handle: int, holder: Holder) -> None:
-    """Write who has the locked file that `handle` is open on. On a full disk it stays unsaid."""
+    """Record the holder in the lock file. On a full disk it only logs a warning."""
     data = orjson.dumps({"pid": holder.pid, "starter": holder.starter})
     try:
         os.ftruncate(handle, 0)

@@ -51,7 +51,7 @@ def look_at_reward_models(config: RunConfig) -> str:
             from streamrl.runtime.reward_models.kinds import model_server  # an HTTP client, which few runs need here
 
             server = model_server(name, model)
-            if not server.cpu and not environments.has_gpu():
+            if not server.cpu and environments.computes_on_cpu("auto"):
                 raise ConfigError(
                     f"reward_models.{name}: the environment in {server.environment} is made for GPUs, and this machine"
                     " has none",

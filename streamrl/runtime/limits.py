@@ -1,7 +1,8 @@
-"""Open files and memory: what a run needs at least, and what this machine lets it have.
+"""Open files and memory: what a run needs, and what this machine lets it have.
 
-Both needs are counted from below, from what is certain: a run that is refused here would fail. One that is let in may
-still need more, for activations, keys and values, and what rewards do.
+Of both there are two counts. What is certain refuses a run: it would fail. What the run file allows at most, like
+samples scored at the same time, is only said: it may never be used. A run that is let in may need still more memory,
+for activations, keys and values, and what rewards do.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.producers.servers.environments import has_gpu
+from streamrl.producers.servers.environments import computes_on_cpu
 from streamrl.runtime.engine_checks import shared_memory_copies
 from streamrl.runtime.plan import processes
 
@@ -32,7 +33,16 @@ _RANK_FILES: Final = 8
 """Of a rank of the learner, for each other rank."""
 _VERSIONS: Final = 3
 """Versions of the weights whose files are open at the same time."""
-_PROCESS_BYTES: Final = 128 << 20
+_OPENS_NOTHING: Final = frozenset(
+    {"exact_match", "number_match", "math", "regex", "json_schema", "format", "length", "repetition"}
+)
+"""Rewards that open nothing for a sample; some share a few processes."""
+_PROCESS_BYTES: Final = 40 << 20
+_TORCH_BYTES: Final = 128 << 20
+"""Of a process that imports torch."""
+_WITH_TORCH: Final = frozenset({"learner", "rollout"})
+_OWN_COPIES: Final = 3
+"""Versions in /dev/shm of a learner that puts whole versions there: two are kept while one is written."""
 _NO_LIMIT: Final = 1 << 60
 _HINT_FILES: Final = (
     "raise the hard limit: `ulimit -n 65536` as root, LimitNOFILE= of the service, docker --ulimit nofile=65536"
@@ -42,27 +52,42 @@ _HINT_MEMORY: Final = (
 )
 
 
+class Need(NamedTuple):
+    """What a run certainly needs of something, and what its run file allows it to need."""
+
+    least: int
+    most: int
+
+
 def look_at_files(config: RunConfig, model_bytes: int) -> str:
-    """Return how many files a process may open; roles raise their soft limit to the hard one.
+    """Return how many files a process may open, with a warning when the run file allows some process to need more.
+
+    Roles raise their soft limit to the hard one.
 
     Args:
         config: of the run.
         model_bytes: of the weights in `weights.dtype`.
 
     Raises:
-        CannotCreate: fewer than some process of this run needs.
+        CannotCreate: fewer than some process of this run certainly needs.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needs = open_files(config, model_bytes)
-    kind = max(needs, key=lambda kind: needs[kind])
-    if hard != resource.RLIM_INFINITY and hard < needs[kind]:
+    kind = max(needs, key=lambda kind: needs[kind].least)
+    least = needs[kind].least
+    if hard == resource.RLIM_INFINITY:
+        return f"any number for a process, {least} needed ({kind})"
+    if hard < least:
         raise CannotCreate(
-            f"a process may open {hard} files here (ulimit -n), {kind} of this run needs {needs[kind]}", _HINT_FILES
+            f"a process may open {hard} files here (ulimit -n), {kind} of this run needs {least}", _HINT_FILES
         )
-    return f"{'any number' if hard == resource.RLIM_INFINITY else hard} for a process, {needs[kind]} needed ({kind})"
+    greedy = max(needs, key=lambda kind: needs[kind].most)
+    most = needs[greedy].most
+    warning = f"; WARNING: {greedy} may come to need {most}: {_HINT_FILES}" if hard < most else ""
+    return f"{hard} for a process, {least} needed ({kind}){warning}"
 
 
-def open_files(config: RunConfig, model_bytes: int) -> dict[str, int]:
+def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
     """Files that one process of each kind has open at the same time, by kind."""
     counts = processes(config)
     total = sum(counts.values())
@@ -73,17 +98,20 @@ def open_files(config: RunConfig, model_bytes: int) -> dict[str, int]:
         needs["redis"] = _REDIS_FILES + _CONNECTIONS * (total + _LOOKERS)
     if "learner" in counts:
         needs["learner"] = _PYTHON_FILES + files + _RANK_FILES * (ranks - 1)
+    allowed = {"rollout": 0, "reward": 0}
     if "rollout" in counts:
         engine = config.engine
-        servers = len(engine.url) or (engine.servers if engine.managed else 0)
-        needs["rollout"] = _PYTHON_FILES + files + servers * engine.slots
+        needs["rollout"] = _PYTHON_FILES + files
+        allowed["rollout"] = engine.slots * (len(engine.url) or (engine.servers if engine.managed else 0))
     if "reward" in counts:
-        needs["reward"] = _PYTHON_FILES + config.reward_worker.concurrency
-    return needs
+        needs["reward"] = _PYTHON_FILES
+        opening = any(reward.use not in _OPENS_NOTHING for reward in config.rewards)
+        allowed["reward"] = config.reward_worker.concurrency if opening else 0
+    return {kind: Need(least, least + allowed.get(kind, 0)) for kind, least in needs.items()}
 
 
 def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")) -> str:
-    """Return how much memory is free.
+    """Return how much memory is free, with a warning when the run may come to need more.
 
     Args:
         config: of the run.
@@ -91,36 +119,42 @@ def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")
         root: of the file system (tests).
 
     Raises:
-        CannotCreate: less than the weights of all processes of this run take.
+        CannotCreate: less than the weights of all processes of this run certainly take.
     """
     free = free_memory(root)
-    need = memory(config, model_float32)
+    least, most = memory(config, model_float32)
     if free is None:
-        return f"not known on this system, {need >> 20} MiB needed"
-    if free < need:
-        raise CannotCreate(f"{free >> 20} MiB of memory are free, this run needs {need >> 20} MiB", _HINT_MEMORY)
-    return f"{free >> 20} MiB free, {need >> 20} MiB needed"
+        return f"not known on this system, {least >> 20} MiB needed"
+    if free < least:
+        raise CannotCreate(f"{free >> 20} MiB of memory are free, this run needs {least >> 20} MiB", _HINT_MEMORY)
+    warning = f"; WARNING: it may come to need {most >> 20} MiB: {_HINT_MEMORY}" if free < most else ""
+    return f"{free >> 20} MiB free, {least >> 20} MiB needed{warning}"
 
 
-def memory(config: RunConfig, model_float32: int) -> int:
-    """Bytes of host memory that a run takes at least: processes, weights on the CPU, versions in /dev/shm."""
+def memory(config: RunConfig, model_float32: int) -> Need:
+    """Bytes of host memory that a run takes: processes, weights on the CPU, versions in /dev/shm.
+
+    The two counts differ in the versions: those that a replica still pulls, or has in its spool, are not there always.
+    """
     counts = processes(config)
     sizes = {"float32": model_float32, "bfloat16": model_float32 // 2}
-    need = _PROCESS_BYTES * sum(counts.values())
+    least = sum(count * (_TORCH_BYTES if kind in _WITH_TORCH else _PROCESS_BYTES) for kind, count in counts.items())
+    copies = 0
     if "learner" in counts:
-        need += shared_memory_copies(config) * sizes[config.weights.dtype]
-        if _on_cpu(config.learner.device):
+        copies = shared_memory_copies(config)
+        if computes_on_cpu(config.learner.device):
             # Weights and two moments of AdamW, all in float32; with an adapter the weights alone.
-            need += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
-            need += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
+            least += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
+            least += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
     engine = config.engine
-    if "rollout" in counts and not engine.url and _on_cpu(engine.device):
-        need += counts["rollout"] * engine.servers * sizes[engine.dtype]
-    return need
-
-
-def _on_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not has_gpu())
+    if "rollout" in counts and not engine.url and computes_on_cpu(engine.device):
+        least += counts["rollout"] * engine.servers * sizes[engine.dtype]
+    # With deltas a version is there whole once, and then as what has changed.
+    certain = min(copies, 1 if config.weights.delta.enabled else _OWN_COPIES)
+    if config.weights.transport == "directory":
+        certain = 0
+    version = sizes[config.weights.dtype]
+    return Need(least + certain * version, least + copies * version)
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

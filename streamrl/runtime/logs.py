@@ -42,11 +42,13 @@ class _LossyFile(RotatingFileHandler):
     _said = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name that logging calls)
-        """Take the error of a line that was not written."""
-        del record
-        if not self._said:
+        """Take the error of a line that was not written. One that cannot be formatted is a bug, and always shown."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
             self._said = True
-            sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exception()}\n")
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {error}\n")
 
     def close(self) -> None:
         """Close the file, with what can still be written."""

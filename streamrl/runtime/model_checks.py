@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import orjson
+
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, StreamrlError, Unreachable
 
@@ -20,6 +22,8 @@ _DIRECTORY_HINT: Final = "name a model directory, or a hub name as owner/name"
 _REFUSED: Final = frozenset({401, 403, 404})
 _ON: Final = frozenset({"1", "ON", "YES", "TRUE"})
 _CONFIG: Final = "config.json"
+_WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
+"""As transformers names them; of a large model a file with `.index.json` behind the name lists the parts."""
 
 
 def look_at_models(config: RunConfig) -> str:
@@ -27,7 +31,7 @@ def look_at_models(config: RunConfig) -> str:
 
     Raises:
         ConfigError: a directory is missing or holds no model, or the hub has no such model for us.
-        Unreachable: a model is not on this machine, and the hub does not answer within `DEADLINE`.
+        Unreachable: a model is not complete on this machine, and the hub does not answer within `DEADLINE`.
     """
     return ", ".join(dict.fromkeys(_place(config, key, name) for key, name in _named(config)))
 
@@ -61,11 +65,11 @@ def _place(config: RunConfig, key: str, name: str) -> str:
         raise ConfigError(f"{key} {name} does not exist", _DIRECTORY_HINT)
     if find_spec("huggingface_hub") is None:
         return f"{name} (not looked for: huggingface_hub is not installed)"
-    if _is_cached(name):
+    if _is_cached(key, name):
         return f"{name} (from the local cache of the hub)"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _ON:
         raise ConfigError(
-            f"{key} {name} is not in the local cache of the hub, and HF_HUB_OFFLINE forbids to ask the hub",
+            f"{key} {name} is not complete in the local cache of the hub, and HF_HUB_OFFLINE forbids to ask the hub",
             _without_network(key),
         )
     _ask_hub(key, name)
@@ -79,10 +83,33 @@ def _check_directory(path: Path) -> None:
         raise ConfigError(f"{path} has no weights (*.safetensors)", "save the model with save_pretrained")
 
 
-def _is_cached(name: str) -> bool:
+def _is_cached(key: str, name: str) -> bool:
+    """Whether the cache has all that is read: a download that was interrupted leaves the small files without weights.
+
+    Of a tokenizer one file is looked for: which others it has differs between kinds.
+    """
+    if key == "model.tokenizer":
+        return any(_cached(name, file) for file in (_CONFIG, "tokenizer_config.json"))
+    return _cached(name, _CONFIG) is not None and any(_has_weights(name, file) for file in _WEIGHTS)
+
+
+def _cached(name: str, file: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    return any(isinstance(try_to_load_from_cache(name, file), str) for file in (_CONFIG, "tokenizer_config.json"))
+    found = try_to_load_from_cache(name, file)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _has_weights(name: str, file: str) -> bool:
+    """Whether the cache has this file of weights, or an index in its place and every file that the index names."""
+    if _cached(name, file):
+        return True
+    index = _cached(name, f"{file}.index.json")
+    try:
+        parts = set(orjson.loads(index.read_bytes())["weight_map"].values()) if index else set()
+        return bool(parts) and all(_cached(name, part) for part in parts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged index: the hub has a whole one
+        return False
 
 
 def _ask_hub(key: str, name: str) -> None:
@@ -124,7 +151,7 @@ def _asked(key: str, name: str) -> StreamrlError | None:
 
 def _unreachable(key: str, name: str, why: str) -> Unreachable:
     return Unreachable(
-        f"{key} {name} is not on this machine, and the hub is not reachable: {why}", _without_network(key)
+        f"{key} {name} is not complete on this machine, and the hub is not reachable: {why}", _without_network(key)
     )
 
 

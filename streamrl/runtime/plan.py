@@ -55,7 +55,7 @@ _FINISHES: Final = END_OF_RUN | {"feeder"}
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """How a unit is looked after whose process cannot say itself how it is: Redis.
+    """Health checks for a process that sends no heartbeats (Redis).
 
     Args:
         ready: returns when it can do its work; called at each start.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError
+from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError, leaves
 from streamrl.queues import embedded
 from streamrl.restarts import ExitClass, classify
 from streamrl.runfile import read_saved
@@ -232,7 +232,7 @@ class StopSignals:
 
 def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
     """Turn what ended a role into words for log and supervisor and into its exit code."""
-    worst = min(_leaves(error), key=_rank)
+    worst = min(leaves(error), key=_rank)
     if isinstance(worst, Fenced):
         logger.warning("a newer process has taken over", extra={"why": worst.message})
         status.fenced(worst.message)
@@ -245,14 +245,6 @@ def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
     status.error(f"{type(worst).__name__}: {worst}")
     logger.critical("role crashed: this is a bug", exc_info=error)
     return ExitCode.FAILURE
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 def _rank(error: BaseException) -> int:

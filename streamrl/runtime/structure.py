@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
@@ -22,7 +21,6 @@ from streamrl.queues.keys import WHOLE
 from streamrl.queues.ledger import Ledger
 
 _PAGE: Final = 1000
-_NUMBER: Final = re.compile(rb"-?\d{1,18}")
 _COUNTS: Final = ("n", "todo", "left", "nx")
 
 
@@ -48,14 +46,14 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     for name, counter in (("prompts", waiting), ("rollouts", samples), ("scored", closed)):
         faults += [f"{name}: {count} entries for {what}" for what, count in counter.items() if count > 1]
     listed = set(waiting) | set(closed) | {gid for gid, _ in samples}
-    live = {int(gid) for gid in reply[5] if _NUMBER.fullmatch(gid)}
-    faults += [f"{keys.live}: {shown(gid)} is no id of a group" for gid in reply[5] if not _NUMBER.fullmatch(gid)]
+    live = {int(gid) for gid in reply[5] if replies.is_number(gid)}
+    faults += [f"{keys.live}: {shown(gid)} is no id of a group" for gid in reply[5] if not replies.is_number(gid)]
     faults += [f"group {gid}: has an entry and is not live" for gid in sorted(listed - live)]
     own: dict[int, set[str]] = {}
     for gid, sample in samples:
         own.setdefault(gid, set()).add(sample)
     for name, *known in reply[6]:
-        if _NUMBER.fullmatch(name):
+        if replies.is_number(name):
             gid = int(name)
             faults += _group_faults(gid, known, gid in waiting, own.get(gid, set()), gid in closed)
     for stream, rows, (delivered, pending) in ((keys.prompts, prompts, reply[3]), (keys.rollouts, rollouts, reply[4])):
@@ -101,7 +99,7 @@ def _group_faults(gid: int, known: Sequence[Any], waiting: bool, samples: set[st
     state = known[-1]
     if state is None or None in values.values():
         return [f"group {gid}: an incomplete hash"]
-    damaged = [f"field {name} is {shown(value)}" for name, value in values.items() if not _NUMBER.fullmatch(value)]
+    damaged = [f"field {name} is {shown(value)}" for name, value in values.items() if not replies.is_number(value)]
     if state not in (b"open", b"closed"):
         damaged.append(f"field st is {shown(state)}")
     if damaged:

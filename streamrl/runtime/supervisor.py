@@ -111,7 +111,7 @@ async def supervise(
 @contextlib.contextmanager
 def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+    terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream and stream.isatty()]
 
     def take(number: int) -> None:
         if number == signal.SIGHUP:

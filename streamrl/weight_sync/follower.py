@@ -25,7 +25,8 @@ _FIRST_PAUSE: Final = 0.5
 _UNFIT: Final = 3
 """Refusals by an engine that has never taken a version, after which it counts as one for another model."""
 _QUIET: Final = 2
-"""Failures before a version is called refused whose files are gone, while a replica waits for its first one."""
+"""Until a replica has its first version, this many fetches may find the files gone before the version counts as
+refused."""
 _LONGEST_PAUSE: Final = 30.0
 _REFUSED_PAUSE: Final = 5.0
 """First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""

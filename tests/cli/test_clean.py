@@ -1,10 +1,13 @@
 """`streamrl clean`, and what a start of the run removes by itself."""
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
+from streamrl.queues import open_ledgers
+from streamrl.runfile import read_saved
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.weight_sync.transports import ShmTransport, release_memory
 from tests.cli.run_kit import cli, data_of, make_run
@@ -51,6 +54,21 @@ def test_a_running_run_is_left_alone(littered):
     assert done.returncode == 78
     assert f"supervised by process {os.getpid()}" in done.stderr
     assert all(file.exists() for file in left)
+
+
+async def test_roles_that_nobody_supervises_here_keep_what_they_use(live_run: Path):
+    weights = ShmTransport.of_run(live_run).root / "e1-v7" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"bytes")
+    try:
+        async with open_ledgers(read_saved(live_run / "run.json").config, live_run) as ledgers:
+            await ledgers.roles.beat("rollout.0", {"state": "ready"}, 60)
+            done = await asyncio.to_thread(cli, "clean", "--run", str(live_run))
+        assert done.returncode == 78
+        assert "roles of the run are alive: reward.0, rollout.0" in done.stderr
+        assert weights.exists()
+    finally:
+        release_memory(live_run)
 
 
 async def test_a_start_sweeps_first(littered):

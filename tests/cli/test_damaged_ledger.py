@@ -45,7 +45,10 @@ MEANT = {"status": "degraded", "audit": "NOT PROVED", "trace": "unknown", "score
 """What a command says when its exit code is 1: the answer, not a failure."""
 APP = get_command(command_line.app)
 """Made once: typer makes it for every call, which takes longer than a look."""
-NUMBERS = {"cursor", "done", "epochs", "epoch", "base_epoch", "held", "version", "retired", "dropped"}
+NUMBERS = {
+    *("cursor", "done", "epochs", "epoch", "base_epoch", "held", "version", "retired", "dropped"),
+    *("admitted", "dead", "replayed", "foreign"),
+}
 
 
 @dataclass
@@ -104,6 +107,9 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
                 await ledger.consume("nonce", 1, 4, b"manifest" if ledger is ledgers.train else None)
                 await ledger.retire("nonce", name, 0, [start + 1])
             await admit(ledgers.evaluation, 3)
+            train = ledgers.train
+            await train.queue_replays([letter.gid for letter in await train.dead_letters()])
+            await train.connection.read("HSET", train.keys.state, "replayed", 1, "foreign", 1)
             await ledgers.servers.enlist("http://b:1", present=True)
             await ledgers.servers.report("rollout.0", {"http://a:1": {"state": "ready", "version": 4, "in_flight": 0,
                                                                      "limit": 4, "cache_use": 0.5, "lives": 1,
@@ -179,6 +185,8 @@ def test_commands_that_look_survive_every_damage_of_every_key(victim: Victim):
         ("{sr:demo}:group:0", "noise"),
         ("{sr:demo}:prompts", "another type"),
         ("{sr:demo}:state", "noise"),
+        ("{sr:demo}:replays", "another type"),
+        ("{sr:demo}:dead", "entries with noise"),
         ("{sr:demo}:eval:scored", "another type"),
     ],
 )

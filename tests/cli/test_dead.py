@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from streamrl.commands import dead
+from streamrl.commands.rundir import find_run
 from streamrl.learner.ending import Finished, write_finished
 from streamrl.monitor.lines import date_time
 from streamrl.queues import embedded, open_ledgers
+from streamrl.queues.ledger import Ledger
 from tests.queues import ledger_kit
 
 from .run_kit import admit, cli, data_of, fill, make_run, sample
@@ -150,6 +153,34 @@ async def test_replay_of_all_queues_what_finds_no_room_and_a_repeat_changes_noth
             assert (state.live, state.replays) == (4, 66)
         audit = data_of((await run("audit", "--run", str(tmp_path), "--json")).stdout, "streamrl.audit/1")
         assert (audit["admitted"], audit["live"], audit["dead"], audit["lost"]) == (70, 4, 66, 0)
+
+
+async def test_a_replay_of_held_out_groups_that_is_cut_off_leaves_none_of_them_queued(tmp_path: Path, monkeypatch):
+    """The feeder admits queued groups of the training ledger only."""
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
+        held_out = ledgers.evaluation
+        for gid in range(3):
+            await admit(held_out, gid)
+        for prompt in await ledger_kit.lease(held_out, "prompts", count=3):
+            await held_out.fail_prompt(prompt, "broken")
+        real, calls = Ledger.replay_queued, []
+
+        async def cut_off(*arguments, **options):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise asyncio.CancelledError
+            return await real(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "replay_queued", cut_off)
+            with pytest.raises(asyncio.CancelledError):
+                await dead._replay(find_run(tmp_path), ["all"], evaluation=True)
+        assert ((await held_out.state()).live, await held_out.queued_replays()) == (1, {})
+        done = await run("dead", "replay", "all", "--eval", "--run", str(tmp_path))
+        assert done.returncode == 0
+        assert done.stdout == "group 1: replayed\ngroup 2: replayed\n"
+        assert (await held_out.state()).live == 3
 
 
 async def test_all_means_the_groups_that_are_dead(tmp_path: Path):

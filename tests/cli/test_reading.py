@@ -198,6 +198,18 @@ async def test_a_role_whose_event_loop_stands_still_is_not_ready(live_run: Path)
     assert found["feeder.0"] == ("ready", "")
 
 
+async def test_damaged_keys_do_not_make_roles_silent(live_run: Path):
+    config = read_saved(live_run / "run.json").config
+    states = RoleStates(live_run)
+    states.note("feeder.0", KnownRole("ready", since=time.time() - 60, pid=os.getpid()))
+    async with open_ledgers(config, live_run) as ledgers:
+        await ledgers.roles.beat("feeder.0", {"state": "ready"}, 60)
+        await ledgers.connection.read("SET", ledgers.train.keys.scored, "damage")
+        done = await run("status", "--run", str(live_run), "--json")
+    roles = {role["name"]: role["state"] for role in data_of(done.stdout, "streamrl.status/1")["roles"]}
+    assert roles["feeder.0"] == "ready"
+
+
 async def test_status_of_a_stopped_run_starts_nothing(stopped_run: Path):
     done = await run("status", "--run", str(stopped_run), "--json")
     assert (done.returncode, data_of(done.stdout, "streamrl.status/1")["verdict"]) == (69, "down")

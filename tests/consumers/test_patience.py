@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -74,6 +75,33 @@ async def test_when_nothing_is_scored_all_the_time_it_is_given_up():
     with pytest.raises(Unreachable, match=r"nothing could be scored for \d+ s: all asleep") as caught:
         await patient.score_group([seen("away")])
     assert (type(caught.value), caught.value.hint) == (Unreachable, "wake them")
+
+
+async def test_scoring_that_does_not_end_when_it_is_given_up_holds_up_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(patience, "_END_SECONDS", 0.01)
+    release = asyncio.Event()
+
+    class Stubborn(Played):
+        calls = ()
+
+        async def score_group(self, samples, until):
+            self.began.set()
+            while not release.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await release.wait()
+            return [1.0]
+
+    played = Stubborn()
+    scoring = asyncio.create_task(PatientScorer(played, LONG).score_group([seen()]))
+    await played.began.wait()
+    scoring.cancel()
+    try:
+        done, _ = await asyncio.wait({scoring}, timeout=20)
+        assert done
+        assert scoring.cancelled()
+        assert "does not end" in caplog.text
+    finally:
+        release.set()
 
 
 async def test_people_are_told_who_is_waited_for(monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import socket
 from dataclasses import replace
 from unittest.mock import AsyncMock
 from urllib.error import HTTPError
@@ -10,6 +11,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import Reward, RewardContext, RewardSample, RewardUnavailable
+from streamrl.consumers.absence import may_pass
 from streamrl.consumers.scoring import ScoringFailed, open_scorer
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError, Unreachable
 from tests.consumers.calls_kit import lease_end, loaded, scorer
@@ -218,11 +220,13 @@ async def test_rewards_are_opened_in_order_and_closed_in_the_other(tmp_path):
         (FileNotFoundError("rubric.txt"), PluginError, "reward b cannot be opened: FileNotFoundError: rubric.txt"),
         (KeyError("model"), PluginError, "reward b cannot be opened: KeyError: 'model'"),
         (HTTPError("http://judge", 401, "who are you", None, None), PluginError, "HTTP Error 401: who are you"),
+        (OSError("libjudge.so: cannot open shared object file"), PluginError, "cannot be opened: OSError: libjudge.so"),
+        (OSError(errno.ENOSPC, "disk full"), PluginError, r"cannot be opened: OSError: \[Errno 28\] disk full"),
     ],
 )
 async def test_one_that_cannot_be_opened_closes_those_before_and_is_named(tmp_path, error, kind, message):
     log = []
-    config, about = context(tmp_path)
+    config, about = context(tmp_path, supervisor={"start_deadline": 20})
     with pytest.raises(kind, match=message):
         async with open_scorer(config, about, [living(log, "a"), living(log, "b", error=error), living(log, "c")]):
             pass
@@ -232,6 +236,42 @@ async def test_one_that_cannot_be_opened_closes_those_before_and_is_named(tmp_pa
 def raised_from(error, cause):
     error.__cause__ = cause
     return error
+
+
+def raised_while(error, context):
+    error.__context__ = context
+    return error
+
+
+def no_such_model(status):
+    """As transformers raises it after an answer of the hub."""
+    answer = HTTPError("http://hub", status, "of the hub", None, None)
+    return raised_from(OSError("typo/model is not a local folder"), raised_from(OSError("not found"), answer))
+
+
+async def nobody_listens():
+    """The error of a host with several addresses, as asyncio raises it."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.2", 0))
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", bound.getsockname()) for bound in (one, two)]
+        loop = asyncio.get_running_loop()
+        loop.getaddrinfo = AsyncMock(return_value=found)
+        with pytest.raises(OSError, match="Multiple exceptions") as caught:
+            await loop.create_connection(asyncio.Protocol, "judge", 8000)
+        del loop.getaddrinfo
+    return caught.value
+
+
+async def test_an_error_of_a_library_is_told_by_what_led_to_it():
+    refused, of_anyio = ConnectionRefusedError("judge:8000"), OSError("All connection attempts failed")
+    assert may_pass(raised_from(of_anyio, ExceptionGroup("several", [refused, refused])))
+    assert may_pass(raised_while(OSError("as requests wraps it"), raised_from(RuntimeError("of urllib3"), refused)))
+    assert may_pass(await nobody_listens())
+    assert may_pass(socket.gaierror(socket.EAI_AGAIN, "try again"))
+    assert may_pass(no_such_model(503))
+    assert not may_pass(no_such_model(404))
+    assert not may_pass(raised_from(PluginError("no"), refused))
 
 
 @pytest.mark.parametrize(
@@ -255,6 +295,25 @@ async def test_a_service_that_is_away_while_a_reward_opens_is_waited_for(tmp_pat
     assert life.open.await_count == 4
     assert log == ["close a"] * 4  # each that failed is closed before the next
     assert [record.reward for record in caplog.records if record.msg == "a reward cannot be opened yet"] == ["a", "a"]
+
+
+async def test_a_worker_that_is_stopped_before_another_attempt_closes_once_what_it_opened(tmp_path):
+    log = []
+    config, about = context(tmp_path)
+    reward = living(log, "a", error=ConnectionRefusedError("judge:8000"))
+
+    async def opened():
+        async with open_scorer(config, about, [reward]):
+            pass
+
+    opening = asyncio.create_task(opened())
+    async with asyncio.timeout(60):
+        while "close a" not in log:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert log == ["open a in reward.3", "close a"]
 
 
 @pytest.mark.parametrize(("scored", "kind"), [(False, PluginError), (True, Unreachable)])

@@ -177,6 +177,36 @@ def test_rows_that_change_each_other_are_computed_one_by_one(model_of, one_rank,
     assert actor.accumulate(batch).computed == sum(sample.width for sample in batch)
 
 
+def fails_with(condition, monkeypatch):
+    """Let a model raise an error of its own for such ids."""
+
+    def load(*args):
+        model = load_model(*args)
+
+        def fail(_, ids):
+            if condition(ids[0]):
+                raise ValueError("rope of another kind")
+
+        model.get_input_embeddings().register_forward_pre_hook(fail)
+        return model
+
+    monkeypatch.setattr("streamrl.learner.actor.load_model", load)
+
+
+def test_a_model_that_fails_alone_is_refused_with_its_error(model_of, one_rank, monkeypatch):
+    fails_with(lambda ids: ids.shape[1] > 100, monkeypatch)
+    with pytest.raises(ConfigError, match="fails on a sequence of 128 tokens: ValueError: rope of another") as caught:
+        Actor(configure(model_of("Llama"), context=128), one_rank)
+    assert "later tokens" not in str(caught.value)
+
+
+def test_a_model_that_fails_with_several_rows_is_warned_of_with_its_error(model_of, one_rank, monkeypatch, caplog):
+    fails_with(lambda ids: len(ids) > 1, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert Actor(configure(model_of("Llama"), context=128), one_rank).limits.alone
+    assert "other rows change the model: ValueError: rope of another kind" in caplog.text
+
+
 def test_a_critic_is_tried_as_well(made, one_rank):
     config = configure(made("Bert", **SMALL), advantage={"use": "gae"}, critic={"kind": "model"})
     with pytest.raises(ConfigError, match="later tokens"):

@@ -5,6 +5,7 @@ import io
 import random
 
 import pytest
+import replica_kit
 from producer_kit import Hands, kill, until, write_prompts
 from rich.console import Console
 
@@ -16,9 +17,11 @@ from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.plain import line
 from streamrl.monitor.screen import render
 from streamrl.producers import feeder, waste
+from streamrl.producers.all_alike import AllAlike
 from streamrl.producers.dataset import Limits, load_prompts
-from streamrl.producers.feeder import run_feeder
+from streamrl.producers.feeder import Training, run_feeder
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.versions import VersionBell
 from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
 from streamrl.wire import Score, encode
@@ -262,6 +265,100 @@ async def test_a_run_in_which_not_all_fail_alike_goes_on(run, cause):
             assert not task.done()
 
 
+class AnsweredGroups:
+    """Groups of four samples, all answered, that no reward has judged yet, and the guard that looks at them."""
+
+    @classmethod
+    async def of(cls, run, train, count):
+        found = cls()
+        found.train, found.guard = train, AllAlike(train)
+        await found.guard.begin()
+        await replica_kit.admit(run, train, count, samples=4)
+        hands = Hands(train)
+        await hands.answer()
+        found.waiting = await hands.lease(train.keys.rollouts)
+        return found
+
+    async def fail(self, *, gids=range(100), samples=range(4)):
+        for one in [one for one in self.waiting if one.gid in gids and one.sample in samples]:
+            self.waiting.remove(one)
+            await self.train.fail_score(one, broken(one.gid, one.sample))
+
+    async def score_one(self):
+        await self.train.score(self.waiting.pop(0), encode(Score(value=1.0)))
+
+
+@pytest.mark.parametrize("rest_fails", [True, False])
+async def test_fast_failures_end_no_run_while_other_samples_of_their_groups_are_judged(run, rest_fails):
+    async with run.open() as ledgers:
+        groups = await AnsweredGroups.of(run, ledgers.train, 20)
+        await groups.fail(samples=range(2))
+        await groups.guard.check()
+        if not rest_fails:
+            await groups.score_one()
+        await groups.fail(samples=range(2, 4))
+        if rest_fails:
+            with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
+                await groups.guard.check()
+        else:
+            await groups.guard.check()
+
+
+@pytest.mark.parametrize("oldest_fails", [True, False])
+async def test_groups_that_died_fast_end_no_run_while_an_older_one_is_judged(run, oldest_fails):
+    async with run.open() as ledgers:
+        groups = await AnsweredGroups.of(run, ledgers.train, 20)
+        await groups.fail(gids=range(1, 20))
+        await groups.guard.check()
+        if not oldest_fails:
+            await groups.score_one()
+        await groups.fail(gids=[0])
+        if oldest_fails:
+            with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
+                await groups.guard.check()
+        else:
+            await groups.guard.check()
+
+
+async def test_a_group_that_dies_while_the_guard_looks_is_seen_at_the_next_look(run, monkeypatch):
+    async with run.open() as ledgers:
+        groups = await AnsweredGroups.of(run, ledgers.train, 20)
+        await groups.fail(gids=range(1, 20))
+        read = ledgers.train.oldest_live
+
+        async def dies_after_the_read(count):
+            found = await read(count)
+            await groups.fail()
+            return found
+
+        monkeypatch.setattr(ledgers.train, "oldest_live", dies_after_the_read)
+        await groups.guard.check()
+        with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
+            await groups.guard.check()
+
+
+async def test_a_replay_that_admits_nothing_uses_up_no_trial_of_a_run_that_drops_too_much(run):
+    async with run.open() as ledgers:
+        training = make_training(run, ledgers)
+        await training.check()
+        await replica_kit.admit(run, ledgers.train, 2)
+        for one in await Hands(ledgers.train).lease(ledgers.train.keys.prompts):
+            await ledgers.train.fail_prompt(one, "broken")
+        await ledgers.train.queue_replays([0, 1])
+        [thrown_away] = [one.entry for one in await ledgers.train.dead_letters() if (one.gid, one.sample) == (0, None)]
+        await ledgers.train.drop_dead([thrown_away])
+        training._waste.allowed = 2
+        await training._replay()
+        assert (await ledgers.train.state()).live == 1
+        assert training._waste.allowed == 1
+
+
+def make_training(run, ledgers):
+    tokenizer = Tokenizer.load(run.config.model)
+    data = load_prompts(run.config.data.train, tokenizer, Limits(16, run.config.model.context))
+    return Training(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
+
+
 async def is_full(ledger, budget):
     return (await ledger.state()).live == budget
 
@@ -396,6 +493,7 @@ async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run
 
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             await ledgers.roles.beat("rollout.0", {"version": 0, "state": "ready"}, 60)
+            await ledgers.roles.beat("rollout.1", {"version": "noise", "state": "ready"}, 60)
             async with asyncio.timeout(30):
                 while "trouble" not in role.status:
                     await drop_all()
@@ -406,7 +504,7 @@ async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run
             await until(lambda: role.status["admission"] == "stopped")
             why = role.status["trouble"]
             assert "groups dropped (stale), 0 trained" in why
-            assert "rollout.0 has version 0 of 1" in why
+            assert "rollout.0 has version 0 of 1; the 2 groups" in why, "nothing is known of rollout.1"
             assert "the 2 groups of one step are tried in" in why
             await role.beat()
             seen = await asyncio.to_thread(looked_at, run)

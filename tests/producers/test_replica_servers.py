@@ -126,6 +126,39 @@ async def test_a_prompt_that_was_asked_for_with_old_weights_waits_for_the_new_on
             await engine.close()
 
 
+async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(small):
+    small.set(None, max_staleness=0).set("supervisor", drain_deadline=4000)
+    async with small.open() as ledgers:
+        learner = Learner(small, ledgers)
+        await learner.hands.fence()
+        await learner.publish(1)
+        engine = make_engine(small.config, 1)
+        await engine.start()
+        behind = Behind(engine)
+        role = small.role("rollout.0", ledgers)
+        replica = Replica(role, behind, Tokenizer.load(small.config.model))
+        task = asyncio.create_task(replica.run())
+        try:
+            await until(replica._follower.first.is_set)
+            behind.open.clear()
+            await learner.publish(2)
+            await until(lambda: replica._follower.newest_step == 2)
+            replica._leases._width = lambda: 1  # as for a read that began before the version came out
+            await admit(small, ledgers.train, 1, samples=4)
+            await until(lambda: replica._leases.held)
+            role.stop.set()
+            await asyncio.wait_for(task, 15)
+            [[_, owner, _, deaths]] = await ledgers.connection.read(
+                "XPENDING", ledgers.train.keys.prompts, GROUP, "-", "+", 10
+            )
+            assert (owner.decode(), deaths) == (leases.KEEPER, 0)
+            assert not behind.requests
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await engine.close()
+
+
 class Servers:
     """Real engine servers of the tiny model, in processes of their own."""
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from streamrl.errors import LedgerDamaged
 from streamrl.monitor.tables import lag_table
 from streamrl.queues import Ledgers, embedded, foreign
+from streamrl.queues.access import ReplyError
+from streamrl.queues.damage import blame_damage
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import take
 from tests.queues.ledger_kit import admit, close_group, everything, lease, until_async
@@ -76,6 +79,28 @@ async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisR
     assert "6 foreign entries removed" in screen.export_text()
 
 
+async def test_an_entry_with_the_last_id_there_is_stops_no_learner(ledgers: Ledgers):
+    train, last = ledgers.train, f"{2**64 - 1}-{2**64 - 1}"
+    await train.fence("n", 0)
+    await ledgers.connection.read("XADD", train.keys.weights, last, "v", 1, "m", "x")
+    await train.consume("n", 0, 3, b"three")
+    assert await ledgers.weights.newest() == (3, b"three")
+    await ledgers.connection.read("XADD", train.keys.weights, last, "v", 1, "m", "x")
+    assert await ledgers.weights.newest() == (3, b"three")
+    await train.consume("n", 0, 4, b"four")
+    assert await ledgers.weights.newest() == (4, b"four")
+
+
+async def test_the_version_of_a_run_whose_learner_named_no_entry(ledgers: Ledgers):
+    """As the learner of an earlier streamrl left it."""
+    keys, read = ledgers.train.keys, ledgers.connection.read
+    for version in (6, 7, 100_000):
+        await read("XADD", keys.weights, "*", "v", version, "m", f"m{version}")
+    await read("HSET", keys.state, "version", 7)
+    assert await ledgers.weights.newest() == (7, b"m7")
+    assert await read("XLEN", keys.weights) == 2
+
+
 def flooded(ledgers: Ledgers, monkeypatch, stream: str, each: int) -> list[int]:
     """Whenever the stream is read, somebody adds `each` entries more before that; a list that grows by one a look."""
     looks: list[int] = []
@@ -139,3 +164,34 @@ async def test_what_others_wrote_costs_no_place_in_a_page(ledgers: Ledgers):
     assert [letter.sample for letter in await ledgers.train.dead_letters(count=1)] == [0]
     assert [letter.sample for letter in await ledgers.train.dead_letters()] == [0, None]
     assert await ledgers.connection.read("XLEN", ledgers.train.keys.dead) == 2
+
+
+async def test_noise_in_the_queue_of_replays_is_left_out(ledgers: Ledgers):
+    train = ledgers.train
+    noise = {"abc": "1-0,", "1": "", "2": "x", "3": b"\xff-0", "4": "5-0,x,6-0", "9" * 30: "1-0"}
+    await ledgers.connection.read("HSET", train.keys.replays, *(part for pair in noise.items() for part in pair))
+    assert await train.queued_replays() == {4: ["5-0", "6-0"]}
+
+
+async def test_a_letter_whose_counts_are_none_is_shown_without_them(ledgers: Ledgers):
+    fields = {"g": 0, "k": -1, "why": "w", "stage": "close", "n": "x", "failed": "9" * 5000, "a": "many"}
+    await ledgers.connection.read(
+        "XADD", ledgers.train.keys.dead, "*", *(part for pair in fields.items() for part in pair)
+    )
+    (letter,) = await ledgers.train.dead_letters()
+    assert (letter.gid, letter.attempt, letter.scored) == (0, 0, 0)
+
+
+async def test_a_counter_that_is_no_number_is_named_by_whoever_trips_over_it(ledgers: Ledgers, run: RedisRun):
+    train = ledgers.train
+    await train.connection.read("XADD", train.keys.weights, "*", "noise", "noise")
+    await train.connection.read("HSET", train.keys.state, "foreign", "abc")
+    with pytest.raises(ReplyError) as caught:
+        await ledgers.weights.newest()
+    with pytest.raises(LedgerDamaged, match=r":state, field foreign: abc is no number"):
+        await blame_damage(train.connection, "test", caught.value)
+    with Probe(run.config.url) as probe:
+        snapshot = await asyncio.to_thread(take, probe, "test")
+    screen = Console(file=io.StringIO(), width=200)
+    screen.print(lag_table(snapshot))
+    assert "foreign" not in screen.file.getvalue(), "the table is drawn, and says nothing of what it cannot read"

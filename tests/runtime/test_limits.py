@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.runtime import limits
+from streamrl.producers.servers import environments
 from streamrl.runtime.limits import free_memory, look_at_files, look_at_memory, memory, open_files
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ def test_too_few_open_files_are_said_before_anything_starts(tmp_path: Path):
     shown = limited("ulimit -n 32", "-m", "streamrl", "up", "run.yaml", "--dry-run", folder=tmp_path)
     assert "check  open files: FAILED: a process may open 32 files here (ulimit -n), " in shown.stdout, shown.stderr
     shown = limited("ulimit -Sn 32", "-m", "streamrl", "up", "run.yaml", "--dry-run", folder=tmp_path)
-    assert "for a process, 128 needed (reward)" in shown.stdout, "the soft limit is ours to raise"
+    assert "for a process, 112 needed (redis)" in shown.stdout, "the soft limit is ours to raise"
 
 
 def test_a_role_raises_its_soft_limit(tmp_path: Path):
@@ -49,39 +49,71 @@ print("SOFT", soft == min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 
     assert "SOFT True" in limited("ulimit -Sn 100", "-c", code, folder=tmp_path).stdout
 
 
+JUDGED = {"reward_models": {"j": {"kind": "openai", "model": "j", "url": ["http://a:1"]}},
+          "rewards": [{"use": "judge", "args": {"model": "j"}}]}  # fmt: skip
+
+
 def test_what_opens_files(monkeypatch: pytest.MonkeyPatch):
     small = open_files(config(), 0)
-    assert max(small.values()) == small["reward"] == 128
-    many = open_files(config(rollout={"replicas": 20}, reward_worker={"replicas": 20, "concurrency": 1000}), 0)
-    assert many["redis"] - small["redis"] == 38 * 8
-    assert many["supervisor"] > small["supervisor"]
-    assert many["reward"] == 1064
+    many = open_files(config(rollout={"replicas": 20}, reward_worker={"replicas": 20}), 0)
+    assert many["redis"].least - small["redis"].least == 38 * 8
+    assert many["supervisor"].least > small["supervisor"].least
     served = open_files(config(engine={"kind": "vllm", "servers": 4, "slots": 256}), 0)
-    assert served["rollout"] - small["rollout"] == 4 * 256, "each response in flight is a connection"
+    assert served["rollout"].least == small["rollout"].least, "slots are an upper bound"
+    assert served["rollout"].most - served["rollout"].least == 4 * 256, "each response in flight is a connection"
     large = open_files(config(learner={"ranks": 8}), 140 * GIB)
-    assert large["learner"] > 3 * 560, "files of three versions"
+    assert large["learner"].least > 3 * 560, "files of three versions"
     assert "redis" not in open_files(config(redis={"url": "redis://elsewhere:1"}), 0)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    with pytest.raises(CannotCreate, match=r"may open 1024 files here .*, reward of this run needs 1064") as caught:
-        look_at_files(config(reward_worker={"concurrency": 1000}), 0)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(CannotCreate, match=r"may open 64 files here .*, redis of this run needs 112") as caught:
+        look_at_files(config(), 0)
     assert (caught.value.exit_code, "LimitNOFILE" in caught.value.hint) == (73, True)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
     assert look_at_files(config(reward_worker={"concurrency": 1000}), 0).startswith("any number")
 
 
+def test_files_that_a_run_may_never_open_are_a_warning(monkeypatch: pytest.MonkeyPatch):
+    """A rule opens nothing for a sample; a judge a connection for each, when so many come at the same time."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    worker = {"reward_worker": {"concurrency": 4096}}
+    for rule in ("exact_match", "number_match"):
+        assert look_at_files(config(**worker, rewards=[{"use": rule}]), 0).endswith("needed (redis)")
+    asked = look_at_files(config(**worker, **JUDGED), 0)
+    assert "4096 for a process, 112 needed (redis); WARNING: reward may come to need 4160: raise the hard" in asked
+    programs = look_at_files(config(**worker, rewards=[{"use": "exact_match"}, {"use": "my_rewards:run"}]), 0)
+    assert "WARNING: reward may come to need 4160" in programs, "nobody knows what it opens"
+    served = look_at_files(config(engine={"kind": "vllm", "servers": 16, "slots": 256}), 0)
+    assert "WARNING: rollout may come to need 4163" in served
+
+
 def test_what_takes_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits, "has_gpu", lambda: False)
-    base = memory(config(), 0)
-    assert base == 4 * (128 << 20)
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    base = memory(config(), 0).least
+    assert base == (2 * 128 + 2 * 40) << 20, "learner and replica with torch; reward worker and feeder without"
+    assert memory(config(reward_worker={"replicas": 32}), 0).least - base == 31 * 40 << 20
     own = {"weights": {"transport": "directory"}}
-    assert memory(config(**own), 4 * GIB) - base == (3 + 1) * 4 * GIB, "weights and two moments; the engine's weights"
-    assert memory(config(), 4 * GIB) - memory(config(**own), 4 * GIB) == 3 * 4 * GIB, "versions in /dev/shm"
+    trained = memory(config(**own), 4 * GIB)
+    assert trained.least - base == (3 + 1) * 4 * GIB, "weights and two moments; the engine's weights"
+    assert trained.most == trained.least
+    assert memory(config(), 4 * GIB).least - trained.least == 3 * 4 * GIB, "versions in /dev/shm"
     lora = memory(config(**own, learner={"lora": {"rank": 8}}), 4 * GIB)
-    assert lora - base == 2 * 4 * GIB
+    assert lora.least - base == 2 * 4 * GIB
     half = config(**own, engine={"dtype": "bfloat16"}, rollout={"replicas": 3})
-    assert memory(half, 4 * GIB) - memory(half, 0) == 3 * 4 * GIB + 3 * 2 * GIB
-    monkeypatch.setattr(limits, "has_gpu", lambda: True)
-    assert memory(config(**own), 4 * GIB) == base
+    assert memory(half, 4 * GIB).least - memory(half, 0).least == 3 * 4 * GIB + 3 * 2 * GIB
+    pulled = memory(config(weights={"transport": "http"}), 4 * GIB)
+    assert pulled.least - trained.least == 3 * 4 * GIB
+    assert pulled.most - pulled.least == (2 + 2) * 4 * GIB, "somebody may still be pulling; the spool of the replica"
+    deltas = memory(config(weights={"transport": "http", "delta": {"enabled": True}}), 4 * GIB)
+    assert (deltas.least - trained.least, deltas.most) == (4 * GIB, pulled.most)
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
+    assert memory(config(**own), 4 * GIB).least == base
+
+
+def test_memory_that_a_run_may_never_take_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
+    pulled = config(weights={"transport": "http"})
+    found = look_at_memory(pulled, 2 * GIB, machine(tmp_path, "0::/\n"))
+    assert "9216 MiB free, 6480 MiB needed; WARNING: it may come to need 14672 MiB: raise the limit" in found
 
 
 def machine(root: Path, groups: str, **files: str) -> Path:

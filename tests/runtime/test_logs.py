@@ -73,3 +73,17 @@ def test_a_full_disk_costs_lines_and_nothing_else(root, capsys):
         for _ in range(3):
             logging.getLogger("some.library").info("line")
     assert capsys.readouterr().err == "/dev/full cannot be written: [Errno 28] No space left on device\n"
+
+
+def test_a_line_that_cannot_be_formatted_is_no_full_disk_and_every_one_is_shown(root, tmp_path, capsys):
+    class NotShown:
+        def __str__(self):
+            raise ValueError("no words for this")
+
+    with log_to_file("supervisor", tmp_path / "supervisor.log", 1 << 20):
+        for number in range(2):
+            logging.getLogger("some.library").info("line %d", number, extra={"what": NotShown()})
+    errors = capsys.readouterr().err
+    assert "cannot be written" not in errors
+    assert errors.count("ValueError: no words for this") == 2
+    assert "Message: 'line %d'\nArguments: (1,)" in errors

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import orjson
 import pytest
 
 from streamrl.config import RunConfig
@@ -70,7 +71,9 @@ def test_without_network_the_hint_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        with pytest.raises(Unreachable, match=f"{NAME} is not on this machine, and the hub is not reachable") as caught:
+        with pytest.raises(
+            Unreachable, match=f"{NAME} is not complete on this machine, and the hub is not reachable"
+        ) as caught:
             look_at_models(run())
     assert "set model.path to a directory" in caught.value.hint
     assert "streamrl init --template sort" in caught.value.hint
@@ -88,13 +91,46 @@ def test_offline_the_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
         look_at_models(run())
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    snapshot = tmp_path / f"models--{NAME.replace('/', '--')}" / "snapshots" / ("0" * 40)
+    cached(tmp_path, monkeypatch, "config.json", "model.safetensors")
+    assert look_at_models(run()) == f"{NAME} (from the local cache of the hub)"
+
+
+def cached(folder: Path, monkeypatch: pytest.MonkeyPatch, *files: str) -> Path:
+    """A cache of the hub that has these files of the model; the folder that they are in."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    snapshot = folder / f"models--{NAME.replace('/', '--')}" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    for file in files:
+        (snapshot / file).write_text("{}")
+    return snapshot
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_a_download_that_was_interrupted_is_no_model_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: ThreadingHTTPServer, kind: str
+):
+    """Small files come first; without the weights a role fails an hour after the preflight has said yes."""
+    snapshot = cached(tmp_path, monkeypatch, "config.json", "tokenizer_config.json")
+    assert look_at_models(run()) == f"{NAME} (from the hub)"
+    parts = [f"{Path(kind).stem}-{part}-of-2{Path(kind).suffix}" for part in (1, 2)]
+    (snapshot / f"{kind}.index.json").write_bytes(orjson.dumps({"weight_map": dict(zip("ab", parts, strict=True))}))
+    (snapshot / parts[0]).write_text("")
+    assert look_at_models(run()) == f"{NAME} (from the hub)", "the second half of the weights is not there"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=f"model.path {NAME} is not complete in the local cache of the hub"):
+        look_at_models(run())
+    (snapshot / parts[1]).write_text("")
     assert look_at_models(run()) == f"{NAME} (from the local cache of the hub)"
+
+
+def test_a_tokenizer_in_the_cache_needs_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: ThreadingHTTPServer
+):
+    cached(tmp_path, monkeypatch, "tokenizer_config.json")
+    found = look_at_models(run(f"model.tokenizer={NAME}"))
+    assert found == f"{NAME} (from the hub), {NAME} (from the local cache of the hub)"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from typing_extensions import override
+
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.isolated import patterns
 from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
@@ -49,6 +51,8 @@ _PROBE_SECONDS: Final = 30.0
 _SEVERAL: Final = 0.7
 """Temperature of several votes where the run file says nothing."""
 _MOST_VOTES: Final = 64
+_IGNORES: Final = 2
+"""Answers in a row with one of several votes, after which each vote is asked for by itself."""
 _PATTERN: Final = Limits(cpu=1.0, wall=40.0, memory=256 << 20)
 """What a pattern of the run file may take for one vote."""
 
@@ -127,13 +131,14 @@ class Judge(Reward):
         self._keys = {"max_tokens": max_tokens, "temperature": default if temperature is None else temperature}
         self._extra = dict(extra or {})
         self._requests = votes if separate else 1
+        self._single = 0
         self._least = len(prompt) // CHARACTERS_PER_TOKEN
         self._model: AskedModel | None = None
         self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
 
+    @override
     def check_config(self, config: RunConfig) -> None:
-        """See `RewardLife.check_config`: the model that is asked must be able to give what this reward reads."""
         check_model(self._name, config.reward_models)
         self._check(config.reward_models[self._name])
 
@@ -232,7 +237,7 @@ class Judge(Reward):
                 raise failure
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
-        """One request for some votes, which are noted; those that a server leaves out are asked for one by one."""
+        """One request for some votes, which are noted; those that a server leaves out are asked for again."""
         assert self._model is not None, "scores come after open"
         end = asyncio.get_running_loop().time() + seconds
         body: dict[str, Any] = {"model": self._model.config.model, "messages": messages, **self._keys}
@@ -261,8 +266,11 @@ class Judge(Reward):
                 ballot.unreadable += 1
                 ballot.last = error.message
                 self._counts["unreadable"] += 1
-        if len(found) == 1 < votes:
-            self._ask_one_by_one(votes)
+        if votes > 1:
+            self._single = self._single + 1 if len(found) == 1 else 0
+            if self._single == _IGNORES:
+                self._ask_one_by_one(votes)
+        if len(found) < votes:
             await self._ask(messages, votes - len(found), end - asyncio.get_running_loop().time(), ballot)
 
     def _ask_one_by_one(self, asked: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
@@ -152,8 +153,8 @@ class RewardModel(Reward):
         self._renderer: Renderer | None = None
         self._deadline = 0.0
 
+    @override
     def check_config(self, config: RunConfig) -> None:
-        """See `RewardLife.check_config`: the model that is asked must be able to give what this reward reads."""
         check_model(self._name, config.reward_models)
         self._check(config.reward_models[self._name])
         if self._chat_template is not None:

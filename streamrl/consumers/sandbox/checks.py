@@ -582,8 +582,7 @@ class Remote:
         program, _, loose = self._streamrl
         return program.ask("copy", self, loose=loose)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        del memo
+    def __deepcopy__(self, _memo: Any) -> Any:
         program, _, loose = self._streamrl
         return program.ask("deepcopy", self, loose=loose)
 

@@ -19,8 +19,8 @@ def part_of(
     """Return which tokens of a response are in a part of it, shape (tokens,), bool.
 
     Thinking is between the tags, the answer behind the closing one; a token with any character of a tag is in neither.
-    Without both tags there is no thinking, without the closing one no answer. A prompt whose last tag is the opening
-    one, as chat templates make them, has begun the thinking.
+    Without both tags there is no thinking, without the closing one no answer. A prompt that ends with the opening
+    tag, as chat templates make them, has begun the thinking.
 
     Args:
         texts: text of each token.
@@ -53,7 +53,7 @@ def _thinking(response: str, prompt: str, opening: str, closing: str) -> tuple[i
     """Where the thinking begins and ends in the text of a response; the end is -1 where there is none."""
     begin = response.find(opening)
     opens_first = begin >= 0 and not response[:begin].strip()
-    if prompt.rfind(opening) > prompt.rfind(closing) and not opens_first:
+    if prompt.rstrip().endswith(opening) and not opens_first:
         return 0, response.find(closing)
     if begin < 0:
         return 0, -1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -26,6 +27,9 @@ class Sums:
     """
 
     tokens: float = 0.0
+    _WIDTH: ClassVar[str] = "tokens"
+    """Number of tokens that a field is summed over, where `_WIDTHS` does not name another."""
+    _WIDTHS: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -44,8 +48,7 @@ class Sums:
 
     def count(self, name: str) -> float:
         """Number of tokens that a field is summed over."""
-        del name
-        return self.tokens
+        return float(getattr(self, self._WIDTHS.get(name, self._WIDTH)))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +66,7 @@ class TokenSums(Sums):
         tokens: number of tokens, measured or not.
         measured: number of measured tokens.
         responses: number of measured responses.
-        loss: sum of what is differentiated, with the weights of the aggregation.
+        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
         weight: sum of w.
         weight_squared: sum of w^2.
         response_weight: sum over responses of the product of their w.
@@ -111,15 +114,12 @@ class TokenSums(Sums):
     masked_4_7: float = 0.0
     masked_8_15: float = 0.0
     masked_16: float = 0.0
+    _WIDTH: ClassVar[str] = "measured"
+    _WIDTHS: ClassVar[Mapping[str, str]] = {"loss": "tokens", "age": "tokens", "kl_reference": "kl_tokens"}
 
     def __add__(self, other: TokenSums) -> TokenSums:
         """Sums over both."""
         return TokenSums(**{name: getattr(self, name) + getattr(other, name) for name in TOKEN_SUMS})
-
-    def count(self, name: str) -> float:
-        """See `Sums.count`."""
-        wide = {"age": self.tokens, "kl_reference": self.kl_tokens}
-        return wide.get(name, self.measured)
 
     @property
     def ess(self) -> float:

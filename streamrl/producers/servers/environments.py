@@ -84,6 +84,11 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def computes_on_cpu(device: str) -> bool:
+    """Whether what a run file calls `device` is the CPU of this machine; the one place that decides it."""
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
 def on_cpu(engine: EngineConfig) -> bool:
     """Whether the engine servers of a run compute on a CPU; every kind asks here.
 
@@ -93,7 +98,7 @@ def on_cpu(engine: EngineConfig) -> bool:
     """
     device = engine.device
     if device in {"auto", "cpu"}:
-        return device == "cpu" or not has_gpu()
+        return computes_on_cpu(device)
     if re.fullmatch(r"cuda(:\d+)?", device) is None:
         raise ConfigError(
             f"engine.device {device!r} is no device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"

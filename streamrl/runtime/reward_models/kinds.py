@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.producers.servers.command_line import merged, words
 from streamrl.producers.servers.dialect import Launch
-from streamrl.producers.servers.environments import Kind, find_environment, has_gpu, installed
+from streamrl.producers.servers.environments import Kind, computes_on_cpu, find_environment, installed
 from streamrl.producers.servers.managed import Startable
 from streamrl.producers.servers.sglang_launch import SHIM
 
@@ -62,7 +62,7 @@ class _Model:
         self._section = f"reward_models.{name}"
         self.environment = find_environment(config.environment, self.kind, key=f"{self._section}.environment")
         marker = installed(self.environment)
-        self.cpu = bool(marker["cpu"]) if marker is not None else not has_gpu()
+        self.cpu = bool(marker["cpu"]) if marker is not None else computes_on_cpu("auto")
         merged({}, config.flags, section=self._section)
         if config.sleep and self.cpu:
             raise ConfigError(

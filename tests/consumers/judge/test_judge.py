@@ -100,10 +100,31 @@ async def test_separate_votes_are_requests_of_their_own():
 async def test_a_server_that_gives_fewer_votes_is_asked_for_the_rest():
     async with (
         chats(lambda body: ["Score: 4"] * max(1, body.get("n", 1) - 1)) as (one,),
-        opened([one.url], **NUMBER, votes=4, tries=2) as judge,
+        opened([one.url], **NUMBER, votes=4, tries=1) as judge,
     ):
         assert (await judge.score(seen())).tokens == 200
-        assert [body.get("n", 1) for body in one.bodies] == [4, 4, 1]
+        assert [body.get("n", 1) for body in one.bodies] == [4, 1] * 2
+
+
+async def test_a_server_that_gives_a_few_votes_at_a_time_is_asked_until_all_are_there(caplog):
+    async with (
+        chats(lambda body: ["Score: 4"] * min(2, body.get("n", 1))) as (one,),
+        opened([one.url], **NUMBER, votes=5, tries=1, quorum=5) as judge,
+    ):
+        assert (await judge.score(seen())).tokens == 300
+        assert [body.get("n", 1) for body in one.bodies] == [5, 3, 1] * 2
+        assert "ignores `n`" not in caplog.text
+
+
+async def test_one_short_answer_does_not_say_that_a_server_ignores_n(caplog):
+    given = itertools.chain([1], itertools.repeat(64))
+    async with (
+        chats(lambda body: ["Score: 4"] * min(next(given), body.get("n", 1))) as (one,),
+        opened([one.url], **NUMBER, votes=3, tries=1, quorum=3) as judge,
+    ):
+        assert (await judge.score(seen())).value == 4.0
+        assert [body.get("n", 1) for body in one.bodies] == [3, 2, 3]
+        assert "ignores `n`" not in caplog.text
 
 
 async def test_what_cannot_be_read_is_asked_for_again():

@@ -92,6 +92,9 @@ def test_parts_are_between_the_tags_and_behind_them():
         (["a", "b", "</think>", "4"], "2 + 2?<think>\n", [0, 1]),
         (["\n", "<think>", "b", "</think>", "4"], "2 + 2?<think>", [2]),
         (["a", "<think>", "b", "</think>", "4"], "2 + 2?<think>", [0, 1, 2]),
+        # A prompt that only mentions the tag has begun nothing.
+        (["Sure. ", "<think>", "a", "b", "</think>", "x"], "Begin with <think>.\nAssistant:", [2, 3]),
+        (["a plain ", "answer", "</think>"], "Begin with <think>.\nAssistant:", None),
         # Those that open and close it: nothing is thought.
         (["a", "b"], "2 + 2?<think>\n\n</think>", None),
         (["a", "</think>", "4"], "2 + 2?", None),

@@ -267,6 +267,12 @@ def test_what_gives_zero_advantage_tokens_a_gradient(loss, kl, entropy, reaches)
     assert reaches_zero_advantage(terms(loss="dppo", regulariser=1e-3))
 
 
+def test_a_mean_goes_over_the_tokens_that_its_field_is_summed_over():
+    fields = {"loss": 24.0, "age": 24.0, "kl_reference": 24.0, "entropy": 24.0}
+    sums = TokenSums(tokens=8, measured=4, kl_tokens=6, **fields)
+    assert [sums.mean(name) for name in fields] == [3, 3, 4, 6]
+
+
 def test_the_learning_rate_by_hand():
     sums = TokenSums(
         tokens=8,
