@@ -18,10 +18,20 @@ ROOT = Path(__file__).parents[2]
 OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
 
 
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    """Sizes with which the model and the prompts are made in a second; the model knows nothing then."""
+    sizes = {"STEPS": 2, "WARM_UP": 1, "DECAY_FROM": 1, "TRAINING_PROMPTS": 20, "HELD_OUT_PROMPTS": 10}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(prepare, name, value)
+        yield
+
+
 @pytest.fixture
-def new(sort_cache: Path, tmp_path: Path) -> Path:
+def new(quick: None, tmp_path: Path) -> Path:
     """A directory in which the model and the prompts are already made."""
-    shutil.copytree(sort_cache, tmp_path / "new" / "cache")
+    assert prepare.main([str(tmp_path / "new")]) == 0
     return tmp_path / "new"
 
 
