@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
