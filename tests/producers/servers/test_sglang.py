@@ -470,6 +470,8 @@ def test_the_plug_in_is_whole():
     points = (PLUGIN / "streamrl_engine-1.0.dist-info" / "entry_points.txt").read_text()
     assert "[sglang.srt.plugins]" in points
     assert "streamrl_engine.sglang:register" in points
+    assert "[vllm.general_plugins]" in points
+    assert "streamrl_engine.amx:allow" in points
     assert (PLUGIN / "sglang_cpu" / "sitecustomize.py").is_file()
     assert (PLUGIN / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
     for module in (PLUGIN / "streamrl_engine").glob("*.py"):
