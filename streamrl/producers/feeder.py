@@ -205,9 +205,8 @@ class Training:
 
     async def _behind(self, version: int) -> list[str]:
         """Replicas that do not have the newest version, which explains stale groups; nothing is said of noise."""
-        roles = await self._role.ledgers.roles.read()
-        replicas = sorted(name for name in roles if name.startswith("rollout."))
-        held = [(name, number(roles[name].get("version", "0"))) for name in replicas]
+        replicas = await self._role.ledgers.roles.read("rollout.")
+        held = [(name, number(fields.get("version", "0"))) for name, fields in replicas.items()]
         return [f"{name} has version {has:.0f} of {version}" for name, has in held if has is not None and has < version]
 
     def _prompt(self, gid: int) -> bytes:
