@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from streamrl.commands import output
+from streamrl.commands.rundir import RUNS, find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
 from streamrl.queues.address import redact
 from streamrl.runfile import LoadedConfig, load, read_saved
 
+if TYPE_CHECKING:
+    from streamrl.runtime.preflight import Check
+
+DEFAULT_FILE: Final = Path("run.yaml")
 SHOW_SCHEMA = "streamrl.config/1"
 VALIDATE_SCHEMA = "streamrl.config.validate/1"
 
@@ -45,7 +50,6 @@ def validate(file: Path | None, overrides: Sequence[str], *, json: bool) -> int:
     Raises:
         StreamrlError: of the first check that failed; all are shown before.
     """
-    from streamrl.commands.up import RUNS, configuration, write_checks
     from streamrl.runtime.preflight import check_all
 
     loaded, _ = configuration(file, None, overrides, resume=False)
@@ -69,6 +73,31 @@ def validate(file: Path | None, overrides: Sequence[str], *, json: bool) -> int:
     if not json:
         output.write(f"{file or 'run.yaml'}: valid")
     return 0
+
+
+def configuration(
+    file: Path | None, run: Path | None, overrides: Sequence[str], *, resume: bool
+) -> tuple[LoadedConfig, Path | None]:
+    """The configuration that `up` takes (`run.yaml` where no file is named), and the directory that was named."""
+    if file is None and resume:
+        if overrides:
+            raise UsageError("--set changes a run file: name it", "streamrl up RUN.yaml --resume --set ...")
+        found = find_run(run)
+        return read_saved(found.path / "run.json"), found.path
+    if file is None and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    if file is None and not overrides:
+        raise UsageError("no run file", "name one, write one with `streamrl init`, or go on with --resume")
+    loaded = load(file, overrides)
+    if loaded.config.recording.mode == "read" and loaded.config.data.epochs is None:
+        loaded = load(file, [*overrides, "data.epochs=1"])  # a recording has an end
+    return loaded, run
+
+
+def write_checks(checks: Sequence[Check]) -> None:
+    """One line for each check."""
+    for check in checks:
+        output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
 
 
 def schema() -> int:

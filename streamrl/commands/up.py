@@ -10,21 +10,20 @@ from typing import Final, Literal
 
 from streamrl.commands import output
 from streamrl.commands.attach import live_probe
+from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
 from streamrl.commands.rolestates import RoleStates
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.rundir import RUNS, RunDirectory, find_run
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
 from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import Snapshot, take
-from streamrl.runfile import LoadedConfig, load, read_saved
+from streamrl.runfile import LoadedConfig
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
-from streamrl.runtime.preflight import Check, check_all
+from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import Outcome, supervise
 
-DEFAULT_FILE: Final = Path("run.yaml")
-RUNS: Final = Path("runs")
 VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
 
 
@@ -86,29 +85,8 @@ def recording_overrides(*, rollout_only: bool, train_only: Path | None) -> list[
     return ["recording.mode=read", f"recording.path={train_only.resolve()}", *without]
 
 
-def configuration(
-    file: Path | None, run: Path | None, overrides: Sequence[str], *, resume: bool
-) -> tuple[LoadedConfig, Path | None]:
-    """The configuration that `up` takes (`run.yaml` where no file is named), and the directory that was named."""
-    if file is None and resume:
-        if overrides:
-            raise UsageError("--set changes a run file: name it", "streamrl up RUN.yaml --resume --set ...")
-        found = find_run(run)
-        return read_saved(found.path / "run.json"), found.path
-    if file is None and DEFAULT_FILE.exists():
-        file = DEFAULT_FILE
-    if file is None and not overrides:
-        raise UsageError("no run file", "name one, write one with `streamrl init`, or go on with --resume")
-    loaded = load(file, overrides)
-    if loaded.config.recording.mode == "read" and loaded.config.data.epochs is None:
-        loaded = load(file, [*overrides, "data.epochs=1"])  # a recording has an end
-    return loaded, run
-
-
 def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
     """Print what would be started, the checks and the configuration; the first failed check decides the exit code."""
-    from streamrl.commands.config import leaves, origin_of, without_secrets
-
     folder = run_dir if run_dir is not None else RUNS / loaded.config.name
     output.write(f"run {loaded.config.name} in {folder}")
     for line in describe(loaded.config, folder):
@@ -121,12 +99,6 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
     if failed is not None:
         raise failed
     return 0
-
-
-def write_checks(checks: Sequence[Check]) -> None:
-    """One line for each check."""
-    for check in checks:
-        output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
 
 
 def _announce(prepared: PreparedRun) -> None:
