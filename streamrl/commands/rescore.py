@@ -22,10 +22,9 @@ from streamrl.commands.rescore_report import check_drawing, draw, report
 from streamrl.commands.reward_choice import choose, opened
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
-from streamrl.consumers.comparison import compare, most_different
-from streamrl.consumers.patience import PatientScorer
-from streamrl.consumers.rescoring import Outcome, RescoredSet, ScoreGroup, rescore_groups
+from streamrl.consumers.rescoring import Outcome, RescoredSet, ScoreGroup, compare, most_different, rescore_groups
 from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrap
 from streamrl.monitor.lines import duration
 from streamrl.queues.archived import ArchiveReading, read_archive

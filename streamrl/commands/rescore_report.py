@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.commands.letters import parts_line
-from streamrl.consumers.comparison import Bin, Comparison
+from streamrl.consumers.rescoring import Bin, Comparison
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.monitor.lines import duration, number, printable, shortened
 from streamrl.monitor.plots import bar

@@ -9,17 +9,16 @@ import logging
 import random
 import time
 import traceback
-from collections.abc import Awaitable, Hashable, Sequence
+from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import orjson
 
 from streamrl.config import RewardWorkerConfig
-from streamrl.consumers.attempts import attempts
-from streamrl.consumers.circuit import Circuit
 from streamrl.consumers.figures import Outcome, RewardFigures
-from streamrl.consumers.places import Places
+from streamrl.consumers.limits import Circuit, Places
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score, finite
@@ -36,6 +35,28 @@ from streamrl.errors import (
 from streamrl.wire import utf8
 
 logger = logging.getLogger(__name__)
+
+_failed: Final[ContextVar[dict[str, None] | None]] = ContextVar("failed", default=None)
+
+
+@contextlib.contextmanager
+def attempts() -> Iterator[None]:
+    """What is asked in this block, by this task and by those it starts, is asked for one sample (or one group)."""
+    token = _failed.set({})
+    try:
+        yield
+    finally:
+        _failed.reset(token)
+
+
+def failed_servers() -> dict[str, None]:
+    """URLs of servers that have failed the sample, to be changed: the last failure is the last one.
+
+    Outside of `attempts` nobody remembers: a new dict each time.
+    """
+    failed = _failed.get()
+    return {} if failed is None else failed
+
 
 DETAIL_BYTES: Final = 4096
 WHY_CHARACTERS: Final = 200

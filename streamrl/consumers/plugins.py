@@ -14,17 +14,44 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from streamrl.config import RewardSpec, RewardWorkerConfig, RunConfig
+from streamrl.config import RewardModelConfig, RewardSpec, RewardWorkerConfig, RunConfig
 from streamrl.consumers.adapters import Adapted, adapt
-from streamrl.consumers.built_in import ASKING, BUILT_IN
 from streamrl.consumers.reward import RewardLife, check_model
 from streamrl.errors import ConfigError, PluginError, StreamrlError
+
+BUILT_IN: Final[dict[str, str]] = {
+    "exact_match": "streamrl.consumers.rules.text:ExactMatch",
+    "number_match": "streamrl.consumers.rules.text:NumberMatch",
+    "math": "streamrl.consumers.rules.math_answer:MathAnswer",
+    "regex": "streamrl.consumers.rules.processed:Regex",
+    "json_schema": "streamrl.consumers.rules.json_schema:JsonSchema",
+    "format": "streamrl.consumers.rules.text:Format",
+    "length": "streamrl.consumers.rules.text:Length",
+    "repetition": "streamrl.consumers.rules.text:Repetition",
+    "code": "streamrl.consumers.rules.code:Code",
+    "reward_model": "streamrl.consumers.models.reward_model:RewardModel",
+    "judge": "streamrl.consumers.models.judge:Judge",
+    "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
+}
+ASKING: Final = frozenset({"reward_model", "judge"})
+"""Those that ask a model: `args.model` is its name in `reward_models`."""
+
+
+def models_asked(
+    rewards: Sequence[RewardSpec], models: Mapping[str, RewardModelConfig]
+) -> Mapping[str, RewardModelConfig]:
+    """The models that some rewards may ask: all, where one of them did not come along, or names no model."""
+    named = {str(spec.args.get("model")) for spec in rewards if spec.use in ASKING}
+    if not all(spec.use in BUILT_IN for spec in rewards) or not named <= models.keys():
+        return models
+    return {name: model for name, model in models.items() if name in named}
+
 
 GROUP: Final = "streamrl.rewards"
 _MARKS: Final = {"solution_str": "verl", "solution_strs": "verl", "completions": "trl"}

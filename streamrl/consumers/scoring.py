@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 from streamrl import wire
-from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
-from streamrl.consumers.absence import may_pass
-from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, described, detail_of
+from streamrl.config import LeaseConfig, RewardWorkerConfig, ScoringConfig
+from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, detail_of
 from streamrl.consumers.composition import Composition
-from streamrl.consumers.plugins import LoadedReward, load_rewards, stages
-from streamrl.consumers.reward import AskedModel, RewardContext, RewardSample, Score
+from streamrl.consumers.plugins import HOLD_SHARE, LoadedReward, stages
+from streamrl.consumers.reward import RewardSample, Score
 from streamrl.consumers.threads import CallThreads
-from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError, Unreachable
-from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.outage import Outage
-
-__all__ = ["Scorer", "ScoringFailed", "models_of", "open_scorer"]
+from streamrl.errors import DeadlineExceeded, RewardUnavailable, Unreachable
 
 logger = logging.getLogger(__name__)
 
 MAX_HANGING: Final = 256
-_CLOSE_SECONDS: Final = 10.0
-_OPEN_SHARE: Final = 0.9
-"""Part of the start of a worker in which its rewards are tried again when a service is away."""
 
 
 class Scorer:
@@ -210,119 +200,101 @@ async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
     return [None if isinstance(result, BaseException) else result for result in results]
 
 
-def models_of(
-    config: RunConfig, ledgers: Ledgers | None = None
-) -> contextlib.AbstractAsyncContextManager[Mapping[str, AskedModel]]:
-    """The `reward_models` of a run, open for the length of a block; without any, nothing is imported for them."""
-    if not config.reward_models:
-        return contextlib.nullcontext({})
-    from streamrl.consumers.models import open_models  # an HTTP client, which takes a while
-
-    return open_models(config, ledgers)
+_R = TypeVar("_R")
+_LOOK_SECONDS: Final = 0.25
+_END_SECONDS: Final = 10.0
+"""Seconds in which scoring that was given up has to end."""
+TELL_SECONDS: Final = 10.0
+"""Seconds between two lines about who is waited for."""
 
 
-@contextlib.asynccontextmanager
-async def open_scorer(
-    config: RunConfig,
-    context: RewardContext,
-    rewards: Sequence[LoadedReward] | None = None,
-    *,
-    patience: float | None = None,
-) -> AsyncIterator[Scorer]:
-    """Load the rewards of a run, open them, and close them at the end of the block, also when opening fails.
+class PatientScorer:
+    """Scores as a reward worker does: that nobody can score now is no attempt. Made and used in one event loop.
+
+    A worker gives back what nobody could score for nearly as long as a lease may be held. Here it is taken again at
+    once, as long as others were scored, or failed, in that time. When nobody was, all is given up.
 
     Args:
-        config: of the run.
-        context: what the rewards may use.
-        rewards: loaded already; None: those of the run.
-        patience: seconds for which a service that is away while a reward opens is tried again; None: most of
-            `supervisor.start_deadline`.
-
-    Raises:
-        PluginError: a reward cannot be loaded or opened.
-        Unreachable: a service stayed away while a reward opened, in a run that has scores already.
-        ConfigError: what a reward says of its own settings.
-        DeadlineExceeded: a reward was not open within `supervisor.start_deadline`.
+        scorer: open.
+        lease: of the run file; its `max_hold` is the limit.
+        patience: seconds for which it waits for rewards that say who is away, where that is less.
     """
-    rewards = load_rewards(config) if rewards is None else rewards
-    patience = _OPEN_SHARE * config.supervisor.start_deadline if patience is None else patience
-    begun: list[LoadedReward] = []
-    try:
-        for reward in rewards:
-            await _open(reward, context, patience, begun)
-        yield Scorer(rewards, config.reward_worker, config.scoring, config.sampling.max_new_tokens)
-    finally:
-        for reward in reversed(begun):
-            await _close(reward)
 
+    def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
+        self._scorer = scorer
+        self._limit = HOLD_SHARE * lease.max_hold
+        self._patience = self._limit if patience is None else min(patience, self._limit)
+        self._hint = "lease.max_hold" if patience is None else "--wait"
+        self._hint += " is how long it is waited for"
+        self._ended = 0
 
-async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
-    """Open one reward; a service that is away is tried again, with growing pauses, for up to `patience` seconds.
+    @property
+    def whole(self) -> bool:
+        """Whether a reward compares, so that groups are scored as a whole."""
+        return self._scorer.whole
 
-    The reward is in `begun`, those that have to be closed, from each `open` to the `close` that follows it.
-    """
-    if reward.life is None:
-        return
-    seconds = context.config.supervisor.start_deadline
-    about = dataclasses.replace(context, deadline=reward.deadline(context.config.reward_worker))
-    outage = Outage(patience)
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            while True:
-                begun.append(reward)
-                try:
-                    await reward.life.open(about)
-                except Exception as error:
-                    if limit.expired() or not may_pass(error):
-                        raise
-                    pause = await _pause_before_next(reward, context, outage, error)
-                    begun.pop()
-                    await _close(reward)
-                    await asyncio.sleep(pause)
-                else:
-                    return
-    except TimeoutError as error:
-        if not limit.expired():
-            raise _not_opened(reward, error) from error
-        raise DeadlineExceeded(f"reward {reward.name} was not open within {seconds:g} s", "see its `open`") from error
-    except StreamrlError:
-        raise
-    except Exception as error:
-        raise _not_opened(reward, error) from error
+    @property
+    def calls(self) -> Sequence[RewardCalls]:
+        """The rewards with their figures."""
+        return self._scorer.calls
 
+    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.Score | ScoringFailed]:
+        """Score samples of one group, as `Scorer.score_group`.
 
-async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
-    """Seconds after which the reward may be opened again; it says from time to time that it cannot be opened yet.
+        Raises:
+            Unreachable: nobody could score anything for as long as a lease may be held.
+            DeadlineExceeded: as of `Scorer.score_group`.
+        """
+        while True:
+            began, ended = time.monotonic(), self._ended
+            try:
+                results = await self._within_patience(self._scorer.score_group(samples, began + self._limit))
+            except RewardUnavailable as error:
+                if self._ended == ended:
+                    raise Unreachable(
+                        f"nothing could be scored for {time.monotonic() - began:.0f} s: {error.message}",
+                        error.hint or self._hint,
+                    ) from error
+            else:
+                self._ended += 1
+                return results
 
-    Raises:
-        PluginError: it was tried for as long as `outage` allows; restarting does not help.
-        Unreachable: the same, in a run that had scores: the service was there, so the worker is started again.
-    """
-    now = time.monotonic()
-    pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
-    if pause is None or outage.since is None:
-        scored = await context.scored()
-        times = f", {outage.failures} times within {outage.patience:.3g} s"
-        raise _not_opened(reward, error, times, Unreachable if scored else PluginError) from error
-    if outage.failures & (outage.failures - 1) == 0:  # the first, second, fourth, ... time
-        extra = {"reward": reward.name, "why": described(error), "times": outage.failures}
-        logger.warning("a reward cannot be opened yet", extra=extra)
-    return min(pause, outage.since + outage.patience - now)
+    async def _within_patience(self, scoring: Coroutine[Any, Any, _R]) -> _R:
+        """Await it.
 
+        Raises:
+            Unreachable: a reward has been away for longer than patience, and nothing was scored meanwhile.
+        """
+        task = asyncio.ensure_future(scoring)
+        since, ended = time.monotonic(), self._ended
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                away = [(calls.reward.name, why) for calls in self.calls if (why := calls.away)]
+                now = time.monotonic()
+                if not away or self._ended != ended:
+                    since, ended = now, self._ended
+                elif now - since >= self._patience:
+                    name, why = away[0]
+                    raise Unreachable(
+                        f"nothing could be scored for {now - since:.0f} s, {name} is away: {why}", self._hint
+                    )
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_END_SECONDS)
+            if not task.done():
+                logger.warning("scoring that was given up does not end", extra={"seconds": _END_SECONDS})
+        return task.result()
 
-def _not_opened(
-    reward: LoadedReward, error: Exception, times: str = "", kind: type[StreamrlError] = PluginError
-) -> StreamrlError:
-    hint = "is the service that it asks running? then `streamrl up --resume` goes on" if times else ""
-    return kind(f"reward {reward.name} cannot be opened{times}: {described(error)}", hint)
-
-
-async def _close(reward: LoadedReward) -> None:
-    """Close a reward; what goes wrong is said, and ends nothing: its scores are written."""
-    if reward.life is None:
-        return
-    try:
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await reward.life.close()
-    except Exception:
-        logger.exception("a reward did not close", extra={"reward": reward.name})
+    async def tell(self, say: Callable[[str], None]) -> None:
+        """Say again and again which rewards are waited for, and why. Runs until it is cancelled."""
+        before = dict.fromkeys((calls.reward.name for calls in self.calls), 0)
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            for calls in self.calls:
+                name, refused = calls.reward.name, calls.figures.failures["unavailable"]
+                if away := calls.away:
+                    say(f"waiting for {name}, {self._patience:.0f} s at most while nothing is scored: {away}")
+                elif refused > before[name]:
+                    say(f"waiting for {name}: those who score are busy")
+                before[name] = refused

@@ -13,11 +13,12 @@ import orjson
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.consumers.calls import RewardCalls
+from streamrl.consumers.calls import RewardCalls, ScoringFailed
 from streamrl.consumers.memory import MemoryWatch
+from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.plugins import HOLD_SHARE
 from streamrl.consumers.reward import RewardContext, RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
+from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.watch import LoopWatch
 from streamrl.errors import RewardUnavailable, WireError
 from streamrl.queues.leases import Lease, Leases, NotNow

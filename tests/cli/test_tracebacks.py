@@ -4,8 +4,7 @@ import asyncio
 import traceback
 from pathlib import Path
 
-from streamrl.consumers.calls import Together, detail_of
-from streamrl.consumers.scoring import ScoringFailed
+from streamrl.consumers.calls import ScoringFailed, Together, detail_of
 from streamrl.monitor.tracebacks import folded
 from tests.consumers.calls_kit import calls_of, lease_end, loaded
 from tests.consumers.samples import seen

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox
-from streamrl.consumers.sandbox.wrappers import interpreter
+from streamrl.consumers.sandbox.sandbox import interpreter
 from streamrl.errors import ConfigError
 from tests.needs import missing
 

@@ -2,7 +2,7 @@
 
 import math
 
-from streamrl.consumers.circuit import FIRST_PAUSE, LONGEST_PAUSE, SAMPLES, Circuit
+from streamrl.consumers.limits import FIRST_PAUSE, LONGEST_PAUSE, SAMPLES, Circuit
 
 
 def fail(circuit, now, sample, *, tries=False, unavailable=False):

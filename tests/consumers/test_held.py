@@ -9,9 +9,9 @@ from streamrl.config import RewardSpec, RunConfig
 from streamrl.consumers import Reward
 from streamrl.consumers import calls as module
 from streamrl.consumers.calls import NoTime, ScoringFailed
+from streamrl.consumers.opening import open_scorer
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardContext
-from streamrl.consumers.scoring import open_scorer
 from streamrl.consumers.worker import width_of
 from streamrl.errors import ConfigError, RewardBusy, RewardUnavailable
 from tests.consumers.calls_kit import LEASE, calls_of, failing, lease_end, leased, loaded, numbered, scorer

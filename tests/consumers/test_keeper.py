@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.consumers.sandbox import Limits, inside
-from streamrl.consumers.sandbox.execution import SLOWEST
-from streamrl.consumers.sandbox.sandbox import _START
+from streamrl.consumers.sandbox.sandbox import _START, SLOWEST
 from tests.consumers.sandboxes import need
 from tests.needs import missing
 

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.consumers import memory
 from streamrl.consumers.memory import Growth, MemoryWatch, kept_by, source_of, traced
-from streamrl.consumers.rules.match import ExactMatch
+from streamrl.consumers.rules.text import ExactMatch
 from tests.consumers import keeps_memory
 from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.samples import seen

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers import places as module
-from streamrl.consumers.places import Places
+from streamrl.consumers import limits as module
+from streamrl.consumers.limits import Places
 
 
 async def waiting(places, order, name):

@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import Reward, RewardContext, RewardSample, RewardUnavailable
-from streamrl.consumers.absence import may_pass
-from streamrl.consumers.scoring import ScoringFailed, open_scorer
+from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers.opening import may_pass, open_scorer
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError, Unreachable
 from tests.consumers.calls_kit import lease_end, loaded, scorer
 from tests.consumers.samples import prompt, response, seen

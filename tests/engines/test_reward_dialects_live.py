@@ -19,7 +19,7 @@ import torch
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import ModelClient, open_models
-from streamrl.consumers.models.reward import RewardModel
+from streamrl.consumers.models.reward_model import RewardModel
 from streamrl.consumers.models.router import State
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
@@ -151,7 +151,7 @@ async def test_a_text_that_is_too_long_is_refused_and_the_server_goes_on(live):
 
 @pytest.mark.parametrize("live", ["vllm"], indirect=True)  # SGLang serves one model under any name
 async def test_a_model_of_another_name_is_refused_at_the_start(live, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
     with pytest.raises(ConfigError, match="answered 404"):
         async with live.reward(live.keys(model="another"), label=0, tokenizer=str(live.model)):
             pass

@@ -10,22 +10,52 @@ refuses (400) every server would refuse: that ends the request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeGuard, TypeVar
 
-from streamrl.config import RewardModelConfig
-from streamrl.consumers.attempts import failed_servers
-from streamrl.consumers.models.faults import NOT_NOW, is_away, outcome_of, refuses
+from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.consumers.calls import failed_servers
 from streamrl.consumers.models.router import Flight, Outcome, Router, Server, State
+from streamrl.consumers.reward import RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
-from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, without
-from streamrl.queues.ratelimit import RateLimit, Turn
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
+from streamrl.queues.ledgers import Ledgers
+from streamrl.queues.ratelimit import LocalStore, Quota, RateLimit, RedisStore, Turn
 from streamrl.queues.reward_servers import RewardServer
 
 logger = logging.getLogger(__name__)
+
+NOT_NOW: Final = frozenset({429, 503})
+"""What a server answers that is busy."""
+_NO_ROUTE: Final = frozenset({404, 405})
+_NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
+"""What a server answers that has another model, or none that can be asked so, or that wants another key."""
+
+
+def outcome_of(error: StreamrlError) -> Outcome:
+    """What a failure is to the router."""
+    if isinstance(error, BadAnswer) and error.status in NOT_NOW:
+        return Outcome.BUSY
+    if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
+        return Outcome.OK
+    return Outcome.FAULT
+
+
+def is_away(error: StreamrlError) -> bool:
+    """Whether a fault says nothing of the request: the server is not there, or is the wrong one."""
+    if isinstance(error, Lost):
+        return not error.late
+    return refuses(error)
+
+
+def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
+    """Whether a server refuses whatever it is asked: it is the wrong one, or wants another key."""
+    return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
+
 
 LOOK_SECONDS: Final = 2.0
 """Seconds between two looks at the list of servers, and at the health of those that no request says anything of."""
@@ -491,3 +521,81 @@ def _health_call(kind: str) -> Call:
     if kind == "sglang":
         return Call("GET", "/ready")
     return Call("GET", "/v1/models" if kind == "openai" else "/", optional=True)
+
+
+_WAITING_SHARE = 0.5
+"""Part of a reward's deadline that its samples may wait for the rate limit of their model."""
+
+
+@contextlib.asynccontextmanager
+async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> AsyncIterator[Mapping[str, ModelClient]]:
+    """Every entry of `reward_models`, by name, with its servers watched for the length of this block.
+
+    A server that is away is no error: requests wait for it until their deadline.
+
+    Args:
+        config: of the run.
+        ledgers: of the run, for the servers that streamrl starts and those that people add, and for rate limits that
+            all of the run share; None outside of a run: then the servers are those of the configuration, and the
+            limits are kept by this process alone.
+
+    Raises:
+        ConfigError: a file with a key cannot be read.
+    """
+    clients = {}
+    for name, model in config.reward_models.items():
+        key = await asyncio.to_thread(read_key, f"reward_models.{name}.api_key_file", model.api_key_file)
+        clients[name] = ModelClient(name, model, api_key=key, limit=_limit(name, model, ledgers))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watches = [
+                tasks.create_task(client.watch(_servers(client, ledgers)), name=f"servers of {name}")
+                for name, client in clients.items()
+            ]
+            yield clients
+            for watch in watches:
+                watch.cancel()
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise
+    finally:
+        for client in clients.values():
+            await client.close()
+
+
+def places(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
+    """Samples that a reward should work on at once in one worker, so that the rate limit of its model makes none late.
+
+    Args:
+        context: of the reward.
+        model: that it asks.
+        tokens: that a request costs at least.
+        requests: that a sample needs.
+
+    Returns:
+        Samples of this worker that get through in half of the deadline; None: the model has no limits.
+    """
+    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    most = quota.within(_WAITING_SHARE * context.deadline, tokens)
+    return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))
+
+
+def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:
+    """The rate limit of a model; None: it has none."""
+    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    if quota == Quota(None, None):
+        return None
+    store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)
+    return RateLimit(name, quota, store)
+
+
+def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Awaitable[Sequence[RewardServer]]]:
+    """Where the list of a model's servers comes from."""
+
+    async def listed() -> Sequence[RewardServer]:
+        if ledgers is None:
+            return [RewardServer(url, url) for url in client.config.url]
+        return await ledgers.reward_servers.present(client.name, client.config.url)
+
+    return listed

@@ -1,24 +1,99 @@
-"""The rule `code`: runs the tests of the prompt against the program in the response."""
+"""The rule `code`: finds the program in the response, and runs the tests of the prompt against it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
-from streamrl.consumers.rules.answers import one_of
-from streamrl.consumers.rules.code_blocks import program_in
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, last_lines, read_tests
+from streamrl.consumers.rules.text import one_of
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
-from streamrl.consumers.sandbox.execution import SLOWEST
-from streamrl.consumers.sandbox.wrappers import interpreter
+from streamrl.consumers.sandbox.sandbox import SLOWEST, interpreter
 from streamrl.errors import ConfigError, DataError
+
+_FENCES: Final = "`~"
+_SHORTEST: Final = 3
+_LIST_MARK: Final = re.compile(r"^([-*+]|[0-9]{1,9}[.)])[ \t]+(?=```|~~~)")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """A fenced block: its language in small letters (empty: none is named) and the text between the fences."""
+
+    language: str
+    text: str
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """Return the closed fenced blocks of `text`; one that is still open at the end was cut off and is none.
+
+    A fence is a line of at least three backticks or tildes; it is closed by one of the same character that is at least
+    as long. Lines of the block lose the white space that stands before the fence, as in an item of a list, where the
+    fence may also stand right behind the mark of the item. Time grows with the length of the text only.
+    """
+    blocks: list[CodeBlock] = []
+    fence, language, indent = "", "", 0
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        words = line.strip()
+        if not fence:
+            words = _LIST_MARK.sub("", words)
+        marks = _marks(words)
+        if not fence:
+            info = words[len(marks) :].strip()
+            if marks and not (marks[0] == "`" and "`" in info):
+                fence, lines, indent = marks, [], len(line.rstrip()) - len(words)
+                language = info.split(maxsplit=1)[0].lower() if info else ""
+        elif marks == words and marks.startswith(fence):
+            blocks.append(CodeBlock(language, "".join(_outdented(lines, indent))))
+            fence = ""
+        else:
+            lines.append(line)
+    return blocks
+
+
+def _outdented(lines: list[str], indent: int) -> list[str]:
+    """Return lines without the white space at their start, at most so many characters.
+
+    Where the first has less, only the fence was indented: then they stay as they are.
+    """
+    blanks = [len(line) - len(line.lstrip(" \t")) for line in lines]
+    first = next((blank for line, blank in zip(lines, blanks, strict=True) if line.strip()), 0)
+    if first < indent:
+        return lines
+    return [line[min(indent, blank) :] for line, blank in zip(lines, blanks, strict=True)]
+
+
+def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | None:
+    """Return the last block in one of the languages, or None.
+
+    Args:
+        text: the response.
+        languages: names as they stand after the fence, in small letters; empty for blocks that name none.
+        fenced: without a block there is no program; otherwise the whole text is one then.
+    """
+    blocks = code_blocks(text)
+    found = [block.text for block in blocks if block.language in languages]
+    if found:
+        return found[-1]
+    return None if fenced or blocks else text
+
+
+def _marks(words: str) -> str:
+    """Return the fence that a line begins with, or nothing."""
+    if not words or words[0] not in _FENCES:
+        return ""
+    length = len(words) - len(words.lstrip(words[0]))
+    return words[:length] if length >= _SHORTEST else ""
+
 
 _PYTHON: Final = ("python", "py", "python3", "")
 _OURS: Final = {

@@ -10,8 +10,8 @@ import orjson
 
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.answers import check_tag, inside
 from streamrl.consumers.rules.processed import Processed, Verdict, require
+from streamrl.consumers.rules.text import check_tag, inside
 from streamrl.errors import DataError
 
 

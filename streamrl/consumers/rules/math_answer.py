@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.answers import answer_of, check_tag, inside, one_of
 from streamrl.consumers.rules.processed import VERDICTS, Processed, Verdict, require
+from streamrl.consumers.rules.text import answer_of, check_tag, inside, one_of
 from streamrl.errors import DataError
 
 _BOXED: Final = "\\boxed{"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamrl.consumers.judge.verdicts import Unreadable
+from streamrl.consumers.models.verdicts import Unreadable
 from tests.consumers.judge.chat_server import chats, choice
 from tests.consumers.judge.test_judge import opened
 from tests.consumers.samples import seen

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.consumers.isolated import patterns
-from streamrl.consumers.judge.reward import BOUNDS, REGEX
-from streamrl.consumers.judge.verdicts import Parser, Unreadable, Vote, combined, votes_of
+from streamrl.consumers.models.judge import BOUNDS, REGEX
+from streamrl.consumers.models.verdicts import Parser, Unreadable, Vote, combined, votes_of
 from streamrl.consumers.processes import Limits, ProcessPool
 from streamrl.errors import PluginError, WireError
 from tests.consumers.judge.chat_server import choice

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers.attempts import attempts, failed_servers
-from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers.calls import ScoringFailed, attempts, failed_servers
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models.router import State
 from streamrl.http import BadAnswer, Lost

@@ -14,10 +14,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
+from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.router import Server, State
-from streamrl.consumers.scoring import ScoringFailed, open_scorer
+from streamrl.consumers.opening import open_scorer
 from streamrl.errors import RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
 from tests.consumers.models.faulty_server import Act, FaultyServer, score_of, servers, serving

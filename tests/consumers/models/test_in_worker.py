@@ -72,7 +72,7 @@ async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp
 
 
 async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.2)
     make_tokenizer(tmp_path / "model")
     one = FaultyServer()
     async with serving(one):

@@ -13,9 +13,8 @@ import numpy as np
 from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.consumers.models.client import places, refuses
 from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
-from streamrl.consumers.models.faults import refuses
-from streamrl.consumers.models.opening import places
 from streamrl.consumers.models.rendering import Renderer, check_template
 from streamrl.consumers.models.template import Template, conversation
 from streamrl.consumers.reward import (

@@ -12,11 +12,10 @@ from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.isolated import patterns
-from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
-from streamrl.consumers.models.client import used_tokens
-from streamrl.consumers.models.opening import places
-from streamrl.consumers.models.reward import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
+from streamrl.consumers.models.client import places, used_tokens
+from streamrl.consumers.models.reward_model import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
 from streamrl.consumers.models.template import Body, as_text
+from streamrl.consumers.models.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
 from streamrl.consumers.processes import Limits, ProcessDied, ProcessPool
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score, check_model
 from streamrl.consumers.rules.processed import usual_processes
