@@ -101,10 +101,10 @@ async def opened(
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
         Unreachable: the Redis of the run does not answer, and it is asked; or the run does not run.
     """
-    from streamrl.consumers.foreground import Foreground
     from streamrl.consumers.opening import models_of, open_scorer
     from streamrl.consumers.reward import RewardContext
     from streamrl.consumers.scoring import PatientScorer
+    from streamrl.consumers.watch import Foreground
 
     async with contextlib.AsyncExitStack() as stack:
         found: Ledgers | None = None

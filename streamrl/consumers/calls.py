@@ -9,7 +9,7 @@ import logging
 import random
 import time
 import traceback
-from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -22,7 +22,6 @@ from streamrl.consumers.limits import Circuit, Places
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score, finite
-from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import (
     ConfigError,
@@ -60,8 +59,6 @@ def failed_servers() -> dict[str, None]:
 
 DETAIL_BYTES: Final = 4096
 WHY_CHARACTERS: Final = 200
-HELD_SECONDS: Final = 1.0
-"""A reward that keeps the event loop for longer than this is counted and named."""
 _LONGEST_PAUSE: Final = 30.0
 _OF_THE_SAMPLE: Final = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
@@ -184,10 +181,7 @@ class RewardCalls:
         except Exception as error:
             self.figures.failures["error"] += 1
             raise self.failed(error, 1) from error
-        spent = time.perf_counter() - began
-        if spent > HELD_SECONDS:
-            self.held_loop(spent)
-        self.figures.took(spent)
+        self.figures.took(time.perf_counter() - began)
         self.figures.gave(score.value, score.tokens)
         return score
 
@@ -356,15 +350,12 @@ class RewardCalls:
     async def _call(self, subject: Subject) -> Any:
         """Call the reward once. The watch of the event loop looks for this frame: keep `self` and `subject`."""
         try:
-            if self.reward.instant:
-                result = self.reward.call(subject)
-                return await result if inspect.isawaitable(result) else result
-            if self.reward.blocking:
+            if self.reward.blocking and not self.reward.instant:
                 result = await self._threads.run(self.reward.call, subject)
             else:
-                result = await Timed(_called(self.reward, subject), HELD_SECONDS, self.held_loop)
+                result = self.reward.call(subject)
             if inspect.isawaitable(result):
-                result = await Timed(_awaited(result), HELD_SECONDS, self.held_loop)
+                result = await result
         except SystemExit as error:  # asyncio would end the whole worker with it
             raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error
         except CallEnded as error:
@@ -389,14 +380,6 @@ def detail_of(error: BaseException) -> str:
     """The end of the traceback: its last lines say most."""
     text = "".join(traceback.format_exception(error)).encode(errors="replace")
     return text[-DETAIL_BYTES:].decode(errors="ignore")
-
-
-async def _called(reward: LoadedReward, subject: Subject) -> Any:
-    return await reward.call(subject)
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _score(result: Any) -> Score:

@@ -14,12 +14,11 @@ import orjson
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.consumers.calls import RewardCalls, ScoringFailed
-from streamrl.consumers.memory import MemoryWatch
 from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.plugins import HOLD_SHARE
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer
-from streamrl.consumers.watch import LoopWatch
+from streamrl.consumers.watch import LoopWatch, MemoryWatch
 from streamrl.errors import RewardUnavailable, WireError
 from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledger import ScoreOutcome
@@ -71,12 +70,10 @@ async def run_reward_worker(role: Role) -> None:
             async with asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(worker.record(leases), name="record"),
-                    tasks.create_task(
-                        LoopWatch(scorer.calls, tell=role.say_blocked).run(), name="watch the event loop"
-                    ),
                     tasks.create_task(MemoryWatch(scorer.calls).run(), name="watch the memory"),
                 ]
-                await leases.run(role.stop)
+                with LoopWatch(scorer.calls, role.say_blocked).watching():
+                    await leases.run(role.stop)
                 for task in beside:
                     task.cancel()
 

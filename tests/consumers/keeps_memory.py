@@ -1,6 +1,6 @@
 """A reward that never lets go of what it has seen."""
 
-BYTES = 100_000
+BYTES = 1 << 20
 _seen = []
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers import Score, circuit
+from streamrl.consumers import Score, limits
 from streamrl.consumers import calls as module
 from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.processes import CallFailed
@@ -53,7 +53,7 @@ async def test_retry_ends_with_its_time_and_then_only_the_sample_dies(monkeypatc
 
 async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.0)
-    monkeypatch.setattr(circuit, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
     back = asyncio.Event()
     during, together, most = [], 0, 0
 
