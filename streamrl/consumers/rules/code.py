@@ -17,7 +17,7 @@ from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Un
 from streamrl.consumers.rules.text import one_of
 from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
 from streamrl.consumers.sandbox.sandbox import SLOWEST, interpreter
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, PluginError
 
 _FENCES: Final = "`~"
 _SHORTEST: Final = 3
@@ -174,7 +174,7 @@ class Code(Reward):
         processes: and threads of a test.
         output_kib: KiB of output of a test.
         network: `deny`, or `allow`.
-        isolation: `auto`, `namespaces`, `bubblewrap`, `nsjail`, or `none` (with `network: allow` only).
+        isolation: `auto`, `namespaces`, `bubblewrap`, or `none` (with `network: allow` only).
     """
 
     def __init__(
@@ -204,7 +204,9 @@ class Code(Reward):
     ) -> None:
         one_of("credit", credit, ("share", "all"))
         one_of("network", network, ("deny", "allow"))
-        one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "nsjail", "none"))
+        if str(isolation) == "nsjail":
+            raise PluginError("isolation: nsjail is no longer supported", "use isolation: bubblewrap, or leave it out")
+        one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "none"))
         if max_tests is not None and max_tests < 1:
             raise ValueError(f"max_tests is {max_tests}; at least one test is needed")
         if not 0 <= tolerance < 1 or not total > 0:

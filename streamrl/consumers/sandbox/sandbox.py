@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -159,12 +159,8 @@ ENVIRON: Final[Mapping[str, str]] = {
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES: Final = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _NOBODY: Final = "65534"
-_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$@"'
 """`-p` is dash's name of the limit; bash has it as `-u`, and refuses `-p`."""
-
-_BE_INIT: Final = '"$0" "$@"; exit $?'
-"""The first process of a namespace is deaf to signals, those of its limits too, so it must not be the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +190,11 @@ def _of_the_system(path: str) -> bool:
 
 
 def _bubblewrap(program: Program, limits: Limits, network: bool) -> list[str]:
-    words = [_executable("bwrap"), "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    """The command line that runs a program in bubblewrap; the keeper writes its directory for `{folder}`."""
+    path = shutil.which("bwrap")
+    if path is None:
+        raise SandboxError("bwrap is not installed")
+    words = [path, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     if not network:
         words += ["--unshare-net"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY]
@@ -206,41 +206,7 @@ def _bubblewrap(program: Program, limits: Limits, network: bool) -> list[str]:
     return [*words, "/bin/sh", "-c", _LIMIT_PROCESSES, str(limits.processes), *program.argv]
 
 
-def _nsjail(program: Program, limits: Limits, network: bool) -> list[str]:
-    words = [_executable("nsjail"), "--mode", "o", "--really_quiet", "--time_limit", "0", "--keep_env"]
-    words += ["--nice_level", str(os.nice(0))]  # by itself it takes 19, which on a busy host is nothing
-    if network:
-        words += ["--disable_clone_newnet"]
-    else:
-        words += ["--iface_no_lo"]
-    words += ["--user", _NOBODY, "--group", _NOBODY, "--hostname", "sandbox", "--pass_fd", "3"]
-    for name in ("as", "cpu", "fsize", "nofile"):
-        words += [f"--rlimit_{name}", "soft"]  # as they are: they were set before
-    words += ["--rlimit_nproc", str(limits.processes)]
-    words += ["--bindmount", "{folder}:/tmp", "--cwd", "/tmp"]  # noqa: S108
-    for path in (*_SYSTEM, *_SYSTEM_FILES, *program.visible):
-        if Path(path).exists():
-            words += ["--bindmount_ro", path]
-    for name in _DEVICES:
-        words += ["--bindmount", f"/dev/{name}"]
-    return [*words, "--", "/bin/sh", "-c", _BE_INIT, *program.argv]
-
-
-def _executable(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise SandboxError(f"{name} is not installed")
-    return path
-
-
-WRAPPERS: Final[Mapping[str, Callable[[Program, Limits, bool], list[str]]]] = {
-    "bubblewrap": _bubblewrap,
-    "nsjail": _nsjail,
-}
-"""By isolation: the command line that runs a program in it; `{folder}` is where its files are."""
-
-
-Isolation = Literal["namespaces", "bubblewrap", "nsjail", "none"]
+Isolation = Literal["namespaces", "bubblewrap", "none"]
 
 _START: Final = "import sys; sys.path.insert(0, sys.argv[1]); from inside.keeper import main; main()"
 _FOLDERS: Final = "streamrl-code-"
@@ -263,8 +229,8 @@ class Sandbox:
     Args:
         limits: of every run.
         network: whether programs may use the network.
-        isolation: `auto` takes the first of namespaces, bubblewrap and nsjail that works; `none` is no isolation but
-            limits, a session, a directory and an environment of its own.
+        isolation: `auto` takes namespaces or bubblewrap, the first that works; `none` is no isolation but limits, a
+            session, a directory and an environment of its own.
 
     Raises:
         ConfigError: a system that is not Linux, or `none` without `network`: nothing would keep it from the network.
@@ -310,7 +276,7 @@ class Sandbox:
             yield session
 
     async def _find(self) -> Isolation:
-        tried: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "nsjail")
+        tried: tuple[Isolation, ...] = ("namespaces", "bubblewrap")
         if self._wanted != "auto":
             tried = (self._wanted,)
         reasons = []
@@ -369,7 +335,7 @@ class Sandbox:
             kind = "namespaces"
         elif isolation != "none":
             kind = "wrapped"
-            argv = WRAPPERS[isolation](program, self._limits, self._network)
+            argv = _bubblewrap(program, self._limits, self._network)
         return {
             "isolation": kind,
             "network": self._network,
