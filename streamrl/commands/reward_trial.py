@@ -161,11 +161,11 @@ async def _try(
                     output.note(
                         f"{calls.reward.name}: {len(samples)} samples wait for a program at {calls.reward.life.url}"
                     )
-            groups = _groups(samples, whole=scorer.whole)
-            places = asyncio.Semaphore(config.reward_worker.concurrency)
+            groups = _groups(samples, whole=scorer.group_scored)
+            slots = asyncio.Semaphore(config.reward_worker.concurrency)
 
             async def one(group: Mapping[int, RewardSample]) -> list[Trial]:
-                async with places:
+                async with slots:
                     return await _timed(scorer, group)
 
             async with asyncio.TaskGroup() as tasks:

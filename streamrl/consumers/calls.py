@@ -1,4 +1,4 @@
-"""The calls of one reward in one worker: places, circuit, deadline, attempts with backoff, figures."""
+"""The calls of one reward in one worker: slots, circuit, deadline, attempts with backoff, figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any, Final, Literal
 import orjson
 
 from streamrl.config import RewardWorkerConfig
-from streamrl.consumers.figures import Outcome, RewardFigures
-from streamrl.consumers.limits import Circuit, Places
-from streamrl.consumers.plugins import LoadedReward
+from streamrl.consumers.figures import FailureKind, RewardFigures
+from streamrl.consumers.limits import Circuit, Slots
+from streamrl.consumers.plugins import ASKING, LoadedReward
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score, finite
 from streamrl.consumers.threads import CallThreads
@@ -73,15 +73,15 @@ Subject = RewardSample | Sequence[RewardSample]
 class ScoringFailed(StreamrlError):
     """A sample has no score for good; `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
 
-    `doom`: its whole group is to die of it (on_failure dead).
+    `fail_group`: its whole group is to die of it (on_failure dead).
     """
 
-    def __init__(self, message: str, detail: str = "", doom: bool = False) -> None:
+    def __init__(self, message: str, detail: str = "", fail_group: bool = False) -> None:
         message, detail = utf8(message), utf8(detail)  # it goes to Redis, logs and JSON, whatever a reward has said
         super().__init__(message)
-        self.args = (message, detail, doom)
+        self.args = (message, detail, fail_group)
         self.detail = detail
-        self.doom = doom
+        self.fail_group = fail_group
 
 
 class CallEnded(BaseException):
@@ -93,7 +93,7 @@ class NoTime(RewardUnavailable):
 
 
 @dataclass(slots=True)
-class Together:
+class SampleState:
     """What the calls for one sample, or for one group, know of each other.
 
     Attributes:
@@ -112,11 +112,6 @@ class RewardCalls:
     """Calls one reward and keeps its limits.
 
     `in_flight` are the calls that run now, `deadline` the seconds of one attempt.
-
-    Args:
-        reward: loaded, and open.
-        worker: limits that the reward does not have of its own.
-        threads: where sync rewards run.
     """
 
     def __init__(self, reward: LoadedReward, worker: RewardWorkerConfig, threads: CallThreads) -> None:
@@ -124,6 +119,7 @@ class RewardCalls:
         self.reward = reward
         self.figures = RewardFigures()
         self.circuit = Circuit()
+        self._has_pool = spec.use in ASKING
         self.in_flight = 0
         self._threads = threads
         life = reward.limits
@@ -134,15 +130,15 @@ class RewardCalls:
         self._retry_for = worker.retry_for
         self._counts = life.counts
         self._concurrency = spec.concurrency or life.concurrency
-        self._room = life.room
+        self._asked_slots = life.slots
         self._away = life.away
-        self._places = Places(lambda: self.places)
+        self._slots = Slots(lambda: self.slots)
         self._circuit_moved = asyncio.Event()
 
     @property
-    def places(self) -> int | None:
+    def slots(self) -> int | None:
         """Calls that may run at the same time now; None: any number."""
-        limits = [limit for limit in (self._concurrency, self._room()) if limit is not None]
+        limits = [limit for limit in (self._concurrency, self._asked_slots()) if limit is not None]
         return max(1, min(limits)) if limits else None
 
     @property
@@ -185,7 +181,7 @@ class RewardCalls:
         self.figures.gave(score.value, score.tokens)
         return score
 
-    async def score(self, subject: Subject, others: Together) -> list[Score]:
+    async def score(self, subject: Subject, state: SampleState) -> list[Score]:
         """Call the reward until it gives a result; one score for each sample.
 
         Safe to cancel. A result that is no number counts as a failed attempt; that nobody can score now is none.
@@ -196,39 +192,39 @@ class RewardCalls:
             RewardImpossible: there will never be anybody.
         """
         with attempts():
-            return await self._until_scored(subject, others)
+            return await self._until_scored(subject, state)
 
-    async def _until_scored(self, subject: Subject, others: Together) -> list[Score]:
+    async def _until_scored(self, subject: Subject, state: SampleState) -> list[Score]:
         """Make the attempts of `score`."""
         faults, rounds, began = 0, 0, time.monotonic()
         while True:
             asked, waits = time.monotonic(), False
             try:
-                return await self._attempt(subject, others.until)
+                return await self._attempt(subject, state.until)
             except NoTime as error:
-                if others.failure is not None:
-                    raise others.failure from error
-                if others.fault is None:
+                if state.failure is not None:
+                    raise state.failure from error
+                if state.fault is None:
                     raise
-                cause = others.fault if faults else error
-                others.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
-                raise others.failure from error
+                cause = state.fault if faults else error
+                state.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
+                raise state.failure from error
             except RewardImpossible as error:
-                others.failure = ScoringFailed(error.message)  # the worker ends: nobody needs to try for longer
+                state.failure = ScoringFailed(error.message)  # the worker ends: nobody needs to try for longer
                 raise
             except Exception as error:
-                if others.failure is not None:
-                    raise others.failure from error
+                if state.failure is not None:
+                    raise state.failure from error
                 if isinstance(error, RewardUnavailable):
-                    waits, others.fault = True, None
+                    waits, state.fault = True, None
                 else:
-                    faults, others.fault = faults + 1, error
+                    faults, state.fault = faults + 1, error
                     if self._is_last(error, faults, time.monotonic() - began):
-                        others.failure = self.failed(error, faults)
-                        raise others.failure from error
+                        state.failure = self.failed(error, faults)
+                        raise state.failure from error
             self.figures.retried += 1
             rounds += 1
-            left = max(0.0, others.until - self.deadline - time.monotonic())
+            left = max(0.0, state.until - self.deadline - time.monotonic())
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
             if waits:
@@ -254,23 +250,18 @@ class RewardCalls:
         return ScoringFailed(message[:250], detail_of(error), self._on_failure == "dead")
 
     async def _attempt(self, subject: Subject, until: float) -> list[Score]:
-        """Wait for a place and call the reward once.
-
-        Raises:
-            NoTime: the call might last for longer than `until`.
-            Exception: what it failed with.
-        """
+        """Wait for a slot and call the reward once."""
         latest = until - self.deadline
         try:
-            await self._places.take(latest - time.monotonic())
+            await self._slots.take(latest - time.monotonic())
         except TimeoutError as error:
             raise NoTime(f"no place for a call of {self.reward.name} in time") from error
         try:
-            return await self._with_place(subject, latest)
+            return await self._with_slot(subject, latest)
         finally:
-            self._places.give()
+            self._slots.give()
 
-    async def _with_place(self, subject: Subject, latest: float) -> list[Score]:
+    async def _with_slot(self, subject: Subject, latest: float) -> list[Score]:
         tries = await self._enter(latest)
         began = time.perf_counter()
         self.in_flight += 1
@@ -296,12 +287,7 @@ class RewardCalls:
         return scores
 
     async def _enter(self, latest: float) -> bool:
-        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it.
-
-        Raises:
-            RewardUnavailable: it does not.
-            NoTime: it is past `latest`, by `time.monotonic`.
-        """
+        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it."""
         now = time.monotonic()
         if now >= latest:
             raise NoTime(f"no time is left for a call of {self.reward.name}")
@@ -328,14 +314,14 @@ class RewardCalls:
             self.figures.gave(score.value, score.tokens)
 
     def _note(self, error: Exception, subject: Subject, *, tries: bool) -> None:
-        outcome: Outcome = "error"
+        outcome: FailureKind = "error"
         if isinstance(error, RewardUnavailable):
             outcome = "unavailable"
         elif isinstance(error, TimeoutError | DeadlineExceeded):
             outcome = "deadline"
         self.figures.failures[outcome] += 1
-        if isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
-            self.circuit.neither(tries=tries)
+        if self._has_pool or isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
+            self.circuit.neither(tries=tries)  # a pool of servers knows by itself which of them are away
         else:
             was_open = self.circuit.since is not None
             unavailable = outcome == "unavailable"

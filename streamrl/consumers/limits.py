@@ -1,4 +1,4 @@
-"""What holds back the calls of one reward: places, of which there may be more or fewer at any time, and its circuit."""
+"""What holds back the calls of one reward: slots, of which there may be more or fewer at any time, and its circuit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 LOOK_SECONDS: Final = 1.0
-"""Seconds after which the first in line looks whether there are more places now."""
+"""Seconds after which the first in line looks whether there are more slots now."""
 
 
-class Places:
-    """A line in front of some places, in the order of coming. Made and used in one event loop.
+class Slots:
+    """A line in front of some slots, in the order of coming. Made and used in one event loop.
 
     Args:
-        limit: places there are now, at least 1; None: any number. It is asked anew for each call.
+        limit: slots there are now, at least 1; None: any number. It is asked anew for each call.
     """
 
     def __init__(self, limit: Callable[[], int | None]) -> None:
@@ -25,7 +25,7 @@ class Places:
         self._line: deque[asyncio.Event] = deque()
 
     async def take(self, seconds: float) -> None:
-        """Wait for a place and take it; `give` gives it back. Cancelled, it leaves the line.
+        """Wait for a slot and take it; `give` gives it back. Cancelled, it leaves the line.
 
         Raises:
             TimeoutError: there was none within so many seconds.
@@ -45,7 +45,7 @@ class Places:
             self._wake()
 
     def give(self) -> None:
-        """Give a place back."""
+        """Give a slot back."""
         self._taken -= 1
         self._wake()
 
@@ -58,7 +58,7 @@ class Places:
             self._line[0].set()
 
     async def _turn(self, mine: asyncio.Event) -> None:
-        """Wait for a place that was given back; the first in line also looks by itself."""
+        """Wait for a slot that was given back; the first in line also looks by itself."""
         try:
             async with asyncio.timeout(LOOK_SECONDS if self._line[0] is mine else None):
                 await mine.wait()

@@ -50,12 +50,8 @@ async def open_scorer(
 ) -> AsyncIterator[Scorer]:
     """Load the rewards of a run, open them, and close them at the end of the block, also when opening fails.
 
-    Args:
-        config: of the run.
-        context: what the rewards may use.
-        rewards: loaded already; None: those of the run.
-        patience: seconds for which a service that is away while a reward opens is tried again; None: most of
-            `supervisor.start_deadline`.
+    A service that is away while a reward opens is tried again for `patience` seconds; None: for most of
+    `supervisor.start_deadline`.
 
     Raises:
         PluginError: a reward cannot be loaded or opened.
@@ -111,16 +107,11 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float, b
 
 
 async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
-    """Seconds after which the reward may be opened again; it says from time to time that it cannot be opened yet.
-
-    Raises:
-        PluginError: it was tried for as long as `outage` allows; restarting does not help.
-        Unreachable: the same, in a run that had scores: the service was there, so the worker is started again.
-    """
+    """Seconds after which the reward may be opened again; it says from time to time that it cannot be opened yet."""
     now = time.monotonic()
     pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
     if pause is None or outage.since is None:
-        scored = await context.scored()
+        scored = await context.scored()  # then the service was there, and the worker is started again
         times = f", {outage.failures} times within {outage.patience:.3g} s"
         raise _not_opened(reward, error, times, Unreachable if scored else PluginError) from error
     if outage.failures & (outage.failures - 1) == 0:  # the first, second, fourth, ... time

@@ -85,7 +85,7 @@ class LoadedReward:
 
     @property
     def limits(self) -> RewardLife:
-        """What the reward says of its own deadline and places: nothing, when it is no `Reward` or `GroupReward`."""
+        """What the reward says of its own deadline and slots: nothing, when it is no `Reward` or `GroupReward`."""
         return self.life if isinstance(self.life, RewardLife) else RewardLife()
 
     def deadline(self, worker: RewardWorkerConfig) -> float:

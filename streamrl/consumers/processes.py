@@ -6,9 +6,9 @@ own, started with a clean environment and without anything of streamrl or torch,
 
 | what happens in a call | the caller gets | counted as |
 |---|---|---|
-| more CPU time than `Limits.cpu` in one phase | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
-| more memory than `Limits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
-| no answer within `Limits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
+| more CPU time than `CallLimits.cpu` in one phase | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
+| more memory than `CallLimits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
+| no answer within `CallLimits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
 | the process is killed by others, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
 | the caller is cancelled | its `CancelledError`; the process is killed | `lost`, unless it was not ready yet |
 | the function raises | `CallFailed`; the process goes on | |
@@ -52,7 +52,7 @@ _INHERITED: Final = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CallLimits:
     """What one call may take.
 
     Attributes:
@@ -119,7 +119,7 @@ class ProcessPool:
         limits: of each call.
     """
 
-    def __init__(self, name: str, script: Path, settings: Any, size: int, limits: Limits) -> None:
+    def __init__(self, name: str, script: Path, settings: Any, size: int, limits: CallLimits) -> None:
         self.counts = ProcessCounts()
         self._name = name
         self._order = {
@@ -156,9 +156,6 @@ class ProcessPool:
 
     async def call(self, request: Any) -> Any:
         """Return what the function returns for `request`. Waits for a free process; safe to cancel.
-
-        Args:
-            request: anything that is JSON.
 
         Raises:
             ProcessDied: the process did not live to answer.
@@ -249,7 +246,7 @@ class ProcessPool:
 class _Process:
     """One process. `state`: `ready`, `asked` during a call, `worn` when it ends by itself, else of what it died."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, limits: Limits) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, limits: CallLimits) -> None:
         self.pid = process.pid
         self.state: Literal["ready", "asked", "worn"] | Cause = "ready"
         self._killed = False
@@ -258,7 +255,7 @@ class _Process:
         self._limits = limits
 
     @classmethod
-    async def start(cls, name: str, order: Mapping[str, Any], limits: Limits) -> _Process:
+    async def start(cls, name: str, order: Mapping[str, Any], limits: CallLimits) -> _Process:
         """Start one and wait until it is ready; `RewardUnavailable` when it does not become so."""
         try:
             process = await asyncio.create_subprocess_exec(

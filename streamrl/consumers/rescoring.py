@@ -55,7 +55,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RescoreResult:
     """What became of the responses.
 
     Attributes:
@@ -87,12 +87,6 @@ class Outcome:
 
 class RescoredSet:
     """The recording with the new scores: `RUN_DIR/rescored/NAME`, that of held-out groups in `evaluation` there.
-
-    Args:
-        run_dir: of the run.
-        name: of the scores.
-        about: the rewards they are made with, as JSON; a name belongs to one of them.
-        evaluation: held-out groups.
 
     Raises:
         ConfigError: the name is taken by scores of other rewards, or its files are damaged.
@@ -196,8 +190,8 @@ async def rescore_groups(
     *,
     concurrency: int,
     drop_failed: bool = False,
-    on_progress: Callable[[Outcome], None] = lambda _: None,
-) -> Outcome:
+    on_progress: Callable[[RescoreResult], None] = lambda _: None,
+) -> RescoreResult:
     """Score recorded groups again. What was written is kept on cancellation; the same call goes on from there.
 
     Args:
@@ -212,7 +206,7 @@ async def rescore_groups(
         CannotCreate: no room for the scores.
         StreamrlError: the rewards cannot go on at all.
     """
-    outcome, started = Outcome(), time.monotonic()
+    outcome, started = RescoreResult(), time.monotonic()
     slots = asyncio.Semaphore(concurrency)
 
     async def one(group: ArchivedGroup) -> None:
@@ -242,7 +236,7 @@ async def _ahead(groups: Iterable[ArchivedGroup]) -> AsyncGenerator[ArchivedGrou
 
 
 async def _one(
-    group: ArchivedGroup, score: ScoreGroup, into: RescoredSet, outcome: Outcome, *, drop_failed: bool
+    group: ArchivedGroup, score: ScoreGroup, into: RescoredSet, outcome: RescoreResult, *, drop_failed: bool
 ) -> None:
     outcome.groups += 1
     there = into.kept.get((group.gid, group.attempt))
@@ -369,13 +363,7 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
 
 
 def most_different(old: Sequence[float], new: Sequence[float], count: int) -> list[int]:
-    """Places of the responses whose scores differ most: by rank in each set, so that scales need not be alike.
-
-    Args:
-        old: as of `compare`.
-        new: as of `compare`.
-        count: at most so many; responses with equal scores are none.
-    """
+    """Places of the responses whose scores differ most: by rank in each set, so that scales need not be alike."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     ranks, values = np.abs(_ranks(a) - _ranks(b)), np.abs(a / 2 - b / 2)
     order = np.lexsort((-values, -ranks))

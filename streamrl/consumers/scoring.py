@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from streamrl import wire
 from streamrl.config import LeaseConfig, RewardWorkerConfig, ScoringConfig
-from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, detail_of
+from streamrl.consumers.calls import RewardCalls, SampleState, ScoringFailed, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import HOLD_SHARE, LoadedReward, stages
 from streamrl.consumers.reward import RewardSample, Score
@@ -26,14 +26,8 @@ MAX_HANGING: Final = 256
 class Scorer:
     """Scores samples with the rewards of a run.
 
-    `calls` are the rewards with their figures, in the order of the run file; `whole` says that one of them compares, so
-    that groups are scored as a whole; `threads` are those of sync rewards.
-
-    Args:
-        rewards: loaded and open; names are unique.
-        worker: limits of rewards that have none of their own.
-        scoring: how the values make a score.
-        longest: tokens of the longest response, for the penalty of long ones.
+    `calls` are the rewards with their figures, in the order of the run file; `group_scored` says that one of them
+    compares, so that groups are scored as a whole; `threads` are those of sync rewards.
     """
 
     def __init__(
@@ -45,9 +39,9 @@ class Scorer:
     ) -> None:
         self.threads = CallThreads()
         self.calls = [RewardCalls(reward, worker, self.threads) for reward in rewards]
-        self.whole = any(reward.group for reward in rewards)
+        self.group_scored = any(reward.group for reward in rewards)
         self._composition = Composition(rewards, scoring or ScoringConfig(), longest)
-        self._dooms = worker.on_failure == "dead"
+        self._fails_group = worker.on_failure == "dead"
         found = iter(self.calls)
         self._stages = [[next(found) for _ in stage] for stage in stages(rewards)]
 
@@ -73,9 +67,9 @@ class Scorer:
         """
         self._check_threads()
         scores: dict[str, Score] = {}
-        together = Together(until)
+        state = SampleState(until)
         for stage in self._stages:
-            await self._through(stage, sample, scores, together)
+            await self._through(stage, sample, scores, state)
             if stage and not self._passes(stage[-1], scores):
                 break
         return self._composed(scores, sample)
@@ -93,32 +87,32 @@ class Scorer:
         """
         self._check_threads()
         scores: list[dict[str, Score]] = [{} for _ in samples]
-        together = [Together(until) for _ in samples]
+        states = [SampleState(until) for _ in samples]
         going = list(range(len(samples)))
         for stage in self._stages:
-            await self._group_through(stage, samples, going, scores, together)
-            going = [index for index in going if together[index].failure is None]
+            await self._group_through(stage, samples, going, scores, states)
+            going = [index for index in going if states[index].failure is None]
             if stage:
                 going = [index for index in going if self._passes(stage[-1], scores[index])]
         results: list[wire.Score | ScoringFailed] = []
         for index, sample in enumerate(samples):
             try:
-                results.append(together[index].failure or self._composed(scores[index], sample))
+                results.append(states[index].failure or self._composed(scores[index], sample))
             except ScoringFailed as error:
                 results.append(error)
         return results
 
     async def _through(
-        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], together: Together
+        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], state: SampleState
     ) -> None:
         """Call the rewards of a stage for one sample."""
         await _instantly(stage, sample, scores)
         slow = [calls for calls in stage if not calls.reward.instant]
         if not slow:
             return
-        results = await _all_of([calls.score([sample] if calls.reward.group else sample, together) for calls in slow])
-        if together.failure is not None:
-            raise together.failure
+        results = await _all_of([calls.score([sample] if calls.reward.group else sample, state) for calls in slow])
+        if state.failure is not None:
+            raise state.failure
         for calls, result in zip(slow, results, strict=True):
             (scores[calls.reward.name],) = result
 
@@ -128,29 +122,29 @@ class Scorer:
         samples: Sequence[RewardSample],
         going: Sequence[int],
         scores: list[dict[str, Score]],
-        together: Sequence[Together],
+        states: Sequence[SampleState],
     ) -> None:
         """Call the rewards of a stage for those samples of a group that go on."""
         for index in going:
             try:
                 await _instantly(stage, samples[index], scores[index])
             except ScoringFailed as error:
-                together[index].failure = error
-        going = [index for index in going if together[index].failure is None]
+                states[index].failure = error
+        going = [index for index in going if states[index].failure is None]
         singles = [calls for calls in stage if not (calls.reward.group or calls.reward.instant)]
 
         async def alone(index: int) -> None:
             try:
-                await self._through(singles, samples[index], scores[index], together[index])
+                await self._through(singles, samples[index], scores[index], states[index])
             except ScoringFailed as error:
-                together[index].failure = error
+                states[index].failure = error
 
         async def compared(calls: RewardCalls) -> None:
             try:
-                found = await calls.score([samples[index] for index in going], Together(together[0].until))
+                found = await calls.score([samples[index] for index in going], SampleState(states[0].until))
             except ScoringFailed as error:
                 for index in going:
-                    together[index].failure = error
+                    states[index].failure = error
                 return
             for index, score in zip(going, found, strict=True):
                 scores[index][calls.reward.name] = score
@@ -167,7 +161,7 @@ class Scorer:
             return self._composition.score(scores, len(sample.tokens))
         except (ValueError, TypeError, ArithmeticError) as error:
             message = f"{type(error).__name__}: {error}"
-            raise ScoringFailed(message, detail_of(error), self._dooms) from error
+            raise ScoringFailed(message, detail_of(error), self._fails_group) from error
 
     def _check_threads(self) -> None:
         if self.threads.abandoned >= MAX_HANGING:
@@ -185,9 +179,6 @@ async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
     """Await all, at the same time; results in their order, None for one that failed with `ScoringFailed`.
 
     Nobody is cancelled when one fails: a sync reward cannot be, and would count as one that hangs.
-
-    Raises:
-        Exception: any other, after all have ended.
     """
     if len(coroutines) == 1:
         with contextlib.suppress(ScoringFailed):
@@ -213,11 +204,6 @@ class PatientScorer:
 
     A worker gives back what nobody could score for nearly as long as a lease may be held. Here it is taken again at
     once, as long as others were scored, or failed, in that time. When nobody was, all is given up.
-
-    Args:
-        scorer: open.
-        lease: of the run file; its `max_hold` is the limit.
-        patience: seconds for which it waits for rewards that say who is away, where that is less.
     """
 
     def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
@@ -229,9 +215,9 @@ class PatientScorer:
         self._ended = 0
 
     @property
-    def whole(self) -> bool:
+    def group_scored(self) -> bool:
         """Whether a reward compares, so that groups are scored as a whole."""
-        return self._scorer.whole
+        return self._scorer.group_scored
 
     @property
     def calls(self) -> Sequence[RewardCalls]:
@@ -260,11 +246,7 @@ class PatientScorer:
                 return results
 
     async def _within_patience(self, scoring: Coroutine[Any, Any, _R]) -> _R:
-        """Await it.
-
-        Raises:
-            Unreachable: a reward has been away for longer than patience, and nothing was scored meanwhile.
-        """
+        """Await it."""
         task = asyncio.ensure_future(scoring)
         since, ended = time.monotonic(), self._ended
         try:

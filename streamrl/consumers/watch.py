@@ -67,13 +67,7 @@ class RunningCall:
 
 
 class LoopWatch:
-    """Counts and names rewards that hold the event loop.
-
-    Args:
-        calls: the rewards of this process.
-        tell: is told who holds the loop, and where, again and again while it lasts; from a thread.
-        seconds: after which a call is named.
-    """
+    """Counts and names rewards that hold the event loop."""
 
     def __init__(
         self, calls: Sequence[RewardCalls], tell: Callable[[str], None], seconds: float = NAMED_SECONDS

@@ -24,7 +24,7 @@ async def test_what_is_refused_is_never_tried_again(on_failure):
     with pytest.raises(ScoringFailed, match="no answer in line 3") as caught:
         await outcome(calls_of(loaded(reward, on_failure=on_failure, attempts=5)))
     assert len(made) == 1
-    assert caught.value.doom == (on_failure == "dead")
+    assert caught.value.fail_group == (on_failure == "dead")
 
 
 async def test_attempts_of_the_reward_come_before_those_of_the_worker():
@@ -48,7 +48,7 @@ async def test_retry_ends_with_its_time_and_then_only_the_sample_dies(monkeypatc
     with pytest.raises(ScoringFailed, match="away") as caught:
         await outcome(calls_of(loaded(reward, on_failure="retry"), retry_for=30))
     assert len(made) > 2
-    assert not caught.value.doom
+    assert not caught.value.fail_group
 
 
 async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch):
@@ -172,7 +172,7 @@ async def test_a_rule_is_tried_once_whatever_the_keys_say():
     with pytest.raises(ScoringFailed, match="no answer") as caught:
         await calls.instant(seen())
     assert len(made) == 1
-    assert caught.value.doom
+    assert caught.value.fail_group
 
 
 async def test_figures_count_attempts_values_and_cost():

@@ -15,7 +15,7 @@ from textwrap import dedent
 
 import pytest
 
-from streamrl.consumers.sandbox import Limits, Program, Sandbox, SandboxError
+from streamrl.consumers.sandbox import Program, Sandbox, SandboxError, SandboxLimits
 from streamrl.errors import ConfigError
 from tests.consumers import hostile_programs as hostile
 from tests.consumers.hostile_programs import MIB
@@ -206,7 +206,7 @@ async def test_bubblewrap_is_told_what_the_program_may(tmp_path, monkeypatch):
     played.write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do echo "$1" >> {options}; shift; done; shift; exec "$@"\n')
     played.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    box = Sandbox(Limits(wall=60), isolation="bubblewrap")
+    box = Sandbox(SandboxLimits(wall=60), isolation="bubblewrap")
     text = "import os, sys; os.write(3, b'result'); print(input()); sys.exit(3)"
     execution = await run(box, text, stdin="said")
     assert (execution.outcome, execution.code, execution.stdout) == ("ended", 3, "said\n")
@@ -229,7 +229,7 @@ async def test_an_isolation_that_does_not_work_is_refused_with_all_reasons(monke
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", 'print(\'{"error": "not permitted"}\')')
     with pytest.raises(ConfigError) as caught:
-        await Sandbox(Limits()).open()
+        await Sandbox(SandboxLimits()).open()
     for reason in ("namespaces:", "bubblewrap: bwrap is not installed"):
         assert reason in caught.value.message
     assert "isolation: none and network: allow" in caught.value.hint
@@ -237,7 +237,7 @@ async def test_an_isolation_that_does_not_work_is_refused_with_all_reasons(monke
 
 def test_no_isolation_needs_the_network_to_be_allowed():
     with pytest.raises(ConfigError, match="cannot keep programs from the network"):
-        Sandbox(Limits(), isolation="none")
+        Sandbox(SandboxLimits(), isolation="none")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_no_isolation_needs_the_network_to_be_allowed():
 )
 def test_limits_that_are_none_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Limits(**wrong)
+        SandboxLimits(**wrong)
 
 
 def _is_spawned(pid):

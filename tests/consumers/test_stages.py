@@ -99,7 +99,7 @@ async def test_values_that_make_no_number_end_as_the_worker_says():
     scoring = scorer(loaded(negative, weight=0.5), scoring={"combine": "product"}, on_failure="dead")
     with pytest.raises(ScoringFailed, match=r"has no power 0\.5") as caught:
         await scoring.score(seen())
-    assert caught.value.doom
+    assert caught.value.fail_group
 
 
 async def compared(samples):
@@ -159,7 +159,7 @@ async def test_a_comparison_that_fails_leaves_no_sample_with_a_score():
     steady, _ = counting("steady")
     scoring = scorer(loaded(steady), loaded(compared, group=True, on_failure="dead"), attempts=1)
     results = await scoring.score_group(group("good", "poison"))
-    assert all(isinstance(result, ScoringFailed) and result.doom for result in results)
+    assert all(isinstance(result, ScoringFailed) and result.fail_group for result in results)
 
 
 async def test_a_group_of_which_no_sample_goes_on_is_not_compared():

@@ -111,10 +111,6 @@ def refuse_repeats(leases: list[str]) -> None:
 def end_of(posted: Posted, number: int) -> Score | ProgramFailed | DataError:
     """What a program says of a sample; a failure is an exception and never a number, `DataError` is not tried again.
 
-    Args:
-        posted: one of the scores of a request.
-        number: which one, for messages.
-
     Raises:
         Refusal: neither or both of value and error, or a number that is not finite.
     """

@@ -3,7 +3,7 @@
 A request goes to the server with the least to do. What fails there (no answer in time, a broken connection, an error of
 the server, an answer that is none) is a fault of that server, and the request goes to another one, as long as there is
 time; it never goes back to a server that has failed it. The next attempt for the same sample goes elsewhere, too, when
-another server works and has room before long (`attempts`). A server that says "not now" (429, 503) rests. What a server
+another server works and has a free slot before long. A server that says "not now" (429, 503) rests. What a server
 refuses (400) every server would refuse: that ends the request.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TypeGuard, TypeVar
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
-from streamrl.consumers.models.router import Flight, Outcome, Router, Server, State
+from streamrl.consumers.models.router import Claim, PoolServer, RequestOutcome, Router, ServerState
 from streamrl.consumers.reward import RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
@@ -36,13 +36,13 @@ _NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
 """What a server answers that has another model, or none that can be asked so, or that wants another key."""
 
 
-def outcome_of(error: StreamrlError) -> Outcome:
+def outcome_of(error: StreamrlError) -> RequestOutcome:
     """What a failure is to the router."""
     if isinstance(error, BadAnswer) and error.status in NOT_NOW:
-        return Outcome.BUSY
+        return RequestOutcome.BUSY
     if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
-        return Outcome.OK
-    return Outcome.FAULT
+        return RequestOutcome.OK
+    return RequestOutcome.FAULT
 
 
 def is_away(error: StreamrlError) -> bool:
@@ -112,9 +112,9 @@ class _Request:
         """Servers that it does not go to now."""
         return self.failed.union(self.before) if self.before else self.failed
 
-    def failed_at(self, url: str, outcome: Outcome, error: StreamrlError) -> None:
+    def failed_at(self, url: str, outcome: RequestOutcome, error: StreamrlError) -> None:
         """Remember a failure; a server that is busy has not failed."""
-        if outcome is Outcome.FAULT:
+        if outcome is RequestOutcome.FAULT:
             self.failed.add(url)
             of_sample = failed_servers()
             of_sample.pop(url, None)
@@ -124,14 +124,7 @@ class _Request:
 
 
 class ModelClient:
-    """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used.
-
-    Args:
-        name: in `reward_models`.
-        config: its keys.
-        api_key: of the servers.
-        limit: shared rate limit; None: there is none.
-    """
+    """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used."""
 
     def __init__(
         self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: RateLimit | None = None
@@ -152,9 +145,9 @@ class ModelClient:
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
     @property
-    def room(self) -> int:
+    def slots(self) -> int:
         """Requests that its servers take from this process at the same time, as they are now; at least 1."""
-        return self._router.room
+        return self._router.slots
 
     @property
     def away(self) -> str:
@@ -162,7 +155,7 @@ class ModelClient:
         if self._bare:
             return f"reward model {self.name} has no server"
         rows = [row for row in self.standings() if not row.leaving]
-        if any(row.state in {State.SERVING, State.TRIAL} or not row.why for row in rows):
+        if any(row.state in {ServerState.SERVING, ServerState.TRIAL} or not row.why for row in rows):
             return ""
         return "; ".join(row.why for row in rows)
 
@@ -179,15 +172,15 @@ class ModelClient:
         deadline: float,
         tokens: int = 0,
     ) -> _T:
-        """Post `body` to a server that has room, and return what `read` makes of its answer.
+        """Post `body` to a server that has a free slot, and return what `read` makes of its answer.
 
-        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the place back.
+        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the slot back.
 
         Args:
             path: below the server's URL, with its leading slash.
             body: of the request, sent as JSON.
             read: understands the answer; its `WireError` counts as a fault of the server, and another one is asked.
-            deadline: seconds from now for everything: a place, the rate limit, all servers that are tried.
+            deadline: seconds from now for everything: a slot, the rate limit, all servers that are tried.
             tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
@@ -203,14 +196,14 @@ class ModelClient:
         request = _Request(call, deadline, now + deadline, now + _CHOOSY * deadline, tokens, before)
         try:
             while True:
-                flight = await self._place(request)
-                answer = await self._fly(request, flight, read)
+                claim = await self._claim(request)
+                answer = await self._send(request, claim, read)
                 if answer is not None:
                     return answer[0]
         finally:
             await self._settle(request, 0)
 
-    def standings(self) -> list[Server]:
+    def standings(self) -> list[PoolServer]:
         """How each server is."""
         return self._router.standings()
 
@@ -255,13 +248,10 @@ class ModelClient:
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
-    async def _place(self, request: _Request) -> Flight:
-        """Wait for a server with room and for the turn of the request, and take the place.
+    async def _claim(self, request: _Request) -> Claim:
+        """Wait for a server with a free slot and for the turn of the request, and take the slot.
 
         The turn comes first, so that no place is held while a request waits for it.
-
-        Raises:
-            StreamrlError: there is none; as of `_too_late`.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -275,7 +265,7 @@ class ModelClient:
             url = self._router.pick(now, avoided)
             if url is not None:
                 if await self._take_turn(request):
-                    continue  # meanwhile others may have taken the place
+                    continue  # meanwhile others may have taken the slot
                 return self._router.began(url, now, max(1, request.tokens))
             others = self._router.waits(now, avoided)
             if request.before and (not others or now >= request.choosy_until):
@@ -290,10 +280,9 @@ class ModelClient:
             await self._turn(until - now, self._choosy if avoided else self._line)
 
     async def _all_failed(self, request: _Request) -> None:
-        """All who could be asked have failed. Those that were away, and only those, may be asked again after a pause.
+        """All who could be asked have failed: ask those again, after a pause, that were away.
 
-        Raises:
-            StreamrlError: one of them answered, and asking the same again is for those who count attempts.
+        One that answered and failed ends the request: attempts are counted by the caller.
         """
         if request.last is not None and request.answered:
             raise request.last
@@ -307,7 +296,7 @@ class ModelClient:
     async def _turn(self, seconds: float, line: dict[asyncio.Future[None], None]) -> None:
         """Wait for a change of the servers, or `seconds`.
 
-        Who can take any place waits in `_line`, and one place wakes the first; the choosy are woken by each.
+        Who can take any slot waits in `_line`, and one slot wakes the first; the choosy are woken by each.
         """
         future = asyncio.get_running_loop().create_future()
         line[future] = None
@@ -318,13 +307,13 @@ class ModelClient:
             pass
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake_one()  # the place is for the next in line
+                self._wake_one()  # the slot is for the next in line
             raise
         finally:
             line.pop(future, None)
 
     def _wake_one(self) -> None:
-        """A place is free."""
+        """A slot is free."""
         _wake(self._choosy, len(self._choosy))
         _wake(self._line, 1)
 
@@ -333,57 +322,48 @@ class ModelClient:
         _wake(self._choosy, len(self._choosy))
         _wake(self._line, len(self._line))
 
-    async def _fly(self, request: _Request, flight: Flight, read: Callable[[Answer], _T]) -> tuple[_T] | None:
-        """Ask one server.
-
-        Returns:
-            What was read; None when the request should go on to another server.
-
-        Raises:
-            BadRequest: it refuses the request.
-            Lost: it had less time than answers usually take.
-            StreamrlError: most of the time was over before it had the request; as of `_too_late`.
-        """
+    async def _send(self, request: _Request, claim: Claim, read: Callable[[Answer], _T]) -> tuple[_T] | None:
+        """Ask one server. None: the request goes on to another one."""
         loop = asyncio.get_running_loop()
-        outcome, why, rest = Outcome.CANCELLED, "", None
+        outcome, why, rest = RequestOutcome.CANCELLED, "", None
         try:
-            found = (read(await self._answer(request, flight)),)
+            found = (read(await self._answer(request, claim)),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             error.message = without(error.message, self._api_key)
             error.args = (error.message, error.hint)
             outcome, why = outcome_of(error), error.message
             if refuses(error):
-                self._refusing[flight.url] = error
+                self._refusing[claim.url] = error
             if isinstance(error, Lost) and error.late:
-                had, fair = loop.time() - flight.began, _FAIR_SHARE * request.seconds
-                outcome = Outcome.CANCELLED if had < max(fair, self._usual) else outcome
+                had, fair = loop.time() - claim.began, _FAIR_SHARE * request.seconds
+                outcome = RequestOutcome.CANCELLED if had < max(fair, self._usual) else outcome
                 if had < fair:
                     self._too_late(request, error)
             rest = error.rest if isinstance(error, BadAnswer) else None
-            if outcome in {Outcome.OK, Outcome.CANCELLED}:
+            if outcome in {RequestOutcome.OK, RequestOutcome.CANCELLED}:
                 raise
-            request.failed_at(flight.url, outcome, error)
+            request.failed_at(claim.url, outcome, error)
             return None
         else:
-            outcome = Outcome.OK
+            outcome = RequestOutcome.OK
             self._answered = True
-            self._refusing.pop(flight.url, None)
-            seconds = loop.time() - flight.began
+            self._refusing.pop(claim.url, None)
+            seconds = loop.time() - claim.began
             self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
             return found
         finally:
-            self._changed(flight.url, self._router.ended(flight, outcome, loop.time(), why, rest), why)
+            self._changed(claim.url, self._router.ended(claim, outcome, loop.time(), why, rest), why)
             self._wake_one()
 
-    async def _answer(self, request: _Request, flight: Flight) -> Answer:
+    async def _answer(self, request: _Request, claim: Claim) -> Answer:
         """The answer of one server, paid for. Errors as of `HttpClient.call`."""
         used = request.tokens
         try:
-            answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
+            answer = await self._session(claim.url).call(request.call, request.end - claim.began, retry=False)
             if not isinstance(answer, dict):
                 what = "text (its Content-Type names no JSON)" if isinstance(answer, str) else "no JSON object"
                 raise WireError(
-                    f"{flight.url}{request.call.path} answered {what}: {without(str(answer), self._api_key)[:100]!r}"
+                    f"{claim.url}{request.call.path} answered {what}: {without(str(answer), self._api_key)[:100]!r}"
                 )
             used = used_tokens(answer, request.tokens)
         except BadAnswer as error:
@@ -397,11 +377,7 @@ class ModelClient:
         return answer
 
     async def _take_turn(self, request: _Request) -> bool:
-        """Wait for room in the rate limit, for one request that goes out; False: it has its turn, or needs none.
-
-        Raises:
-            RewardBusy: there is none in time.
-        """
+        """Wait for room in the rate limit, for one request that goes out; False: it has its turn, or needs none."""
         if self._limit is None or request.turn is not None:
             return False
         left = max(0.0, request.end - asyncio.get_running_loop().time())
@@ -411,7 +387,7 @@ class ModelClient:
             raise RewardBusy(error.message, error.hint) from error
         finally:
             if request.turn is None:
-                self._wake_one()  # the place that it saw is for the next in line
+                self._wake_one()  # the slot that it saw is for the next in line
         return True
 
     async def _settle(self, request: _Request, tokens: int) -> None:
@@ -435,11 +411,11 @@ class ModelClient:
         now = asyncio.get_running_loop().time()
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
-    def _changed(self, url: str, state: State | None, why: str) -> None:
+    def _changed(self, url: str, state: ServerState | None, why: str) -> None:
         """Tell people that a server is in another state, and those who wait to look again."""
         if state is None:
             return
-        if state is State.EJECTED:
+        if state is ServerState.EJECTED:
             logger.warning("reward server is out", extra={"model": self.name, "url": url, "why": why})
         else:
             logger.info("reward server", extra={"model": self.name, "url": url, "state": state.value})
@@ -474,11 +450,7 @@ class ModelClient:
         return wrong[0] if wrong and asked and len(wrong) == len(found) else None
 
     def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
-        """End a request whose time is over; `late` is of a server that had too little of it.
-
-        Raises:
-            StreamrlError: what it failed with, else `RewardBusy` or `RewardUnavailable`: the servers are full, or away.
-        """
+        """End a request whose time is over; `late` is of a server that had too little of it."""
         if request.last is not None and request.answered:
             raise request.last
         raise self._nobody(request) from self._why(request) or late
@@ -564,14 +536,8 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
             await client.close()
 
 
-def places(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
+def slots_within_rate(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
     """Samples that a reward should work on at once in one worker, so that the rate limit of its model makes none late.
-
-    Args:
-        context: of the reward.
-        model: that it asks.
-        tokens: that a request costs at least.
-        requests: that a sample needs.
 
     Returns:
         Samples of this worker that get through in half of the deadline; None: the model has no limits.

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.isolated import patterns
-from streamrl.consumers.models.client import places, used_tokens
+from streamrl.consumers.models.client import slots_within_rate, used_tokens
 from streamrl.consumers.models.reward_model import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
 from streamrl.consumers.models.template import Body, as_text
 from streamrl.consumers.models.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
-from streamrl.consumers.processes import Limits, ProcessDied, ProcessPool
+from streamrl.consumers.processes import CallLimits, ProcessDied, ProcessPool
 from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score, check_model
 from streamrl.consumers.rules.processed import usual_processes
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
@@ -52,7 +52,7 @@ _SEVERAL: Final = 0.7
 _MOST_VOTES: Final = 64
 _IGNORES: Final = 2
 """Answers in a row with one of several votes, after which each vote is asked for by itself."""
-_PATTERN: Final = Limits(cpu=1.0, wall=40.0, memory=256 << 20)
+_PATTERN: Final = CallLimits(cpu=1.0, wall=40.0, memory=256 << 20)
 """What a pattern of the run file may take for one vote."""
 
 
@@ -64,9 +64,10 @@ class Judge(Reward):
 
     Args:
         model: its name in `reward_models`.
-        prompt: what the judge is asked, with places: `{prompt}`, `{response}`, `{messages}` (JSON, with the response),
-            `{answer}`, `{metadata.KEY}`, `{fence}`, ...; empty: a prompt that grades from 0 to 10, with its parser.
-        system: message of the system before it, with places as well.
+        prompt: what the judge is asked, with placeholders: `{prompt}`, `{response}`, `{messages}` (JSON, with the
+            response), `{answer}`, `{metadata.KEY}`, `{fence}`, ...; empty: one that grades from 0 to 10, with its
+            parser.
+        system: message of the system before it, with placeholders as well.
         regex: see `Parser`.
         json_path: see `Parser`.
         choices: see `Parser`.
@@ -83,7 +84,7 @@ class Judge(Reward):
         extra: more keys of the request's body; null takes one out.
 
     Raises:
-        PluginError: arguments do not fit together, or a place has no known name.
+        PluginError: arguments do not fit together, or a placeholder has no known name.
     """
 
     deadline = 120.0
@@ -118,7 +119,7 @@ class Judge(Reward):
         self._parser = Parser(regex=regex, json_path=json_path, choices=choices, bounds=bounds, cut_off=cut_off)
         self._patterns = None if own is None else _patterns(model, self._parser)
         self._content = Body({"system": system, "user": prompt})
-        if not {"response", "messages"} & self._content.places:
+        if not {"response", "messages"} & self._content.placeholders:
             raise PluginError("the judge does not see the response", "put {response} or {messages} into args.prompt")
         _check_counts(votes=votes, max_tokens=max_tokens, tries=tries)
         self._quorum = votes // 2 + 1 if quorum is None else quorum
@@ -141,12 +142,8 @@ class Judge(Reward):
         check_model(self._name, config.reward_models)
         self._check(config.reward_models[self._name])
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Ask for one verdict, if a server is there: what never fits ends the run here.
-
-        Raises:
-            ConfigError: no such model, one that does not chat, or servers that refuse what they are asked.
-        """
         self._model = context.model(self._name)
         self._first = FirstAnswer(self._name, context.scored)
         config = self._model.config
@@ -156,7 +153,7 @@ class Judge(Reward):
         self._limit = SHARE * context.deadline
         await self._probe()
         least = self._least + (self._votes // self._requests) * self._max_tokens
-        self.concurrency = places(context, config, least, self._requests)
+        self.concurrency = slots_within_rate(context, config, least, self._requests)
 
     def _check(self, config: RewardModelConfig) -> None:
         if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
@@ -165,36 +162,27 @@ class Judge(Reward):
                 "a judge needs `kind: openai`, or kind vllm or sglang with `task: chat`",
             )
 
+    @override
     async def close(self) -> None:
-        """End the processes of the pattern, if there are any."""
         if self._patterns is not None:
             await self._patterns.close()
 
+    @override
     def counts(self) -> Mapping[str, int]:
-        """Requests that were answered, votes in them, those that could not be read, tokens of all; also of failures."""
         return self._counts
 
-    def room(self) -> int | None:
-        """Samples for whose requests the servers have places now."""
+    @override
+    def slots(self) -> int | None:
         if self._model is None:
             return None
-        return max(1, self._model.room // self._requests)
+        return max(1, self._model.slots // self._requests)
 
+    @override
     def away(self) -> str:
-        """Why none of the servers can be asked now."""
         return "" if self._model is None else self._model.away
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Ask for the votes on one response, and make one number of them.
-
-        Raises:
-            RewardUnavailable: no server can be asked now, or the rate limit is used up.
-            Unreachable: those that could be asked failed.
-            WireError: they answered without votes.
-            DataError: the sample cannot be asked for (the server refuses it, or something is missing in its prompt),
-                or too few of its votes can be read (`Unreadable`).
-            RewardImpossible: the first answers say that there will never be a vote.
-        """
         messages = self._messages(sample)
         loop = asyncio.get_running_loop()
         end = loop.time() + self._limit
@@ -224,11 +212,7 @@ class Judge(Reward):
         return Score(combined(ballot.values, self._combine), parts, ballot.tokens)
 
     async def _ask(self, messages: list[dict[str, str]], missing: int, seconds: float, ballot: Ballot) -> None:
-        """Ask for the missing votes and note them.
-
-        Raises:
-            StreamrlError: what a request failed with; the votes of others are noted.
-        """
+        """Ask for the missing votes and note them."""
         sizes = [1] * missing if self._separate else [missing]
         asking = (self._request(messages, size, seconds, ballot) for size in sizes)
         for failure in await asyncio.gather(*asking, return_exceptions=True):
@@ -280,12 +264,7 @@ class Judge(Reward):
         self._separate, self._requests = True, self._votes
 
     async def _read(self, vote: Vote) -> float:
-        """The number in a vote; a pattern of the run file is matched in a process that can be killed.
-
-        Raises:
-            Unreadable: there is none, or the pattern takes too long to find it.
-            StreamrlError: as of `ProcessPool.call`; nothing is said of the vote.
-        """
+        """The number in a vote; a pattern of the run file is matched in a process that can be killed."""
         if self._patterns is None:
             return self._parser.read(vote)
         text = self._parser.text_of(vote)
@@ -302,11 +281,7 @@ class Judge(Reward):
         return [{"role": role, "content": as_text(text)} for role, text in filled.items() if text is not None]
 
     async def _probe(self) -> None:
-        """Ask for a verdict on a short text. Only what no server will ever do ends the run.
-
-        Raises:
-            RewardImpossible: the servers refuse such a request.
-        """
+        """Ask for a verdict on a short text. Only what no server will ever do ends the run."""
         try:
             messages = self._messages(PROBE)
         except DataError:
@@ -332,11 +307,7 @@ def _patterns(model: str, parser: Parser) -> ProcessPool:
 
 
 def _check_votes(votes: int, quorum: int, combine: str, temperature: float | None) -> None:
-    """Refuse votes that make no number.
-
-    Raises:
-        PluginError: they do not.
-    """
+    """Refuse votes that make no number."""
     _check_counts(quorum=quorum)
     if votes > _MOST_VOTES:
         raise PluginError(f"votes is {votes}", f"at most {_MOST_VOTES}")

@@ -13,8 +13,8 @@ import numpy as np
 from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
-from streamrl.consumers.models.client import places, refuses
-from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
+from streamrl.consumers.models.client import refuses, slots_within_rate
+from streamrl.consumers.models.dialects import DIALECTS, ScoreDialect, UnclearScore, read_score
 from streamrl.consumers.models.rendering import Renderer, check_template
 from streamrl.consumers.models.template import Template, conversation
 from streamrl.consumers.reward import (
@@ -113,7 +113,7 @@ class RewardModel(Reward):
         chat_template: file with a template that takes the place of the model's own.
         label: which number of several is the score, from 0; negative: from the end.
         path: for servers of kind template: where the body goes.
-        body: for servers of kind template: JSON with places such as `{prompt}` and `{response}`.
+        body: for servers of kind template: JSON with placeholders such as `{prompt}` and `{response}`.
         value: for servers of kind template: where the score is in the answer, for example `result.score`.
 
     Raises:
@@ -159,15 +159,11 @@ class RewardModel(Reward):
         if self._chat_template is not None:
             check_template(Path(self._chat_template))
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Read tokenizer and template, and ask a server once, if one is there: what never fits ends the run here.
-
-        Raises:
-            ConfigError: no such model, no tokenizer, or servers that refuse what they are asked.
-        """
         self._model = context.model(self._name)
         self._first = FirstAnswer(self._name, context.scored)
-        self.concurrency = places(context, self._model.config, 1)
+        self.concurrency = slots_within_rate(context, self._model.config, 1)
         self._deadline = SHARE * context.deadline
         self._check(self._model.config)
         if self._template is None and self._text != "server":
@@ -176,25 +172,16 @@ class RewardModel(Reward):
             self._renderer = await asyncio.to_thread(Renderer.load, name, mode=self._text, template=file)
         await self._probe()
 
-    def room(self) -> int | None:
-        """Requests that the servers take now."""
-        return None if self._model is None else self._model.room
+    @override
+    def slots(self) -> int | None:
+        return None if self._model is None else self._model.slots
 
+    @override
     def away(self) -> str:
-        """Why none of the servers can be asked now."""
         return "" if self._model is None else self._model.away
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Ask a server for the score of one response.
-
-        Raises:
-            RewardUnavailable: none can be asked now.
-            Unreachable: those that could be asked failed.
-            WireError: they answered without a finite score.
-            DataError: the sample cannot be asked for: the server refuses it (too long, say), the chat template does,
-                or something is missing in its prompt.
-            RewardImpossible: the first answers say that there will never be a score.
-        """
         if len(sample.text) + len(sample.prompt.text) > _LONG:
             question = await asyncio.to_thread(self._question, sample)
         else:
@@ -228,15 +215,11 @@ class RewardModel(Reward):
         ids = self._renderer.ids(sample)
         return _Question(dialect.path, dialect.body(config.model, ids), self._reader(dialect), len(ids))
 
-    def _reader(self, dialect: Dialect) -> Callable[[Mapping[str, Any]], float]:
+    def _reader(self, dialect: ScoreDialect) -> Callable[[Mapping[str, Any]], float]:
         return lambda answer: read_score(dialect, answer, self._label)
 
     def _check(self, model: RewardModelConfig) -> None:
-        """Refuse arguments that the model's kind of server cannot do anything with.
-
-        Raises:
-            ConfigError: what does not fit.
-        """
+        """Refuse arguments that the model's kind of server cannot do anything with."""
         kind, task = model.kind, model.task
         where = f"reward_models.{self._name}"
         if kind == "template":
@@ -257,11 +240,7 @@ class RewardModel(Reward):
             raise ConfigError(f"servers of kind {kind} take no messages for a score", "leave args.text empty")
 
     async def _probe(self) -> None:
-        """Ask for the score of a short text. Only what no server will ever do ends the run.
-
-        Raises:
-            RewardImpossible: the servers refuse such a request, or it is not clear which of their numbers is the score.
-        """
+        """Ask for the score of a short text. Only what no server will ever do ends the run."""
         try:
             question = self._question(PROBE)
         except DataError:

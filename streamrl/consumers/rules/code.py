@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from typing_extensions import override
+
 from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, last_lines, read_tests
 from streamrl.consumers.rules.text import one_of
-from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
+from streamrl.consumers.sandbox import Execution, Isolation, Program, Sandbox, SandboxError, SandboxLimits
 from streamrl.consumers.sandbox.sandbox import SLOWEST, interpreter
 from streamrl.errors import ConfigError, DataError, PluginError
 
@@ -73,13 +75,7 @@ def _outdented(lines: list[str], indent: int) -> list[str]:
 
 
 def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | None:
-    """Return the last block in one of the languages, or None.
-
-    Args:
-        text: the response.
-        languages: names as they stand after the fence, in small letters; empty for blocks that name none.
-        fenced: without a block there is no program; otherwise the whole text is one then.
-    """
+    """Return the last block in one of the languages, or None."""
     blocks = code_blocks(text)
     found = [block.text for block in blocks if block.language in languages]
     if found:
@@ -211,7 +207,7 @@ class Code(Reward):
             raise ValueError(f"max_tests is {max_tests}; at least one test is needed")
         if not 0 <= tolerance < 1 or not total > 0:
             raise ValueError("tolerance must be at least 0 and below 1, total above 0")
-        limits = Limits(
+        limits = SandboxLimits(
             cpu=seconds,
             wall=2 * seconds + 1 if wall is None else wall,
             memory=memory_mib << 20,
@@ -232,12 +228,8 @@ class Code(Reward):
         self.deadline = SLOWEST * (total + limits.wall) + _SETUP_SECONDS
         self.concurrency = len(os.sched_getaffinity(0))  # more at a time would only slow each other down
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Find an isolation that works here, and see that what runs the programs can be run in it.
-
-        Raises:
-            ConfigError: nothing isolates here, or the interpreter or command cannot be executed in the sandbox.
-        """
         del context
         await self._sandbox.open()
         executable = self._interpreter.path if self._command is None else self._command[0]
@@ -248,13 +240,8 @@ class Code(Reward):
                     f"{executable} cannot be executed in the sandbox", "name the directories it needs in `visible`"
                 )
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Run the tests and return the share that passed, or 1 or 0.
-
-        Raises:
-            DataError: the prompt has no tests, or tests of an unknown form.
-            SandboxError: the sandbox failed; nothing is known of the response.
-        """
         where = f"metadata {self._tests} of line {sample.prompt.line}"
         if self._tests not in sample.prompt.metadata:
             raise DataError(f"{where} is missing", "the rule code needs tests: name their key with args.tests")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from typing_extensions import override
 
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score
@@ -73,15 +74,8 @@ class JsonSchema(Processed):
         self.fence = fence
         self.parses = parses
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1, `parses` or 0.
-
-        Raises:
-            DataError: the prompt lacks its schema, or has one that is none; or the check is too expensive, and
-                `expensive` is `fail`.
-            ProcessDied: a process died of something that is not the fault of the sample.
-            RewardUnavailable: no process can be started now.
-        """
         schema = self.schema or self._schema_of(sample)
         text = inside(sample.text, self.tag)
         if text is None:

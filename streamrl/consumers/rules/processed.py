@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from typing_extensions import override
+
 from streamrl.consumers import isolated
-from streamrl.consumers.processes import START_SECONDS, Limits, ProcessDied, ProcessPool
+from streamrl.consumers.processes import START_SECONDS, CallLimits, ProcessDied, ProcessPool
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.text import answer_of, one_of
 from streamrl.errors import DataError, PluginError
@@ -53,22 +55,22 @@ class Processed(Reward):
         if seconds <= 0 or memory_mib < 64 or (processes is not None and processes < 1):
             raise ValueError("seconds must be above 0, memory_mib at least 64 and processes at least 1")
         self.expensive = one_of("expensive", expensive, VERDICTS)
-        limits = Limits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
+        limits = CallLimits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
         self.concurrency = processes or usual_processes()
         self.deadline = START_SECONDS + limits.wall
         self._pool = ProcessPool(f"rule {rule}", _SCRIPTS / f"{script}.py", dict(settings), self.concurrency, limits)
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Start the first process; `ConfigError` when it does not start."""
         del context
         await self._pool.open()
 
+    @override
     async def close(self) -> None:
-        """End all processes."""
         await self._pool.close()
 
+    @override
     def counts(self) -> Mapping[str, int]:
-        """Processes started, and calls that ended one (`ProcessCounts`)."""
         counts = self._pool.counts
         return {
             "started": counts.started,
@@ -174,15 +176,8 @@ class Regex(Processed):
         self.group = group
         self.absent = absent
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1 or 0.
-
-        Raises:
-            DataError: a group is compared, and the prompt has no answer; or the pattern is too expensive here, and
-                `expensive` is `fail`.
-            ProcessDied: a process died of something that is not the fault of the sample.
-            RewardUnavailable: no process can be started now.
-        """
         wanted = None if self.group is None else answer_of(sample).strip()
         found = await self.ask(sample.text, sample, theirs="response")
         if found is None:

@@ -9,6 +9,7 @@ from typing import ClassVar, Final, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from streamrl.consumers.reward import Reward, RewardSample, Score
 from streamrl.errors import DataError
@@ -42,12 +43,7 @@ def check_tag(tag: str | None) -> str | None:
 
 
 def inside(text: str, tag: str | None) -> str | None:
-    """Return what is between the last `</tag>` and the `<tag>` before it; None when there is none.
-
-    Args:
-        text: where to look.
-        tag: its name; None: all of the text.
-    """
+    """Return what is between the last `</tag>` and the `<tag>` before it; None when there is none."""
     if tag is None:
         return text
     end = text.rfind(f"</{tag}>")
@@ -73,8 +69,8 @@ class ExactMatch(Reward):
         self.require_stop = require_stop
         self.tag = check_tag(tag)
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1 or 0; `DataError` when the prompt has no answer."""
         answer = answer_of(sample)
         ended = sample.finish == "stop" or not self.require_stop
         text = inside(sample.text, self.tag)
@@ -101,8 +97,8 @@ class NumberMatch(Reward):
         self.require_stop = require_stop
         self.tag = check_tag(tag)
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1 or 0; `DataError` when the prompt has no answer or the answer has no number."""
         wanted = last_number(answer_of(sample))
         if wanted is None:
             raise DataError(f"the answer {sample.prompt.answer!r} of line {sample.prompt.line} has no number")
@@ -160,8 +156,8 @@ class Format(Reward):
         self.empty = empty
         self.partial = partial
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1, the share of the tags that are right, or 0."""
         text = sample.text
         if self.opened and not text.lstrip().startswith(f"<{self.tags[0]}>"):
             text = f"<{self.tags[0]}>{text}"
@@ -213,8 +209,8 @@ class Length(Reward):
         self.slack = slack
         self.unit = one_of("unit", unit, UNITS)
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return a number from 0 to 1."""
         length = length_of(sample, self.unit)
         most = length if self.most is None else self.most
         beyond = max(self.least - length, length - most, 0)
@@ -255,8 +251,8 @@ class Repetition(Reward):
         self.allowed = allowed
         self.unit = one_of("unit", unit, UNITS)
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return a number from 0 to 1."""
         share = repeated(_units(sample, self.unit), self.n)
         value = 1.0 if share <= self.allowed else (1 - share) / (1 - self.allowed)
         return Score(value, {"repeated": share})

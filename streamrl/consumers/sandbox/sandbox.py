@@ -36,8 +36,8 @@ class SandboxError(StreamrlError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one run.
+class SandboxLimits:
+    """SandboxLimits of one run.
 
     Attributes:
         cpu: seconds of processor time of each process, rounded up.
@@ -172,11 +172,7 @@ class Interpreter:
 
 
 def interpreter(python: str = "") -> Interpreter:
-    """Return `python`, or the Python that runs streamrl without the packages of its environment.
-
-    Args:
-        python: path of an interpreter; one of a virtual environment brings its packages with it.
-    """
+    """Return `python`, or the Python that runs streamrl without the packages of its environment."""
     path = Path(python or os.path.realpath(sys.executable)).absolute()
     prefixes = (path.parent.parent, Path(os.path.realpath(path)).parent.parent)
     visible = dict.fromkeys(
@@ -189,7 +185,7 @@ def _of_the_system(path: str) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in _SYSTEM)
 
 
-def _bubblewrap(program: Program, limits: Limits, network: bool) -> list[str]:
+def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
     """The command line that runs a program in bubblewrap; the keeper writes its directory for `{folder}`."""
     path = shutil.which("bwrap")
     if path is None:
@@ -237,7 +233,7 @@ class Sandbox:
     """
 
     def __init__(
-        self, limits: Limits, *, network: bool = False, isolation: Isolation | Literal["auto"] = "auto"
+        self, limits: SandboxLimits, *, network: bool = False, isolation: Isolation | Literal["auto"] = "auto"
     ) -> None:
         if sys.platform != "linux":
             raise ConfigError("programs can be run on Linux only", "run the reward workers in a Linux container")
@@ -351,7 +347,7 @@ class Sandbox:
 class Session:
     """One program and its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, order: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, order: Mapping[str, Any], limits: SandboxLimits) -> None:
         self._process = process
         self._order: Mapping[str, Any] | None = order
         self._seconds = SLOWEST * limits.wall + 2 * _KEEPER_SECONDS

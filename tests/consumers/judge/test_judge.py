@@ -21,7 +21,7 @@ from streamrl.consumers.models.judge import Judge
 from streamrl.consumers.models.verdicts import Unreadable
 from streamrl.consumers.opening import open_scorer
 from streamrl.consumers.plugins import load_rewards
-from streamrl.consumers.processes import Limits, ProcessDied
+from streamrl.consumers.processes import CallLimits, ProcessDied
 from streamrl.consumers.scoring import Scorer
 from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
@@ -174,7 +174,7 @@ EXPLODES = {"prompt": "Grade {response}", "regex": r"Score: (?:(a|aa)+|(?P<score
 
 
 async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.judge._PATTERN", Limits(cpu=0.2, wall=300, memory=256 << 20))
+    monkeypatch.setattr("streamrl.consumers.models.judge._PATTERN", CallLimits(cpu=0.2, wall=300, memory=256 << 20))
     monkeypatch.setattr(verdicts, "_matched", None)  # nothing of it is matched in the event loop
     said = iter([["Score: 1"], ["Score: " + "a" * 200 + "!"], ["Score: 6"]])
     async with chats(lambda _: next(said)) as (one,), opened([one.url], **EXPLODES) as judge:
