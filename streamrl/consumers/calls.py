@@ -1,4 +1,4 @@
-"""The calls of one reward in one worker: slots, circuit, deadline, attempts with backoff, figures."""
+"""The calls of one reward in one worker: slot, circuit, deadline, attempts with backoff, figures."""
 
 from __future__ import annotations
 
@@ -35,28 +35,6 @@ from streamrl.wire import utf8
 
 logger = logging.getLogger(__name__)
 
-_failed: Final[ContextVar[dict[str, None] | None]] = ContextVar("failed", default=None)
-
-
-@contextlib.contextmanager
-def attempts() -> Iterator[None]:
-    """What is asked in this block, by this task and by those it starts, is asked for one sample (or one group)."""
-    token = _failed.set({})
-    try:
-        yield
-    finally:
-        _failed.reset(token)
-
-
-def failed_servers() -> dict[str, None]:
-    """URLs of servers that have failed the sample, to be changed: the last failure is the last one.
-
-    Outside of `attempts` nobody remembers: a new dict each time.
-    """
-    failed = _failed.get()
-    return {} if failed is None else failed
-
-
 DETAIL_BYTES: Final = 4096
 WHY_CHARACTERS: Final = 200
 _LONGEST_PAUSE: Final = 30.0
@@ -64,20 +42,20 @@ _OF_THE_SAMPLE: Final = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
     *(ValueError, CallFailed),
 )
-"""Python's own errors for wrong values: they say nothing of a service. Whatever else is raised may be its absence."""
+"""Python's own errors for wrong values are the fault of the sample; any other error may mean that a service is away."""
 
 Subject = RewardSample | Sequence[RewardSample]
-"""What is scored by one call: a sample, or all samples of a group."""
+"""What one call scores: a sample, or all samples of a group."""
 
 
 class ScoringFailed(StreamrlError):
-    """A sample has no score for good; `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
+    """A sample will never have a score. `fail_group`: neither will its group (`on_failure: dead`).
 
-    `fail_group`: its whole group is to die of it (on_failure dead).
+    `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
     """
 
     def __init__(self, message: str, detail: str = "", fail_group: bool = False) -> None:
-        message, detail = utf8(message), utf8(detail)  # it goes to Redis, logs and JSON, whatever a reward has said
+        message, detail = utf8(message), utf8(detail)  # Redis, logs and JSON take UTF-8 only
         super().__init__(message)
         self.args = (message, detail, fail_group)
         self.detail = detail
@@ -85,22 +63,22 @@ class ScoringFailed(StreamrlError):
 
 
 class CallEnded(BaseException):
-    """A call that holds the event loop is ended from outside; no `except Exception` of a reward keeps it going."""
+    """Raised in a call that holds the event loop, to end it; `except Exception` does not catch it."""
 
 
 class NoTime(RewardUnavailable):
-    """Another attempt might last for longer than its sample may be held."""
+    """Another attempt could last longer than the lease of its sample."""
 
 
 @dataclass(slots=True)
 class SampleState:
-    """What the calls for one sample, or for one group, know of each other.
+    """What the calls of several rewards for one sample (or one group) share.
 
     Attributes:
-        until: when the lease of the sample ends, by `time.monotonic`: no attempt may last longer. Until then it waits
-            for somebody who can score, which is no attempt.
-        failure: the end that one of them came to; the others need not be tried again.
-        fault: what an attempt failed with, of any reward, since somebody could score; None: its lease may end.
+        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer; waiting for a service
+            that is away is no attempt.
+        failure: how a reward failed for good; the others need no further attempt.
+        fault: the last failed attempt of any reward since a service was away; None: the lease may end.
     """
 
     until: float
@@ -108,11 +86,30 @@ class SampleState:
     fault: Exception | None = None
 
 
-class RewardCalls:
-    """Calls one reward and keeps its limits.
+_failed_servers: Final[ContextVar[dict[str, None] | None]] = ContextVar("failed_servers", default=None)
 
-    `in_flight` are the calls that run now, `deadline` the seconds of one attempt.
+
+@contextlib.contextmanager
+def remembering_failed_servers() -> Iterator[None]:
+    """All requests in this block, also of tasks that it starts, are for one sample (or one group)."""
+    token = _failed_servers.set({})
+    try:
+        yield
+    finally:
+        _failed_servers.reset(token)
+
+
+def failed_servers() -> dict[str, None]:
+    """URLs of servers that have failed the current sample, the latest last; the caller adds to it.
+
+    Outside of `remembering_failed_servers` it is a new dict each time.
     """
+    failed = _failed_servers.get()
+    return {} if failed is None else failed
+
+
+class RewardCalls:
+    """Calls one reward within its limits. `in_flight`: calls that run now; `deadline`: seconds of one attempt."""
 
     def __init__(self, reward: LoadedReward, worker: RewardWorkerConfig, threads: CallThreads) -> None:
         spec = reward.spec
@@ -143,18 +140,18 @@ class RewardCalls:
 
     @property
     def away(self) -> str:
-        """Why nobody scores now; empty: somebody does, or nobody has found out yet."""
-        if self.circuit.since is not None:
+        """Why nobody can score now; empty: somebody can, or it is not known yet."""
+        if self.circuit.open_since is not None:
             return self.circuit.why
         try:
             return utf8(str(self._away() or "")[:WHY_CHARACTERS])
         except Exception:
             logger.warning("a reward cannot say who is away", extra={"reward": self.reward.name}, exc_info=True)
-            self._away = str  # it is not asked again
+            self._away = str  # do not ask it again
             return ""
 
     def own_counts(self) -> dict[str, Any]:
-        """What the reward counts itself; when that fails, or is nothing that JSON knows, it is noted and said once."""
+        """The reward's own counts. When it fails to count, or returns no JSON, that is noted, and logged once."""
         try:
             own: dict[str, Any] = orjson.loads(orjson.dumps(dict(self._counts())))
         except Exception as error:
@@ -166,11 +163,7 @@ class RewardCalls:
         return own
 
     async def instant(self, sample: RewardSample) -> Score:
-        """Call a rule that cannot hang: once, in this task, without a deadline.
-
-        Raises:
-            ScoringFailed: it raised, or its result is no number.
-        """
+        """Call a rule that cannot hang: once, in this task, without a deadline; `ScoringFailed` when it fails."""
         began = time.perf_counter()
         try:
             score = _score(await self._call(sample))
@@ -182,20 +175,19 @@ class RewardCalls:
         return score
 
     async def score(self, subject: Subject, state: SampleState) -> list[Score]:
-        """Call the reward until it gives a result; one score for each sample.
+        """Call the reward until it returns one score for each sample. Safe to cancel.
 
-        Safe to cancel. A result that is no number counts as a failed attempt; that nobody can score now is none.
+        A result that is no number is a failed attempt; an absent service is none.
 
         Raises:
-            ScoringFailed: `on_failure` ends it; or this attempt failed, and another reward has failed for good.
-            RewardUnavailable: there was nobody who could score for as long as the sample may be held.
-            RewardImpossible: there will never be anybody.
+            ScoringFailed: the last attempt failed; or any attempt, after another reward has failed for good.
+            RewardUnavailable: nobody could score for as long as the sample may be held.
+            RewardImpossible: nobody will ever be able to score.
         """
-        with attempts():
+        with remembering_failed_servers():
             return await self._until_scored(subject, state)
 
     async def _until_scored(self, subject: Subject, state: SampleState) -> list[Score]:
-        """Make the attempts of `score`."""
         faults, rounds, began = 0, 0, time.monotonic()
         while True:
             asked, waits = time.monotonic(), False
@@ -210,7 +202,7 @@ class RewardCalls:
                 state.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
                 raise state.failure from error
             except RewardImpossible as error:
-                state.failure = ScoringFailed(error.message)  # the worker ends: nobody needs to try for longer
+                state.failure = ScoringFailed(error.message)  # the worker ends: the other rewards stop trying
                 raise
             except Exception as error:
                 if state.failure is not None:
@@ -228,7 +220,7 @@ class RewardCalls:
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
             if waits:
-                began += time.monotonic() - asked  # `retry_for` is the time in which somebody could score
+                began += time.monotonic() - asked  # `retry_for` does not include the time in which nobody could score
 
     def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
         if isinstance(error, ConfigError):  # refused: by a server, or by the reward itself
@@ -238,7 +230,7 @@ class RewardCalls:
         return attempt >= self._attempts
 
     def failed(self, error: BaseException, attempts: int, why: str = "") -> ScoringFailed:
-        """The end of a sample, with the cause in words and where it was raised; `why`: it is the end."""
+        """The error for a sample that will have no score: the cause, the number of attempts, `why` there are no more."""
         self.figures.dead += 1
         notes = [*([f"{attempts} attempts"] if attempts > 1 else []), *([why] if why else [])]
         tries = f" ({'; '.join(notes)})" if notes else ""
@@ -253,16 +245,16 @@ class RewardCalls:
         """Wait for a slot and call the reward once."""
         latest = until - self.deadline
         try:
-            await self._slots.take(latest - time.monotonic())
+            await self._slots.acquire(latest - time.monotonic())
         except TimeoutError as error:
             raise NoTime(f"no place for a call of {self.reward.name} in time") from error
         try:
             return await self._with_slot(subject, latest)
         finally:
-            self._slots.give()
+            self._slots.release()
 
     async def _with_slot(self, subject: Subject, latest: float) -> list[Score]:
-        tries = await self._enter(latest)
+        probe = await self._enter(latest)
         began = time.perf_counter()
         self.in_flight += 1
         try:
@@ -273,12 +265,12 @@ class RewardCalls:
             failure = error
             if isinstance(error, TimeoutError) and limit.expired():
                 failure = TimeoutError(f"{self.reward.name}: no score within {self.deadline:g} s")
-            self._note(failure, subject, tries=tries)
+            self._note(failure, subject, probe=probe)
             if failure is error:
                 raise
             raise failure from error
         except BaseException:
-            self.circuit.neither(tries=tries)
+            self.circuit.inconclusive(probe=probe)
             self._circuit_moved.set()
             raise
         finally:
@@ -287,7 +279,7 @@ class RewardCalls:
         return scores
 
     async def _enter(self, latest: float) -> bool:
-        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it."""
+        """Wait until the circuit lets a call through, at most for the deadline. True: this call is its probe."""
         now = time.monotonic()
         if now >= latest:
             raise NoTime(f"no time is left for a call of {self.reward.name}")
@@ -299,13 +291,13 @@ class RewardCalls:
                     await self._circuit_moved.wait()
             now = time.monotonic()
         if wait > 0:
-            away = now - (self.circuit.since or now)
+            away = now - (self.circuit.open_since or now)
             self.figures.failures["unavailable"] += 1
             raise RewardUnavailable(f"nobody scores since {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
         return self.circuit.enter()
 
     def _succeeded(self, scores: Sequence[Score], seconds: float) -> None:
-        if self.circuit.since is not None:
+        if self.circuit.open_since is not None:
             logger.info("circuit closed", extra={"reward": self.reward.name})
         self.circuit.success()
         self._circuit_moved.set()
@@ -313,7 +305,7 @@ class RewardCalls:
         for score in scores:
             self.figures.gave(score.value, score.tokens)
 
-    def _note(self, error: Exception, subject: Subject, *, tries: bool) -> None:
+    def _note(self, error: Exception, subject: Subject, *, probe: bool) -> None:
         outcome: FailureKind = "error"
         if isinstance(error, RewardUnavailable):
             outcome = "unavailable"
@@ -321,20 +313,20 @@ class RewardCalls:
             outcome = "deadline"
         self.figures.failures[outcome] += 1
         if self._has_pool or isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
-            self.circuit.neither(tries=tries)  # a pool of servers knows by itself which of them are away
+            self.circuit.inconclusive(probe=probe)  # a pool of servers knows by itself which of them are away
         else:
-            was_open = self.circuit.since is not None
+            was_open = self.circuit.open_since is not None
             unavailable = outcome == "unavailable"
             now = time.monotonic()
             why = utf8(described(error)[:WHY_CHARACTERS])
-            self.circuit.failure(now, _identity(subject), why, tries=tries, unavailable=unavailable)
-            if self.circuit.since is not None and not was_open:
+            self.circuit.failure(now, _identity(subject), why, probe=probe, unavailable=unavailable)
+            if self.circuit.open_since is not None and not was_open:
                 extra = {"reward": self.reward.name, "why": self.circuit.why}
                 logger.warning("circuit open: samples wait for this reward", extra=extra)
         self._circuit_moved.set()
 
     async def _call(self, subject: Subject) -> Any:
-        """Call the reward once. The watch of the event loop looks for this frame: keep `self` and `subject`."""
+        """Call the reward once. `watch.py` looks for this frame and its locals `self` and `subject`."""
         try:
             if self.reward.blocking and not self.reward.instant:
                 result = await self._threads.run(self.reward.call, subject)

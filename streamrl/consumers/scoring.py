@@ -1,4 +1,4 @@
-"""A sample, or a whole group, through all rewards of a run: in stages, up to each gate; then one score of all parts."""
+"""Scores a sample, or a whole group, with all rewards of a run: stage by stage up to each gate, then one score."""
 
 from __future__ import annotations
 
@@ -54,15 +54,11 @@ class Scorer:
         """Return the score of one sample with every part; `docs/rewards.md` says how it is made.
 
         The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
-        reward that compares gets a group of one.
-
-        Args:
-            sample: to score.
-            until: when its lease ends, by `time.monotonic`; until then it waits for rewards that nobody can give now.
+        reward that compares gets a group of one. `until` is when the lease of the sample ends, by `time.monotonic`.
 
         Raises:
             ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
-            RewardUnavailable: nobody could give one of them until `until`: the sample goes back to its queue.
+            RewardUnavailable: nobody could score until then: the sample goes back to its queue.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
         self._check_threads()
@@ -75,15 +71,15 @@ class Scorer:
         return self._composed(scores, sample)
 
     async def score_group(self, samples: Sequence[RewardSample], until: float) -> list[wire.Score | ScoringFailed]:
-        """Score the samples of one group together: for each its score, or why it has none.
+        """Score the samples of one group together: returns for each its score, or why it has none.
 
-        Rewards of single samples are called for each. One that compares gets those that no gate has held back and no
-        reward has failed when the comparison begins: no reward up to the last gate before it, and none of its own
-        stage that is instant. The others of its stage run beside it, and it may have compared what they fail. When it
-        fails itself, all that it was given have no score.
+        Rewards of single samples are called for each sample. A reward that compares gets the samples that passed all
+        gates before it and that no earlier stage, and no instant rule of its own stage, has failed. The slow rewards of
+        its stage run at the same time, so it may compare samples that they fail. When the comparison fails, all its
+        samples have no score.
 
         Raises:
-            RewardUnavailable, DeadlineExceeded: as of `score`; then none of them has a score.
+            RewardUnavailable, DeadlineExceeded: as of `score`; then no sample has a score.
         """
         self._check_threads()
         scores: list[dict[str, Score]] = [{} for _ in samples]
@@ -124,7 +120,7 @@ class Scorer:
         scores: list[dict[str, Score]],
         states: Sequence[SampleState],
     ) -> None:
-        """Call the rewards of a stage for those samples of a group that go on."""
+        """Call the rewards of a stage for the samples of a group that are still in the running."""
         for index in going:
             try:
                 await _instantly(stage, samples[index], scores[index])
@@ -169,16 +165,16 @@ class Scorer:
 
 
 async def _instantly(stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
-    """Call the rules of a stage that take microseconds; `ScoringFailed`: one of them failed."""
+    """Call the instant rules of a stage; `ScoringFailed`: one of them failed."""
     for calls in stage:
         if calls.reward.instant:
             scores[calls.reward.name] = await calls.instant(sample)
 
 
 async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
-    """Await all, at the same time; results in their order, None for one that failed with `ScoringFailed`.
+    """Await all at the same time; results in their order, None for each `ScoringFailed`.
 
-    Nobody is cancelled when one fails: a sync reward cannot be, and would count as one that hangs.
+    A failure cancels no other: a sync reward cannot be cancelled, and would count as one that hangs.
     """
     if len(coroutines) == 1:
         with contextlib.suppress(ScoringFailed):
@@ -200,10 +196,11 @@ TELL_SECONDS: Final = 10.0
 
 
 class PatientScorer:
-    """Scores as a reward worker does: that nobody can score now is no attempt. Made and used in one event loop.
+    """Scores outside of a run, where no queue takes a sample back: it waits as in a run, up to a limit.
 
-    A worker gives back what nobody could score for nearly as long as a lease may be held. Here it is taken again at
-    once, as long as others were scored, or failed, in that time. When nobody was, all is given up.
+    A worker hands a sample back that nobody could score for almost `lease.max_hold`. Here it is tried again, as long
+    as another sample was scored, or failed, in that time; otherwise scoring ends with `Unreachable`. Rewards that are
+    known to be away are waited for no longer than `patience` seconds.
     """
 
     def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
@@ -246,7 +243,7 @@ class PatientScorer:
                 return results
 
     async def _within_patience(self, scoring: Coroutine[Any, Any, _R]) -> _R:
-        """Await it."""
+        """Await it; `Unreachable` when a reward stays away, and nothing is scored, for as long as patience lasts."""
         task = asyncio.ensure_future(scoring)
         since, ended = time.monotonic(), self._ended
         try:
@@ -269,7 +266,7 @@ class PatientScorer:
         return task.result()
 
     async def tell(self, say: Callable[[str], None]) -> None:
-        """Say again and again which rewards are waited for, and why. Runs until it is cancelled."""
+        """Report every `TELL_SECONDS` which rewards are waited for, and why. Runs until cancelled."""
         before = dict.fromkeys((calls.reward.name for calls in self.calls), 0)
         while True:
             await asyncio.sleep(TELL_SECONDS)

@@ -70,7 +70,7 @@ async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch)
 
     calls = calls_of(loaded(reward, on_failure="retry", deadline=60))
     first = asyncio.create_task(outcome(calls, numbered(0)))
-    while calls.circuit.since is None:  # noqa: ASYNC110 (nobody announces it)
+    while calls.circuit.open_since is None:  # noqa: ASYNC110 (nobody announces it)
         await asyncio.sleep(0)
     most = 0
     others = [asyncio.create_task(outcome(calls, numbered(index))) for index in range(1, 20)]
@@ -79,7 +79,7 @@ async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch)
     assert most == 1, "one at a time while it is open"
     back.set()
     assert await asyncio.gather(first, *others) == [1.0] * 20
-    assert calls.circuit.since is None
+    assert calls.circuit.open_since is None
     assert calls.figures.dead == 0
 
 

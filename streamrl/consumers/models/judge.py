@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 
 from typing_extensions import override
 
-from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.config import RewardModelConfig
 from streamrl.consumers.isolated import patterns
+from streamrl.consumers.models.asking import CHARACTERS_PER_TOKEN, PROBE, AskingReward
 from streamrl.consumers.models.client import slots_within_rate, used_tokens
-from streamrl.consumers.models.reward_model import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
 from streamrl.consumers.models.template import Body, as_text
 from streamrl.consumers.models.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
 from streamrl.consumers.processes import CallLimits, ProcessDied, ProcessPool
-from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score, check_model
+from streamrl.consumers.reward import RewardContext, RewardSample, Score
 from streamrl.consumers.rules.processed import usual_processes
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
@@ -56,7 +56,7 @@ _PATTERN: Final = CallLimits(cpu=1.0, wall=40.0, memory=256 << 20)
 """What a pattern of the run file may take for one vote."""
 
 
-class Judge(Reward):
+class Judge(AskingReward):
     """Asks a chat model for a verdict on a response. The score is the number that the votes make together.
 
     A `regex` of the run file is matched in processes that are killed when it takes more than a second of CPU time for
@@ -124,7 +124,8 @@ class Judge(Reward):
         _check_counts(votes=votes, max_tokens=max_tokens, tries=tries)
         self._quorum = votes // 2 + 1 if quorum is None else quorum
         _check_votes(votes, self._quorum, combine, temperature)
-        self._name, self._path = model, path
+        super().__init__(model)
+        self._path = path
         self._votes, self._combine, self._tries, self._separate = votes, combine, tries, separate
         self._max_tokens = max_tokens
         default = _SEVERAL if votes > 1 else 0.0
@@ -133,28 +134,18 @@ class Judge(Reward):
         self._requests = votes if separate else 1
         self._single = 0
         self._least = len(prompt) // CHARACTERS_PER_TOKEN
-        self._model: AskedModel | None = None
-        self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
 
     @override
-    def check_config(self, config: RunConfig) -> None:
-        check_model(self._name, config.reward_models)
-        self._check(config.reward_models[self._name])
-
-    @override
     async def open(self, context: RewardContext) -> None:
-        self._model = context.model(self._name)
-        self._first = FirstAnswer(self._name, context.scored)
-        config = self._model.config
-        self._check(config)
+        await super().open(context)
         if self._patterns is not None:
             await self._patterns.open()
-        self._limit = SHARE * context.deadline
-        await self._probe()
+        await self._first_votes()
         least = self._least + (self._votes // self._requests) * self._max_tokens
-        self.concurrency = slots_within_rate(context, config, least, self._requests)
+        self.concurrency = slots_within_rate(context, self._asked.config, least, self._requests)
 
+    @override
     def _check(self, config: RewardModelConfig) -> None:
         if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
             raise ConfigError(
@@ -172,16 +163,6 @@ class Judge(Reward):
         return self._counts
 
     @override
-    def slots(self) -> int | None:
-        if self._model is None:
-            return None
-        return max(1, self._model.slots // self._requests)
-
-    @override
-    def away(self) -> str:
-        return "" if self._model is None else self._model.away
-
-    @override
     async def score(self, sample: RewardSample) -> Score:
         messages = self._messages(sample)
         loop = asyncio.get_running_loop()
@@ -193,7 +174,7 @@ class Judge(Reward):
                 await self._ask(messages, self._votes - len(ballot.values), end - loop.time(), ballot)
             except StreamrlError as error:
                 if len(ballot.values) < self._quorum:
-                    await self._first.refuse(error)
+                    await self._refuse(error)
                     raise
             took = loop.time() - began
             if len(ballot.values) >= self._votes or end - began < 2 * took:
@@ -221,23 +202,22 @@ class Judge(Reward):
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
         """One request for some votes, which are noted; those that a server leaves out are asked for again."""
-        assert self._model is not None, "scores come after open"
         end = asyncio.get_running_loop().time() + seconds
-        body: dict[str, Any] = {"model": self._model.config.model, "messages": messages, **self._keys}
+        body: dict[str, Any] = {"model": self._asked.config.model, "messages": messages, **self._keys}
         if votes > 1:
             body["n"] = votes
         body |= self._extra
         body = {key: value for key, value in body.items() if value is not None and value != ""}
         characters = sum(len(message["content"]) for message in messages)
         tokens = characters // CHARACTERS_PER_TOKEN + 1 + votes * self._max_tokens
-        found, used = await self._model.ask(
+        found, used = await self._asked.ask(
             self._path,
             body,
             lambda answer: (votes_of(answer, votes), used_tokens(answer)),
             deadline=max(0.0, seconds),
             tokens=tokens,
         )
-        self._first.came = True
+        self._answered = True
         self._counts["requests"] += 1
         self._counts["votes"] += len(found)
         self._counts["tokens"] += used
@@ -280,19 +260,14 @@ class Judge(Reward):
         filled = self._content.filled(sample)
         return [{"role": role, "content": as_text(text)} for role, text in filled.items() if text is not None]
 
-    async def _probe(self) -> None:
-        """Ask for a verdict on a short text. Only what no server will ever do ends the run."""
+    async def _first_votes(self) -> None:
+        """Ask for a verdict on a short text, and say when it cannot be read."""
         try:
             messages = self._messages(PROBE)
         except DataError:
             return  # a prompt that needs more of a line than this one has
         ballot = Ballot()
-        try:
-            await self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot)
-        except StreamrlError as error:
-            await self._first.refuse(error, probe=True)
-            away = {"model": self._name, "why": error.message}
-            logger.warning("judge does not answer yet; samples will wait for it", extra=away)
+        await self._probe(self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot))
         if ballot.unreadable:
             extra = {"model": self._name, "unreadable": ballot.unreadable, "votes": self._votes, "why": ballot.last}
             logger.warning("the judge's first votes cannot be read", extra=extra)

@@ -184,7 +184,7 @@ async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nob
         async with scoring(run_of(EXPLODES, [one.url], attempts=3)) as scorer:
             with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*the regex takes too much"):
                 await scorer.score(seen(), lease_end())
-            assert scorer.calls[0].circuit.since is None
+            assert scorer.calls[0].circuit.open_since is None
         assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
 
 
@@ -341,7 +341,7 @@ async def test_what_is_only_bad_for_the_moment_is_a_warning_at_the_start(monkeyp
     monkeypatch.setattr("streamrl.consumers.models.judge._PROBE_SECONDS", 3.0)
     said = iter(["500", ["Score: 3"]])
     async with chats(lambda _: next(said)) as (one,), opened([one.url]) as judge:
-        assert "judge does not answer yet" in caplog.text
+        assert "reward model does not answer yet" in caplog.text
         assert (await judge.score(seen())).value == 3.0
     async with chats(lambda _: ["Hm."]) as (one,), opened([one.url]):
         assert "first votes cannot be read" in caplog.text

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers.calls import ScoringFailed, attempts, failed_servers
+from streamrl.consumers.calls import ScoringFailed, failed_servers, remembering_failed_servers
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models.router import ServerState
 from streamrl.http import BadAnswer, Lost
@@ -21,7 +21,7 @@ async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to
         servers(["hangs"], ["held"]) as (bad, good),
         client_of(bad.url, good.url, concurrency=1) as client,
     ):
-        with attempts():
+        with remembering_failed_servers():
             failing = asyncio.create_task(ask(client, deadline=1.0))
             await bad.has(1)
             other = asyncio.create_task(ask(client))
@@ -38,7 +38,7 @@ async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to
 async def test_the_only_server_that_works_may_be_asked_again():
     async with servers(["500", "well"], ["well"]) as (one, gone), client_of(one.url) as client:
         await client.follow([one.url, gone.url])  # and its health is not asked: it does not work
-        with attempts():
+        with remembering_failed_servers():
             with pytest.raises(BadAnswer):
                 await ask(client)
             assert await ask(client) == score_of(IDS)
@@ -50,7 +50,7 @@ async def test_when_all_have_failed_the_latest_failure_is_forgotten_last():
         servers(["500", "well"], ["500", "held"]) as (first, last),
         client_of(first.url, last.url, concurrency=1) as client,
     ):
-        with attempts():
+        with remembering_failed_servers():
             with pytest.raises(BadAnswer):
                 await ask(client)
             assert list(failed_servers()) == [first.url, last.url]
@@ -85,7 +85,7 @@ async def test_one_that_hangs_gets_time_enough_to_fail_again(monkeypatch):
         servers(["hangs"], ["busy"]) as (bad, full),
         client_of(bad.url, full.url, concurrency=1) as client,
     ):
-        with attempts():
+        with remembering_failed_servers():
             failed_servers()[bad.url] = None
             with pytest.raises(Lost, match=bad.url):
                 await ask(client, deadline=1.0)
@@ -102,7 +102,7 @@ async def test_what_a_server_failed_counts_also_when_the_next_one_has_too_little
 
 async def _ask_only(client, server, other):
     """A request that `server` gets."""
-    with attempts():
+    with remembering_failed_servers():
         failed_servers()[other.url] = None
         return await ask(client)
 
