@@ -230,7 +230,7 @@ class RewardCalls:
         return attempt >= self._attempts
 
     def failed(self, error: BaseException, attempts: int, why: str = "") -> ScoringFailed:
-        """The error for a sample that will have no score: the cause, the number of attempts, `why` there are no more."""
+        """The error of a sample that will have no score: its cause, how many attempts, `why` there are no more."""
         self.figures.dead += 1
         notes = [*([f"{attempts} attempts"] if attempts > 1 else []), *([why] if why else [])]
         tries = f" ({'; '.join(notes)})" if notes else ""

@@ -41,6 +41,7 @@ class Slots:
             self._wake()
 
     def release(self) -> None:
+        """Give a slot back."""
         self._taken -= 1
         self._wake()
 
@@ -124,6 +125,6 @@ class Circuit:
             self._next = now + self._pause
 
     def inconclusive(self, *, probe: bool) -> None:
-        """A call ended and tells nothing about the service (cancelled, or the sample's fault): another one may probe."""
+        """A call was cancelled, or failed by the sample's fault: nothing is known, and another call may probe."""
         if probe:
             self._probing = False

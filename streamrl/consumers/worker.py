@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 _RECORD_SECONDS: Final = 1.0
 _DRAIN_SHARE: Final = 0.15
-"""Part of the run's drain in which a worker finishes what is in hand; what is left is handed back."""
+"""Part of the run's drain in which a worker finishes the samples it holds; it hands back the rest."""
 _WAITING: Final = 4
-"""Samples held for each slot of the reward with the fewest, as far as their turn comes while they may be held: more
-would only wait here, and not for other workers."""
+"""Samples that a worker holds for each slot of its narrowest reward, if `lease.max_hold` allows. More would wait here
+although other workers could take them."""
 _UNSETTLED: Final = frozenset({ScoreOutcome.LOST, ScoreOutcome.GONE})
 
 
 async def run_reward_worker(role: Role) -> None:
-    """Score the samples of the training and the evaluation ledger until `role.stop` is set and the work in hand ended.
+    """Score the samples of the training and the evaluation ledger until `role.stop` is set and all leases have ended.
 
-    A score is written once: a repeat after a lost lease or a crash changes nothing. A sample whose reward fails is a
-    dead letter with its traceback, a message that cannot be decoded at once; one that kills the process is taken over
-    by another worker and dead after `lease.max_deliveries`.
+    A score is written once: a repeat after a lost lease or a crash changes nothing. A sample whose reward fails, or
+    whose message cannot be decoded, becomes a dead letter. A sample that kills the process is taken over by another
+    worker, and is dead after `lease.max_deliveries`.
 
     Raises:
         PluginError: a reward of the run cannot be loaded or opened.
@@ -87,7 +87,7 @@ async def has_scores(ledgers: Ledgers) -> bool:
 
 
 def width_of(scorer: Scorer, config: RunConfig) -> int:
-    """Samples, or whole groups, that a worker holds: what the reward with the fewest slots can keep busy now."""
+    """Samples, or whole groups, that a worker holds: as many as keep its narrowest reward busy."""
     size = config.sampling.responses if scorer.group_scored else 1
     limits = [config.reward_worker.concurrency / size]
     for calls in scorer.calls:
@@ -100,7 +100,7 @@ def width_of(scorer: Scorer, config: RunConfig) -> int:
 class RewardWorker:
     """Scores leased samples and groups, and counts.
 
-    `scored` and `failed` count samples whose fate this process decided; what another worker was faster at is in
+    `scored` and `failed` count the samples that this process decided; those that another worker was faster at are in
     neither.
     """
 
