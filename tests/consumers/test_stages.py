@@ -171,7 +171,7 @@ async def test_a_group_of_which_no_sample_goes_on_is_not_compared():
 
 async def test_a_single_sample_is_a_group_of_one_for_what_compares():
     scoring = scorer(loaded(compared, group=True))
-    assert scoring.whole
+    assert scoring.group_scored
     assert (await scoring.score(seen())).value == 1.0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,14 +29,14 @@ from streamrl.queues.reward_servers import RewardServer
 logger = logging.getLogger(__name__)
 
 NOT_NOW: Final = frozenset({429, 503})
-"""What a server answers that is busy."""
+"""Statuses of a server that is busy."""
 _NO_ROUTE: Final = frozenset({404, 405})
 _NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
-"""What a server answers that has another model, or none that can be asked so, or that wants another key."""
+"""Statuses of a server with another model, without this route, or that wants another key."""
 
 
 def outcome_of(error: StreamrlError) -> RequestOutcome:
-    """What a failure is to the router."""
+    """What a failure tells the router about the server."""
     if isinstance(error, BadAnswer) and error.status in NOT_NOW:
         return RequestOutcome.BUSY
     if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
@@ -46,28 +45,28 @@ def outcome_of(error: StreamrlError) -> RequestOutcome:
 
 
 def is_away(error: StreamrlError) -> bool:
-    """Whether a fault says nothing of the request: the server is not there, or is the wrong one."""
+    """Whether the server is not there, or is the wrong one, so that the failure tells nothing about the request."""
     if isinstance(error, Lost):
         return not error.late
     return refuses(error)
 
 
 def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
-    """Whether a server refuses whatever it is asked: it is the wrong one, or wants another key."""
+    """Whether a server refuses every request: it is the wrong one, or wants another key."""
     return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
 
 
 LOOK_SECONDS: Final = 2.0
-"""Seconds between two looks at the list of servers, and at the health of those that no request says anything of."""
+"""Seconds between two reads of the list of servers, and between health checks of servers without recent answers."""
 HEALTH_SECONDS: Final = 5.0
 """Longest time of a health check."""
 _FAIR_SHARE: Final = 0.5
-"""Part of the time of a request that a server has to have had before it is its fault that there was no answer."""
+"""A missing answer is the fault of a server only if it had at least this part of the deadline."""
 _CHOOSY: Final = 0.4
-"""Part of the time of a request in which it waits for a server that has not failed the sample. What is left is more
-than `_FAIR_SHARE`, so that a server that gets it then can fail it, and the wait does not come again for ever."""
+"""Part of the deadline in which a request waits for a server that has not failed its sample. Leaves at least
+`_FAIR_SHARE` to the next server; otherwise no server could fail the sample, and it would wait forever."""
 _NEWS: Final = 0.1
-"""Weight of the last answer in the time that answers usually take."""
+"""Weight of the last answer in the moving average of answer times."""
 _FIRST_PAUSE: Final = 0.1
 _WHO_ARE_YOU: Final = 401
 _WRONG_KEY: Final = (_WHO_ARE_YOU, 403)
@@ -81,18 +80,15 @@ class _Request:
     """One request on its way through the servers.
 
     Attributes:
-        call: what is sent.
-        seconds: that it may take.
-        end: when its time is over.
+        seconds: deadline; `end` is when it is over.
         choosy_until: when it stops waiting for a server that has not failed the sample.
-        tokens: that it will cost.
-        before: servers that have failed earlier attempts for the sample, the latest failure last: they are asked when
-            no other works, and after `choosy_until`.
-        failed: servers that have failed it and are not asked again.
-        last: what the last of them failed with.
-        answered: some server tried, and failed it all the same.
-        rounds: times that all servers were away.
-        turn: of the rate limit, that it has and has not used.
+        tokens: estimated cost.
+        before: servers that failed earlier attempts for the sample, the latest failure last: they are asked when no
+            other works, and after `choosy_until`.
+        failed: servers that failed this request and are not asked again; `last` is the last error.
+        answered: at least one of the failures was an answer of a server that was there.
+        rounds: how often all servers were away.
+        turn: unused turn of the rate limit.
     """
 
     call: Call
@@ -109,11 +105,11 @@ class _Request:
 
     @property
     def avoided(self) -> set[str]:
-        """Servers that it does not go to now."""
+        """Servers that are not asked now."""
         return self.failed.union(self.before) if self.before else self.failed
 
     def failed_at(self, url: str, outcome: RequestOutcome, error: StreamrlError) -> None:
-        """Remember a failure; a server that is busy has not failed."""
+        """Remember a failure; being busy is none."""
         if outcome is RequestOutcome.FAULT:
             self.failed.add(url)
             of_sample = failed_servers()
@@ -135,8 +131,7 @@ class ModelClient:
         self._limit = limit
         self._router = Router(config.concurrency)
         self._sessions: dict[str, HttpClient] = {}
-        self._line: dict[asyncio.Future[None], None] = {}
-        self._choosy: dict[asyncio.Future[None], None] = {}
+        self._waiting: dict[asyncio.Future[None], bool] = {}
         self._health = _health_call(config.kind)
         self._usual = 0.0
         self._bare = False
@@ -217,7 +212,7 @@ class ModelClient:
         for url in [url for url in self._sessions if url not in self._router.known]:
             await self._sessions.pop(url).close()
         if removed:
-            self._wake_all()
+            self._wake(everybody=True)
 
     async def check(self) -> None:
         """Check the health of the servers of whom no request says anything, side by side."""
@@ -251,13 +246,13 @@ class ModelClient:
     async def _claim(self, request: _Request) -> Claim:
         """Wait for a server with a free slot and for the turn of the request, and take the slot.
 
-        The turn comes first, so that no place is held while a request waits for it.
+        The turn comes first: no slot is taken while a request waits for its turn.
         """
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
             if now >= request.end:
-                self._wake_one()
+                self._wake()
                 self._too_late(request)
             if not self._answered and (denied := self._denied(request)) is not None:
                 raise self._nobody(request) from denied
@@ -265,7 +260,7 @@ class ModelClient:
             url = self._router.pick(now, avoided)
             if url is not None:
                 if await self._take_turn(request):
-                    continue  # meanwhile others may have taken the slot
+                    continue  # the slot may be taken meanwhile
                 return self._router.began(url, now, max(1, request.tokens))
             others = self._router.waits(now, avoided)
             if request.before and (not others or now >= request.choosy_until):
@@ -277,7 +272,7 @@ class ModelClient:
             until = request.choosy_until if request.before else request.end
             if (wakes := self._router.wakes(now, avoided)) is not None:
                 until = min(until, wakes)
-            await self._turn(until - now, self._choosy if avoided else self._line)
+            await self._wait(until - now, choosy=bool(avoided))
 
     async def _all_failed(self, request: _Request) -> None:
         """All who could be asked have failed: ask those again, after a pause, that were away.
@@ -293,13 +288,13 @@ class ModelClient:
             request.rounds += 1
             await asyncio.sleep(max(0.0, pause))
 
-    async def _turn(self, seconds: float, line: dict[asyncio.Future[None], None]) -> None:
-        """Wait for a change of the servers, or `seconds`.
+    async def _wait(self, seconds: float, *, choosy: bool) -> None:
+        """Wait for a free slot or another change of the servers, at most for `seconds`.
 
-        Who can take any slot waits in `_line`, and one slot wakes the first; the choosy are woken by each.
+        A `choosy` request avoids some servers, so a free slot may not be for it.
         """
         future = asyncio.get_running_loop().create_future()
-        line[future] = None
+        self._waiting[future] = choosy
         try:
             async with asyncio.timeout(seconds):
                 await future
@@ -307,20 +302,19 @@ class ModelClient:
             pass
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake_one()  # the slot is for the next in line
+                self._wake()  # the slot is for the next in line
             raise
         finally:
-            line.pop(future, None)
+            self._waiting.pop(future, None)
 
-    def _wake_one(self) -> None:
-        """A slot is free."""
-        _wake(self._choosy, len(self._choosy))
-        _wake(self._line, 1)
-
-    def _wake_all(self) -> None:
-        """Many places are free, or none will be."""
-        _wake(self._choosy, len(self._choosy))
-        _wake(self._line, len(self._line))
+    def _wake(self, *, everybody: bool = False) -> None:
+        """Let waiting requests look again: for one free slot the choosy ones and the first of the others."""
+        others = 0
+        for future, choosy in list(self._waiting.items()):
+            if not future.done() and (everybody or choosy or not others):
+                others += not choosy
+                del self._waiting[future]
+                future.set_result(None)
 
     async def _send(self, request: _Request, claim: Claim, read: Callable[[Answer], _T]) -> tuple[_T] | None:
         """Ask one server. None: the request goes on to another one."""
@@ -353,7 +347,7 @@ class ModelClient:
             return found
         finally:
             self._changed(claim.url, self._router.ended(claim, outcome, loop.time(), why, rest), why)
-            self._wake_one()
+            self._wake()
 
     async def _answer(self, request: _Request, claim: Claim) -> Answer:
         """The answer of one server, paid for. Errors as of `HttpClient.call`."""
@@ -387,7 +381,7 @@ class ModelClient:
             raise RewardBusy(error.message, error.hint) from error
         finally:
             if request.turn is None:
-                self._wake_one()  # the slot that it saw is for the next in line
+                self._wake()  # the slot that it saw is for the next in line
         return True
 
     async def _settle(self, request: _Request, tokens: int) -> None:
@@ -405,7 +399,7 @@ class ModelClient:
             why = error.message
             if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
                 self._unhealthy[url] = error
-                self._wake_all()
+                self._wake(everybody=True)
         if not why:
             self._unhealthy.pop(url, None)
         now = asyncio.get_running_loop().time()
@@ -419,7 +413,7 @@ class ModelClient:
             logger.warning("reward server is out", extra={"model": self.name, "url": url, "why": why})
         else:
             logger.info("reward server", extra={"model": self.name, "url": url, "state": state.value})
-        self._wake_all()
+        self._wake(everybody=True)
 
     def _session(self, url: str) -> HttpClient:
         if url not in self._sessions:
@@ -433,9 +427,9 @@ class ModelClient:
         return self._sessions[url]
 
     def _why(self, request: _Request) -> StreamrlError | None:
-        """What a request ends with. A refusal only if all refuse: one server says nothing of those that are loading.
+        """The cause that a request ends with: a refusal only if all servers refuse, since others may still be loading.
 
-        One whose health check wants another key gets no request that could find this out.
+        A health check that wants another key counts as a refusal: such a server gets no requests.
         """
         if request.last is not None and not refuses(request.last):
             return request.last
@@ -443,20 +437,20 @@ class ModelClient:
         return refusals[0] if refusals and all(refusals) else None
 
     def _denied(self, request: _Request) -> BadAnswer | BadRequest | None:
-        """What a server said, when all want another key; None: one does not, or has not been asked."""
+        """The answer of a server when all servers want another key; None otherwise, or while one was not asked."""
         found = [self._unhealthy.get(url) or self._refusing.get(url) for url in self._router.urls]
         asked = all(url in self._unhealthy or url in request.failed for url in self._router.urls)
         wrong = [error for error in found if error is not None and error.status in _WRONG_KEY]
         return wrong[0] if wrong and asked and len(wrong) == len(found) else None
 
     def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
-        """End a request whose time is over; `late` is of a server that had too little of it."""
+        """End a request after its deadline; `late`: the error of a server that had too little of it."""
         if request.last is not None and request.answered:
             raise request.last
         raise self._nobody(request) from self._why(request) or late
 
     def _nobody(self, request: _Request) -> RewardUnavailable:
-        """Why no server has had a request: those that work are full, or none works."""
+        """Why no server took the request: all working servers are full, or none works."""
         if self._router.busy(request.failed):
             return RewardBusy(
                 f"the servers of reward model {self.name} had no place for a request in most of"
@@ -473,21 +467,14 @@ class ModelClient:
 
 
 def used_tokens(answer: Answer, otherwise: int = 0) -> int:
-    """Tokens that a server says it read and wrote for an answer; `otherwise` where it does not say."""
+    """Tokens that a server reports for an answer; `otherwise` when it reports none."""
     usage = answer.get("usage")
     total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
     return total if type(total) is int and total >= 0 else otherwise
 
 
-def _wake(line: dict[asyncio.Future[None], None], count: int) -> None:
-    """Let the first `count` of a line look again, not counting the cancelled who have not left it yet."""
-    for future in list(itertools.islice((future for future in line if not future.done()), count)):
-        del line[future]
-        future.set_result(None)
-
-
 def _health_call(kind: str) -> Call:
-    """What a server of a kind answers when it can be asked; of others any answer will do, but for "who are you?"."""
+    """A request that a ready server answers; those of kind openai and template may answer anything but 401."""
     if kind == "vllm":
         return Call("GET", "/health")
     if kind == "sglang":

@@ -315,7 +315,7 @@ async def test_a_request_that_gets_no_turn_leaves_its_place_to_the_next_in_line(
     async with servers(["held"]) as (one,), client_of(one.url, limit=NoneForTheSecond(), concurrency=1) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(3)]
         await one.has(1)
-        await until(lambda: len(client._line) == 2)
+        await until(lambda: len(client._waiting) == 2)
         one.let_go.set()
         ends = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(end) for end in ends] == [float, RewardBusy, float]

@@ -29,7 +29,7 @@ async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to
             with pytest.raises(Lost, match=bad.url):
                 await failing
             again = asyncio.create_task(ask(client))
-            await until(lambda: client._choosy or len(bad.asked) > 1)
+            await until(lambda: any(client._waiting.values()) or len(bad.asked) > 1)
             good.let_go.set()
             assert await asyncio.gather(again, other) == [score_of(IDS)] * 2
         assert (len(bad.asked), len(good.asked)) == (1, 2), "though it had room all the time"
