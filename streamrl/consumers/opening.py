@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 _OPEN_SHARE: Final = 0.9
-"""Part of the start of a worker in which its rewards are tried again when a service is away."""
+"""Part of `supervisor.start_deadline` in which opening is retried while a service is away."""
 
 
 def models_of(
@@ -72,9 +72,9 @@ async def open_scorer(
 
 
 async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
-    """Open one reward; a service that is away is tried again, with growing pauses, for up to `patience` seconds.
+    """Open one reward; retry with growing pauses, for up to `patience` seconds, while its service is away.
 
-    The reward is in `begun`, those that have to be closed, from each `open` to the `close` that follows it.
+    `begun` are the rewards that have to be closed: each `open`, also one that failed, is followed by a `close`.
     """
     if reward.life is None:
         return
@@ -88,7 +88,7 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float, b
                 try:
                     await reward.life.open(about)
                 except Exception as error:
-                    if limit.expired() or not may_pass(error):
+                    if limit.expired() or not is_transient(error):
                         raise
                     pause = await _pause_before_next(reward, context, outage, error)
                     begun.pop()
@@ -107,7 +107,7 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float, b
 
 
 async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
-    """Seconds after which the reward may be opened again; it says from time to time that it cannot be opened yet."""
+    """Seconds until the next attempt to open the reward; logs now and then that it is not open yet."""
     now = time.monotonic()
     pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
     if pause is None or outage.since is None:
@@ -128,7 +128,7 @@ def _not_opened(
 
 
 async def _close(reward: LoadedReward) -> None:
-    """Close a reward; what goes wrong is said, and ends nothing: its scores are written."""
+    """Close a reward. A failure is logged and ends nothing: its scores are written."""
     if reward.life is None:
         return
     try:
@@ -138,7 +138,7 @@ async def _close(reward: LoadedReward) -> None:
         logger.exception("a reward did not close", extra={"reward": reward.name})
 
 
-_OF_NETWORKS: Final = frozenset(
+_NETWORK_ERRNOS: Final = frozenset(
     {
         errno.EADDRNOTAVAIL,
         errno.ECONNABORTED,
@@ -154,33 +154,32 @@ _OF_NETWORKS: Final = frozenset(
         errno.ETIMEDOUT,
     }
 )
-_SEVERAL: Final = "Multiple exceptions: [Errno "
-"""How asyncio begins the error, without a number, of a host none of whose addresses it could connect to."""
-_LATER: Final = frozenset({408, 425, 429})
-"""Refusals of HTTP that ask for another attempt."""
+_NO_ADDRESS: Final = "Multiple exceptions: [Errno "
+"""Start of asyncio's message, without an errno, when no address of a host answers."""
+_RETRY_STATUSES: Final = frozenset({408, 425, 429})
+"""HTTP statuses below 500 after which another attempt makes sense."""
 _LONGEST_CHAIN: Final = 20
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether it may pass by itself: no connection, no answer in time, a server that fails or is overloaded.
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed later: no connection, no answer in time, a server that fails or is overloaded.
 
-    Libraries wrap such errors in their own, so the chain of causes is read too. The first error in it that has a status
-    of HTTP, or is of a network, decides. What is wrong with a file, a value, or a key that the server refuses does not
-    pass.
+    Libraries wrap such errors in their own, so the first error in the chain of causes decides that has an HTTP status
+    or is a network error. Errors of files and values, and refused keys, are not transient.
     """
     if isinstance(error, StreamrlError):
         return isinstance(error, Unreachable | DeadlineExceeded)
     for link in _chain(error):
         status = _status(link)
         if status is not None:
-            return status in _LATER or status >= 500
-        if _of_network(link):
+            return status in _RETRY_STATUSES or status >= 500
+        if _is_network_error(link):
             return True
     return False
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that led to it; of a group that a library has made, its first one."""
+    """An error and its causes; of an exception group the first one."""
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if link is None:
@@ -192,14 +191,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _of_network(error: BaseException) -> bool:
+def _is_network_error(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
         return True
-    return isinstance(error, OSError) and (error.errno in _OF_NETWORKS or str(error).startswith(_SEVERAL))
+    return isinstance(error, OSError) and (error.errno in _NETWORK_ERRNOS or str(error).startswith(_NO_ADDRESS))
 
 
 def _status(error: BaseException) -> int | None:
-    """Status of HTTP that an error of urllib, aiohttp, requests, httpx or openai carries."""
+    """HTTP status of an error of urllib, aiohttp, requests, httpx or openai."""
     response = getattr(error, "response", None)
     for owner, name in ((error, "status"), (error, "status_code"), (response, "status_code")):
         status = getattr(owner, name, None)

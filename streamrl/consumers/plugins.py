@@ -40,24 +40,24 @@ BUILT_IN: Final[dict[str, str]] = {
     "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
 }
 ASKING: Final = frozenset({"reward_model", "judge"})
-"""Those that ask a model: `args.model` is its name in `reward_models`."""
+"""Rewards that ask a model: `args.model` is its name in `reward_models`."""
 
 
 def models_asked(
     rewards: Sequence[RewardSpec], models: Mapping[str, RewardModelConfig]
 ) -> Mapping[str, RewardModelConfig]:
-    """The models that some rewards may ask: all, where one of them did not come along, or names no model."""
+    """The models that these rewards may ask; all models when a reward is the user's own or names none that is known."""
     named = {str(spec.args.get("model")) for spec in rewards if spec.use in ASKING}
     if not all(spec.use in BUILT_IN for spec in rewards) or not named <= models.keys():
         return models
     return {name: model for name, model in models.items() if name in named}
 
 
-GROUP: Final = "streamrl.rewards"
+ENTRY_POINTS: Final = "streamrl.rewards"
 _MARKS: Final = {"solution_str": "verl", "solution_strs": "verl", "completions": "trl"}
-"""Parameters that tell for which other system a function was written."""
+"""Parameter names that show for which other system a function was written."""
 HOLD_SHARE: Final = 0.95
-"""Part of `lease.max_hold` in which a worker is done with what it holds, or gives it back."""
+"""Part of `lease.max_hold` after which a worker hands back what it could not score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class LoadedReward:
 
     Attributes:
         name: key in the parts of a score.
-        call: takes one sample and gives a number or a `Score`, or an awaitable of one; of a group reward it takes all
-            samples of a group and gives a sequence of as many.
+        call: takes one sample, returns a number or a `Score`, or an awaitable of one; of a group reward it takes all
+            samples of a group and returns as many scores.
         blocking: a sync callable, which runs in a thread.
         instant: a rule that needs neither a thread nor a deadline.
         group: it compares the samples of a group.
-        spec: what the run file says of it.
-        life: what is opened and closed, of any class that has both; None: a function, or a class without them.
+        spec: its entry in the run file.
+        life: the object with `open` and `close`; None: a function, or a class without them.
     """
 
     name: str
@@ -85,7 +85,7 @@ class LoadedReward:
 
     @property
     def limits(self) -> RewardLife:
-        """What the reward says of its own deadline and slots: nothing, when it is no `Reward` or `GroupReward`."""
+        """The deadline and slots that the reward sets itself; defaults when it is no `Reward` or `GroupReward`."""
         return self.life if isinstance(self.life, RewardLife) else RewardLife()
 
     def deadline(self, worker: RewardWorkerConfig) -> float:
@@ -181,7 +181,7 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
         return _import(use, paths)
     if use in BUILT_IN:
         return _import(BUILT_IN[use], paths)
-    points = {point.name: point for point in metadata.entry_points(group=GROUP)}
+    points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if use not in points:
         known = [*BUILT_IN, *points]
         module, dot, name = use.rpartition(".")

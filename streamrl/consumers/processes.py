@@ -1,4 +1,4 @@
-"""Processes that work for a reward and can be killed: a request that takes too much ends its process, and nothing else.
+"""Processes that work for a reward: a request that takes too much kills its process, and nothing else.
 
 A thread cannot be stopped, and neither can a computation in C by a signal handler of Python. So what may explode
 (symbolic mathematics, regular expressions) runs in `streamrl.consumers.isolated.child`: a process and a session of its

@@ -12,7 +12,7 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.consumers import Reward, RewardContext, RewardSample, RewardUnavailable
 from streamrl.consumers.calls import ScoringFailed
-from streamrl.consumers.opening import may_pass, open_scorer
+from streamrl.consumers.opening import is_transient, open_scorer
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError, Unreachable
 from tests.consumers.calls_kit import lease_end, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
@@ -265,13 +265,13 @@ async def nobody_listens():
 
 async def test_an_error_of_a_library_is_told_by_what_led_to_it():
     refused, of_anyio = ConnectionRefusedError("judge:8000"), OSError("All connection attempts failed")
-    assert may_pass(raised_from(of_anyio, ExceptionGroup("several", [refused, refused])))
-    assert may_pass(raised_while(OSError("as requests wraps it"), raised_from(RuntimeError("of urllib3"), refused)))
-    assert may_pass(await nobody_listens())
-    assert may_pass(socket.gaierror(socket.EAI_AGAIN, "try again"))
-    assert may_pass(no_such_model(503))
-    assert not may_pass(no_such_model(404))
-    assert not may_pass(raised_from(PluginError("no"), refused))
+    assert is_transient(raised_from(of_anyio, ExceptionGroup("several", [refused, refused])))
+    assert is_transient(raised_while(OSError("as requests wraps it"), raised_from(RuntimeError("of urllib3"), refused)))
+    assert is_transient(await nobody_listens())
+    assert is_transient(socket.gaierror(socket.EAI_AGAIN, "try again"))
+    assert is_transient(no_such_model(503))
+    assert not is_transient(no_such_model(404))
+    assert not is_transient(raised_from(PluginError("no"), refused))
 
 
 @pytest.mark.parametrize(

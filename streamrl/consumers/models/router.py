@@ -20,14 +20,14 @@ from enum import StrEnum
 from typing import Final
 
 EJECT_AFTER: Final = 3
-"""Faults in a row, or health checks missed in a row, that put a server out."""
+"""Faults, or missed health checks, in a row after which a server is ejected."""
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
-"""Seconds for which a server is out at least: doubled with each ejection that no success came between."""
+"""Longest ejection in seconds; it doubles from `FIRST_PAUSE` with each ejection without a success in between."""
 FIRST_REST: Final = 0.25
-"""Seconds for which a server rests that said "not now" without saying for how long; doubled up to `LONGEST_PAUSE`."""
+"""Rest in seconds of a busy server that names no time; doubled up to `LONGEST_PAUSE`."""
 RECENT: Final = 10.0
-"""Seconds for which a server with a fault gets a request only when the others have no free slot."""
+"""Seconds after a fault in which a server gets requests only when the others have no free slot."""
 
 
 class RequestOutcome(StrEnum):
@@ -60,22 +60,16 @@ class PoolServer:
     """A server as the router has it; others only read it.
 
     Attributes:
-        url: of the server.
-        state: see the module.
-        leaving: it was removed and ends what it has.
-        in_flight: requests at it.
-        work: what these cost.
+        leaving: it was removed and only ends its requests.
+        work: cost of the requests in flight.
         picked: number of its last request among those of all servers.
-        answered: requests that it answered, ever.
-        failed: requests that ended with a fault of it, ever.
+        answered, failed: requests in all that it answered, or that ended with its fault.
         in_a_row: faults since the last success.
         missed: health checks in a row without an answer.
         busy: times in a row that it said "not now".
-        ejections: in a row, without a success between them.
-        ejected_at: when it was put out for the last time.
-        until: when its pause, or its rest, is over.
-        faulted_at: when the last fault came, if no success came after it.
-        answered_at: when the last success came.
+        ejections: in a row, without a success in between.
+        until: when its ejection, or its rest, is over.
+        faulted_at: time of the last fault, if no success came after it.
         why: the last fault; empty when there was none since the last success.
     """
 
@@ -100,7 +94,7 @@ class PoolServer:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """One request under way at a server: what `began` returns and `ended` takes."""
+    """A slot of a server that a request has taken: from `began` to `ended`."""
 
     server: PoolServer
     began: float
@@ -141,9 +135,9 @@ class Router:
         return list(self._servers.values())
 
     def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Make the servers those of a list: add what is new, remove what is gone. Returns the added and the removed.
+        """Add the servers that are new in the list and remove those that are gone; returns both.
 
-        One that comes back before its last request ended is what it was.
+        A server that comes back before its last request has ended keeps its state.
         """
         wanted = list(dict.fromkeys(urls))
         added = [url for url in wanted if url not in self.urls]
@@ -160,7 +154,7 @@ class Router:
         server.leaving = False
 
     def remove(self, url: str) -> None:
-        """Give a server nothing more, and forget it when its last request has ended. An unknown one does nothing."""
+        """Give a server no more requests, and forget it after its last one. An unknown URL is ignored."""
         server = self._servers.get(url)
         if server is not None:
             server.leaving = True
@@ -186,11 +180,11 @@ class Router:
         return any(True for _ in self._others(exclude)) and self.pick(now, exclude) is None
 
     def busy(self, exclude: Collection[str] = ()) -> bool:
-        """Whether a server outside of `exclude` serves and never says "not now": what gets no slot has to wait."""
+        """Whether a server outside of `exclude` serves and does not rest, so that a request only has to wait for a slot."""
         return any(server.state is ServerState.SERVING and not server.busy for server in self._others(exclude))
 
     def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
-        """When the first server outside of `exclude` ends its rest; None when none rests."""
+        """When the first rest of a server outside of `exclude` ends; None when none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
     def began(self, url: str, now: float, cost: int = 1) -> Claim:
@@ -209,7 +203,7 @@ class Router:
     def ended(
         self, claim: Claim, outcome: RequestOutcome, now: float, why: str = "", rest: float | None = None
     ) -> ServerState | None:
-        """Give the slot of a request back and learn from how it ended. A repeat changes nothing.
+        """Give the slot back and update the server by how its request ended. A repeat changes nothing.
 
         Returns:
             The new state of the server when this changed it, else None.
@@ -275,7 +269,7 @@ class Router:
         server.answered += 1
         server.answered_at = now
         if claim.began < server.ejected_at:
-            return  # it went out before the faults that count, and says nothing of what came after
+            return  # the request began before the ejection, so its success says nothing about the server now
         server.in_a_row = server.missed = server.busy = 0
         if server.state is ServerState.TRIAL:
             server.state = ServerState.SERVING
