@@ -48,6 +48,7 @@ START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 5.0
 _WINDOW: Final = 60.0
 _DEATHS_PER_PROCESS: Final = 60
+_MOST_PROCESSES: Final = 4
 _INHERITED: Final = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
 
 
@@ -363,3 +364,9 @@ class _Process:
             raise WireError(f"{self._name}: its process answers with {size} bytes")
         reply: dict[str, Any] = orjson.loads(await self._process.stdout.readexactly(size))
         return reply
+
+
+def usual_processes() -> int:
+    """One per CPU that this process may use (a container has fewer than its host), at most 4."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_PROCESSES, cpus)

@@ -16,9 +16,8 @@ from streamrl.consumers.models.asking import CHARACTERS_PER_TOKEN, PROBE, Asking
 from streamrl.consumers.models.client import slots_within_rate, used_tokens
 from streamrl.consumers.models.template import Body, as_text
 from streamrl.consumers.models.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
-from streamrl.consumers.processes import CallLimits, ProcessDied, ProcessPool
+from streamrl.consumers.processes import CallLimits, ProcessDied, ProcessPool, usual_processes
 from streamrl.consumers.reward import RewardContext, RewardSample, Score
-from streamrl.consumers.rules.processed import usual_processes
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
 logger = logging.getLogger(__name__)

@@ -180,7 +180,7 @@ class Router:
         return any(True for _ in self._others(exclude)) and self.pick(now, exclude) is None
 
     def busy(self, exclude: Collection[str] = ()) -> bool:
-        """Whether a server outside of `exclude` serves and does not rest, so that a request only has to wait for a slot."""
+        """Whether a server outside of `exclude` serves and does not rest: a request only has to wait for a slot."""
         return any(server.state is ServerState.SERVING and not server.busy for server in self._others(exclude))
 
     def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:

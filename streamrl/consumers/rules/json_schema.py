@@ -83,7 +83,7 @@ class JsonSchema(Processed):
         if self.fence:
             text = last_fence(text)
         try:
-            found = await self.ask({"schema": schema, "text": text}, sample, theirs="response")
+            found = await self.ask({"schema": schema, "text": text}, sample)
         except CallFailed as error:
             where = f"line {sample.prompt.line} of the data set" if self.schema is None else "the args"
             raise DataError(f"the schema of {where} cannot be used: {error.message}") from error

@@ -82,7 +82,7 @@ class MathAnswer(Processed):
         if text is None:
             return self._unparsable("it lacks its tag or its box")
         request = {"gold": gold if any(mark in gold for mark in _DELIMITERS) else f"{_BOXED}{gold}}}", "response": text}
-        verdict = await self.ask(request, sample, theirs="response")
+        verdict = await self.ask(request, sample)
         if verdict is None:
             return _score(0.0, expensive=1.0)
         if verdict["gold"]:

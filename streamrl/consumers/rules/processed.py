@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from typing_extensions import override
 
 from streamrl.consumers import isolated
-from streamrl.consumers.processes import START_SECONDS, CallLimits, ProcessDied, ProcessPool
+from streamrl.consumers.processes import START_SECONDS, CallLimits, ProcessDied, ProcessPool, usual_processes
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.text import answer_of, one_of
 from streamrl.errors import DataError, PluginError
@@ -20,7 +20,6 @@ from streamrl.errors import DataError, PluginError
 Verdict = Literal["wrong", "fail"]
 VERDICTS: Final = get_args(Verdict)
 
-_MOST_PROCESSES: Final = 4
 _SCRIPTS: Final = Path(isolated.__file__).parent
 
 
@@ -71,22 +70,12 @@ class Processed(Reward):
 
     @override
     def counts(self) -> Mapping[str, int]:
-        counts = self._pool.counts
-        return {
-            "started": counts.started,
-            "too_long": counts.too_long,
-            "too_large": counts.too_large,
-            "lost": counts.lost,
-        }
+        return asdict(self._pool.counts)
 
-    async def ask(self, request: Any, sample: RewardSample, *, theirs: str) -> Any:
-        """Return what the process says; None for a response that is too expensive and thereby wrong.
+    async def ask(self, request: Any, sample: RewardSample) -> Any:
+        """Return the answer of the process; None for a response that is too expensive and thereby wrong.
 
-        Args:
-            request: to the process.
-            sample: that it is about.
-            theirs: phase of the process in which the response is to blame; in another one it is what came with the
-                prompt.
+        In the phase `response` of the process the response is to blame, before it what came with the prompt.
 
         Raises:
             DataError: the response is too expensive and `expensive` is `fail`, or what came with the prompt is.
@@ -99,19 +88,13 @@ class Processed(Reward):
         except ProcessDied as died:
             if not died.too_expensive:
                 raise
-            if died.phase != theirs:
+            if died.phase != "response":
                 where = f"line {sample.prompt.line} of the data set"
                 message = f"what comes with {where} is too expensive itself: {died.message}"
                 raise DataError(message, "mend that line, or raise seconds or memory_mib of the rule") from died
             if self.expensive == "fail":
                 raise DataError(died.message, "raise seconds or memory_mib, or say `expensive: wrong`") from died
             return None
-
-
-def usual_processes() -> int:
-    """One per CPU that this process may use (a container has fewer than its host), at most 4."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_PROCESSES, cpus)
 
 
 def require(package: str, extra: str, rule: str) -> None:
@@ -179,7 +162,7 @@ class Regex(Processed):
     @override
     async def score(self, sample: RewardSample) -> Score:
         wanted = None if self.group is None else answer_of(sample).strip()
-        found = await self.ask(sample.text, sample, theirs="response")
+        found = await self.ask(sample.text, sample)
         if found is None:
             return Score(0.0, {"expensive": 1.0})
         right = found["found"] != self.absent
