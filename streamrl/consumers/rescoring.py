@@ -136,11 +136,7 @@ class RescoredSet:
         return found
 
     def add(self, group: ArchivedGroup, scores: dict[int, wire.Score], causes: dict[int, str]) -> None:
-        """Write a group with its new scores, within a second.
-
-        Raises:
-            CannotCreate: no room.
-        """
+        """Write a group with its new scores, within a second; `CannotCreate`: no room."""
         by_number = dict(zip(group.raw.numbers, group.raw.samples, strict=True))
         record = RecordedGroup(
             gid=group.gid,
@@ -156,11 +152,7 @@ class RescoredSet:
             self.sync()
 
     def sync(self) -> None:
-        """Make durable what was added.
-
-        Raises:
-            CannotCreate: no room.
-        """
+        """Make durable what was added; `CannotCreate`: no room."""
         self._synced_at = time.monotonic()
         try:
             for writer in self._writers.values():

@@ -95,11 +95,7 @@ def parse(data: bytes, kind: type[_Request]) -> _Request:
 
 
 def refuse_repeats(leases: list[str]) -> None:
-    """See that no lease has two scores in one request.
-
-    Raises:
-        Refusal: one has; nobody knows which of them is meant.
-    """
+    """See that no lease has two scores in one request; `Refusal`: one has; nobody knows which of them is meant."""
     places: dict[str, int] = {}
     for number, lease in enumerate(leases):
         first = places.setdefault(lease, number)

@@ -104,11 +104,7 @@ def read_score(dialect: ScoreDialect, answer: Mapping[str, Any], label: int | No
 
 
 def finite_number(value: Any, where: str) -> float:
-    """A number of JSON that is finite.
-
-    Raises:
-        WireError: it is not: null, text, true, NaN, infinite.
-    """
+    """A number of JSON that is finite; `WireError`: it is not: null, text, true, NaN, infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise WireError(f"{where} answered {str(value)[:100]!r} where a score was expected")
     return float(value)

@@ -188,11 +188,7 @@ class Router:
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
     def began(self, url: str, now: float, cost: int = 1) -> Claim:
-        """Count a request at a server that `pick` named.
-
-        Raises:
-            KeyError: there is no such server.
-        """
+        """Count a request at a server that `pick` named; `KeyError`: there is no such server."""
         server = self._servers[url]
         self._ticks += 1
         server.picked = self._ticks

@@ -66,11 +66,7 @@ class Body:
         self.placeholders = frozenset(_placeholders(body))
 
     def filled(self, sample: RewardSample) -> dict[str, Any]:
-        """The body for a sample.
-
-        Raises:
-            DataError: the prompt has no answer, or its metadata lacks a key.
-        """
+        """The body for a sample; `DataError`: the prompt has no answer, or its metadata lacks a key."""
         return {key: _filled(value, sample) for key, value in self._body.items()}
 
 
@@ -90,11 +86,7 @@ class Template(Body):
             )
 
     def read(self, answer: Mapping[str, Any]) -> float:
-        """The score in an answer.
-
-        Raises:
-            WireError: it is not there, or no finite number.
-        """
+        """The score in an answer; `WireError`: it is not there, or no finite number."""
         try:
             found = at(answer, self._way)
         except LookupError as error:

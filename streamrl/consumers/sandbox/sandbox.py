@@ -37,7 +37,7 @@ class SandboxError(StreamrlError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """SandboxLimits of one run.
+    """Limits of one run.
 
     Attributes:
         cpu: seconds of processor time of each process, rounded up.
