@@ -109,11 +109,11 @@ class LoopWatch:
             before, computed = time.monotonic(), time.process_time()
 
     def _turn(self) -> None:
-        """The event loop goes round."""
+        """Run by the event loop: it goes round."""
         self._turned_at, self._turning = time.monotonic(), False
 
     def _look(self, frame: FrameType | None, now: float, kept: float) -> None:
-        """Look at the stack of the event loop; for `kept` seconds not even this thread could run."""
+        """Look at the stack of the event loop. `kept`: seconds in which not even this thread could run."""
         held, found = self._held, _call_on(frame)
         if held is not None and (not self._turning or found is None or found[0] != held.key):
             seconds = (now if self._turning else self._turned_at) - held.since
@@ -224,8 +224,10 @@ class Foreground(LoopWatch):
         self._since = running
 
     def _name(self, call: RunningCall, frame: FrameType, seconds: float, what: str, hint: str = "") -> None:
+        if seconds < self._seconds:
+            return
         name, sample, place = call.calls.reward.name, call.sample, _place(frame, call.calls)
-        if seconds >= self._seconds and (name, place) not in self._named:
+        if (name, place) not in self._named:
             self._named.add((name, place))
             who = f"{name}, sample {sample.index} of group {sample.gid}"
             self._tell(f"{who}: {what} for {seconds:.0f} s at {place} (deadline {call.calls.deadline:g} s){hint}")
