@@ -14,13 +14,13 @@ import yaml
 from streamrl.commands import output
 from streamrl.commands.attach import is_running, ledgers
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
-from streamrl.consumers.built_in import BUILT_IN, models_asked
+from streamrl.consumers.plugins import BUILT_IN, models_asked
 from streamrl.errors import Unreachable, UsageError
 from streamrl.monitor.lines import printable
 
 if TYPE_CHECKING:
     from streamrl.commands.rundir import RunDirectory
-    from streamrl.consumers.patience import PatientScorer
+    from streamrl.consumers.scoring import PatientScorer
     from streamrl.queues import Ledgers
 
 Adapter = Literal["verl", "trl"]
@@ -101,10 +101,10 @@ async def opened(
         PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
         Unreachable: the Redis of the run does not answer, and it is asked; or the run does not run.
     """
-    from streamrl.consumers.foreground import Foreground
-    from streamrl.consumers.patience import PatientScorer
+    from streamrl.consumers.opening import models_of, open_scorer
     from streamrl.consumers.reward import RewardContext
-    from streamrl.consumers.scoring import models_of, open_scorer
+    from streamrl.consumers.scoring import PatientScorer
+    from streamrl.consumers.watch import Foreground
 
     async with contextlib.AsyncExitStack() as stack:
         found: Ledgers | None = None

@@ -21,8 +21,8 @@ from streamrl.monitor.tracebacks import folded
 
 if TYPE_CHECKING:
     from streamrl import wire
-    from streamrl.consumers.patience import PatientScorer
-    from streamrl.consumers.scoring import ScoringFailed
+    from streamrl.consumers.calls import ScoringFailed
+    from streamrl.consumers.scoring import PatientScorer
 
 SCHEMA: Final = "streamrl.reward.test/1"
 _FOLDERS: Final = "streamrl-reward-"
@@ -150,7 +150,7 @@ async def _try(
 ) -> list[Trial]:
     """Score all samples; in their order, those of a group together where a reward compares."""
     from streamrl.consumers.gateway.reward import GatewayReward
-    from streamrl.consumers.sandbox.temporary import own_folder, sweep
+    from streamrl.consumers.sandbox.sandbox import own_folder, sweep
 
     by_hand = any(spec.use == "gateway" for spec in config.rewards)  # a person starts the program that asks
     sweep(_FOLDERS)
@@ -161,11 +161,11 @@ async def _try(
                     output.note(
                         f"{calls.reward.name}: {len(samples)} samples wait for a program at {calls.reward.life.url}"
                     )
-            groups = _groups(samples, whole=scorer.whole)
-            places = asyncio.Semaphore(config.reward_worker.concurrency)
+            groups = _groups(samples, whole=scorer.group_scored)
+            slots = asyncio.Semaphore(config.reward_worker.concurrency)
 
             async def one(group: Mapping[int, RewardSample]) -> list[Trial]:
-                async with places:
+                async with slots:
                     return await _timed(scorer, group)
 
             async with asyncio.TaskGroup() as tasks:

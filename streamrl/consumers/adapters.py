@@ -64,11 +64,6 @@ class Adapted:
     def check_line(self, record: Mapping[str, Any], where: str, name: str) -> None:
         """See that the function can be called with a line of the data set.
 
-        Args:
-            record: the line.
-            where: names it.
-            name: of the reward.
-
         Raises:
             PluginError: it lacks a column, or its prompt is text and the function reads messages.
         """

@@ -1,4 +1,4 @@
-"""The calls of one reward in one worker: places, circuit, deadline, attempts with backoff, figures."""
+"""The calls of one reward in one worker: slot, circuit, deadline, attempts with backoff, figures."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import logging
 import random
 import time
 import traceback
-from collections.abc import Awaitable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import orjson
 
 from streamrl.config import RewardWorkerConfig
-from streamrl.consumers.attempts import attempts
-from streamrl.consumers.circuit import Circuit
-from streamrl.consumers.figures import Outcome, RewardFigures
-from streamrl.consumers.places import Places
-from streamrl.consumers.plugins import LoadedReward
+from streamrl.consumers.figures import FailureKind, RewardFigures
+from streamrl.consumers.limits import Circuit, Slots
+from streamrl.consumers.plugins import ASKING, LoadedReward
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score, finite
-from streamrl.consumers.steps import Timed
 from streamrl.consumers.threads import CallThreads
 from streamrl.errors import (
     ConfigError,
@@ -39,50 +37,48 @@ logger = logging.getLogger(__name__)
 
 DETAIL_BYTES: Final = 4096
 WHY_CHARACTERS: Final = 200
-HELD_SECONDS: Final = 1.0
-"""A reward that keeps the event loop for longer than this is counted and named."""
 _LONGEST_PAUSE: Final = 30.0
 _OF_THE_SAMPLE: Final = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
     *(ValueError, CallFailed),
 )
-"""Python's own errors for wrong values: they say nothing of a service. Whatever else is raised may be its absence."""
+"""Python's own errors for wrong values are the fault of the sample; any other error may mean that a service is away."""
 
 Subject = RewardSample | Sequence[RewardSample]
-"""What is scored by one call: a sample, or all samples of a group."""
+"""What one call scores: a sample, or all samples of a group."""
 
 
 class ScoringFailed(StreamrlError):
-    """A sample has no score for good; `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
+    """A sample will never have a score. `fail_group`: neither will its group (`on_failure: dead`).
 
-    `doom`: its whole group is to die of it (on_failure dead).
+    `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
     """
 
-    def __init__(self, message: str, detail: str = "", doom: bool = False) -> None:
-        message, detail = utf8(message), utf8(detail)  # it goes to Redis, logs and JSON, whatever a reward has said
+    def __init__(self, message: str, detail: str = "", fail_group: bool = False) -> None:
+        message, detail = utf8(message), utf8(detail)  # Redis, logs and JSON take UTF-8 only
         super().__init__(message)
-        self.args = (message, detail, doom)
+        self.args = (message, detail, fail_group)
         self.detail = detail
-        self.doom = doom
+        self.fail_group = fail_group
 
 
 class CallEnded(BaseException):
-    """A call that holds the event loop is ended from outside; no `except Exception` of a reward keeps it going."""
+    """Raised in a call that holds the event loop, to end it; `except Exception` does not catch it."""
 
 
 class NoTime(RewardUnavailable):
-    """Another attempt might last for longer than its sample may be held."""
+    """Another attempt could last longer than the lease of its sample."""
 
 
 @dataclass(slots=True)
-class Together:
-    """What the calls for one sample, or for one group, know of each other.
+class SampleState:
+    """What the calls of several rewards for one sample (or one group) share.
 
     Attributes:
-        until: when the lease of the sample ends, by `time.monotonic`: no attempt may last longer. Until then it waits
-            for somebody who can score, which is no attempt.
-        failure: the end that one of them came to; the others need not be tried again.
-        fault: what an attempt failed with, of any reward, since somebody could score; None: its lease may end.
+        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer; waiting for a service
+            that is away is no attempt.
+        failure: how a reward failed for good; the others need no further attempt.
+        fault: the last failed attempt of any reward since a service was away; None: the lease may end.
     """
 
     until: float
@@ -90,22 +86,37 @@ class Together:
     fault: Exception | None = None
 
 
-class RewardCalls:
-    """Calls one reward and keeps its limits.
+_failed_servers: Final[ContextVar[dict[str, None] | None]] = ContextVar("failed_servers", default=None)
 
-    `in_flight` are the calls that run now, `deadline` the seconds of one attempt.
 
-    Args:
-        reward: loaded, and open.
-        worker: limits that the reward does not have of its own.
-        threads: where sync rewards run.
+@contextlib.contextmanager
+def remembering_failed_servers() -> Iterator[None]:
+    """All requests in this block, also of tasks that it starts, are for one sample (or one group)."""
+    token = _failed_servers.set({})
+    try:
+        yield
+    finally:
+        _failed_servers.reset(token)
+
+
+def failed_servers() -> dict[str, None]:
+    """URLs of servers that have failed the current sample, the latest last; the caller adds to it.
+
+    Outside of `remembering_failed_servers` it is a new dict each time.
     """
+    failed = _failed_servers.get()
+    return {} if failed is None else failed
+
+
+class RewardCalls:
+    """Calls one reward within its limits. `in_flight`: calls that run now; `deadline`: seconds of one attempt."""
 
     def __init__(self, reward: LoadedReward, worker: RewardWorkerConfig, threads: CallThreads) -> None:
         spec = reward.spec
         self.reward = reward
         self.figures = RewardFigures()
         self.circuit = Circuit()
+        self._has_pool = spec.use in ASKING
         self.in_flight = 0
         self._threads = threads
         life = reward.limits
@@ -116,31 +127,31 @@ class RewardCalls:
         self._retry_for = worker.retry_for
         self._counts = life.counts
         self._concurrency = spec.concurrency or life.concurrency
-        self._room = life.room
+        self._asked_slots = life.slots
         self._away = life.away
-        self._places = Places(lambda: self.places)
+        self._slots = Slots(lambda: self.slots)
         self._circuit_moved = asyncio.Event()
 
     @property
-    def places(self) -> int | None:
+    def slots(self) -> int | None:
         """Calls that may run at the same time now; None: any number."""
-        limits = [limit for limit in (self._concurrency, self._room()) if limit is not None]
+        limits = [limit for limit in (self._concurrency, self._asked_slots()) if limit is not None]
         return max(1, min(limits)) if limits else None
 
     @property
     def away(self) -> str:
-        """Why nobody scores now; empty: somebody does, or nobody has found out yet."""
-        if self.circuit.since is not None:
+        """Why nobody can score now; empty: somebody can, or it is not known yet."""
+        if self.circuit.open_since is not None:
             return self.circuit.why
         try:
             return utf8(str(self._away() or "")[:WHY_CHARACTERS])
         except Exception:
             logger.warning("a reward cannot say who is away", extra={"reward": self.reward.name}, exc_info=True)
-            self._away = str  # it is not asked again
+            self._away = str  # do not ask it again
             return ""
 
     def own_counts(self) -> dict[str, Any]:
-        """What the reward counts itself; when that fails, or is nothing that JSON knows, it is noted and said once."""
+        """The reward's own counts. When it fails to count, or returns no JSON, that is noted, and logged once."""
         try:
             own: dict[str, Any] = orjson.loads(orjson.dumps(dict(self._counts())))
         except Exception as error:
@@ -152,72 +163,64 @@ class RewardCalls:
         return own
 
     async def instant(self, sample: RewardSample) -> Score:
-        """Call a rule that cannot hang: once, in this task, without a deadline.
-
-        Raises:
-            ScoringFailed: it raised, or its result is no number.
-        """
+        """Call a rule that cannot hang: once, in this task, without a deadline; `ScoringFailed` when it fails."""
         began = time.perf_counter()
         try:
             score = _score(await self._call(sample))
         except Exception as error:
             self.figures.failures["error"] += 1
             raise self.failed(error, 1) from error
-        spent = time.perf_counter() - began
-        if spent > HELD_SECONDS:
-            self.held_loop(spent)
-        self.figures.took(spent)
+        self.figures.took(time.perf_counter() - began)
         self.figures.gave(score.value, score.tokens)
         return score
 
-    async def score(self, subject: Subject, others: Together) -> list[Score]:
-        """Call the reward until it gives a result; one score for each sample.
+    async def score(self, subject: Subject, state: SampleState) -> list[Score]:
+        """Call the reward until it returns one score for each sample. Safe to cancel.
 
-        Safe to cancel. A result that is no number counts as a failed attempt; that nobody can score now is none.
+        A result that is no number is a failed attempt; an absent service is none.
 
         Raises:
-            ScoringFailed: `on_failure` ends it; or this attempt failed, and another reward has failed for good.
-            RewardUnavailable: there was nobody who could score for as long as the sample may be held.
-            RewardImpossible: there will never be anybody.
+            ScoringFailed: the last attempt failed; or any attempt, after another reward has failed for good.
+            RewardUnavailable: nobody could score for as long as the sample may be held.
+            RewardImpossible: nobody will ever be able to score.
         """
-        with attempts():
-            return await self._until_scored(subject, others)
+        with remembering_failed_servers():
+            return await self._until_scored(subject, state)
 
-    async def _until_scored(self, subject: Subject, others: Together) -> list[Score]:
-        """Make the attempts of `score`."""
+    async def _until_scored(self, subject: Subject, state: SampleState) -> list[Score]:
         faults, rounds, began = 0, 0, time.monotonic()
         while True:
             asked, waits = time.monotonic(), False
             try:
-                return await self._attempt(subject, others.until)
+                return await self._attempt(subject, state.until)
             except NoTime as error:
-                if others.failure is not None:
-                    raise others.failure from error
-                if others.fault is None:
+                if state.failure is not None:
+                    raise state.failure from error
+                if state.fault is None:
                     raise
-                cause = others.fault if faults else error
-                others.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
-                raise others.failure from error
+                cause = state.fault if faults else error
+                state.failure = self.failed(cause, faults, "lease.max_hold leaves no time for another")
+                raise state.failure from error
             except RewardImpossible as error:
-                others.failure = ScoringFailed(error.message)  # the worker ends: nobody needs to try for longer
+                state.failure = ScoringFailed(error.message)  # the worker ends: the other rewards stop trying
                 raise
             except Exception as error:
-                if others.failure is not None:
-                    raise others.failure from error
+                if state.failure is not None:
+                    raise state.failure from error
                 if isinstance(error, RewardUnavailable):
-                    waits, others.fault = True, None
+                    waits, state.fault = True, None
                 else:
-                    faults, others.fault = faults + 1, error
+                    faults, state.fault = faults + 1, error
                     if self._is_last(error, faults, time.monotonic() - began):
-                        others.failure = self.failed(error, faults)
-                        raise others.failure from error
+                        state.failure = self.failed(error, faults)
+                        raise state.failure from error
             self.figures.retried += 1
             rounds += 1
-            left = max(0.0, others.until - self.deadline - time.monotonic())
+            left = max(0.0, state.until - self.deadline - time.monotonic())
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
             if waits:
-                began += time.monotonic() - asked  # `retry_for` is the time in which somebody could score
+                began += time.monotonic() - asked  # `retry_for` does not include the time in which nobody could score
 
     def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
         if isinstance(error, ConfigError):  # refused: by a server, or by the reward itself
@@ -227,7 +230,7 @@ class RewardCalls:
         return attempt >= self._attempts
 
     def failed(self, error: BaseException, attempts: int, why: str = "") -> ScoringFailed:
-        """The end of a sample, with the cause in words and where it was raised; `why`: it is the end."""
+        """The error of a sample that will have no score: its cause, how many attempts, `why` there are no more."""
         self.figures.dead += 1
         notes = [*([f"{attempts} attempts"] if attempts > 1 else []), *([why] if why else [])]
         tries = f" ({'; '.join(notes)})" if notes else ""
@@ -239,24 +242,19 @@ class RewardCalls:
         return ScoringFailed(message[:250], detail_of(error), self._on_failure == "dead")
 
     async def _attempt(self, subject: Subject, until: float) -> list[Score]:
-        """Wait for a place and call the reward once.
-
-        Raises:
-            NoTime: the call might last for longer than `until`.
-            Exception: what it failed with.
-        """
+        """Wait for a slot and call the reward once."""
         latest = until - self.deadline
         try:
-            await self._places.take(latest - time.monotonic())
+            await self._slots.acquire(latest - time.monotonic())
         except TimeoutError as error:
             raise NoTime(f"no place for a call of {self.reward.name} in time") from error
         try:
-            return await self._with_place(subject, latest)
+            return await self._with_slot(subject, latest)
         finally:
-            self._places.give()
+            self._slots.release()
 
-    async def _with_place(self, subject: Subject, latest: float) -> list[Score]:
-        tries = await self._enter(latest)
+    async def _with_slot(self, subject: Subject, latest: float) -> list[Score]:
+        probe = await self._enter(latest)
         began = time.perf_counter()
         self.in_flight += 1
         try:
@@ -267,12 +265,12 @@ class RewardCalls:
             failure = error
             if isinstance(error, TimeoutError) and limit.expired():
                 failure = TimeoutError(f"{self.reward.name}: no score within {self.deadline:g} s")
-            self._note(failure, subject, tries=tries)
+            self._note(failure, subject, probe=probe)
             if failure is error:
                 raise
             raise failure from error
         except BaseException:
-            self.circuit.neither(tries=tries)
+            self.circuit.inconclusive(probe=probe)
             self._circuit_moved.set()
             raise
         finally:
@@ -281,12 +279,7 @@ class RewardCalls:
         return scores
 
     async def _enter(self, latest: float) -> bool:
-        """Wait until the circuit lets a call through, for the deadline at most; whether this call tries it.
-
-        Raises:
-            RewardUnavailable: it does not.
-            NoTime: it is past `latest`, by `time.monotonic`.
-        """
+        """Wait until the circuit lets a call through, at most for the deadline. True: this call is its probe."""
         now = time.monotonic()
         if now >= latest:
             raise NoTime(f"no time is left for a call of {self.reward.name}")
@@ -298,13 +291,13 @@ class RewardCalls:
                     await self._circuit_moved.wait()
             now = time.monotonic()
         if wait > 0:
-            away = now - (self.circuit.since or now)
+            away = now - (self.circuit.open_since or now)
             self.figures.failures["unavailable"] += 1
             raise RewardUnavailable(f"nobody scores since {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
         return self.circuit.enter()
 
     def _succeeded(self, scores: Sequence[Score], seconds: float) -> None:
-        if self.circuit.since is not None:
+        if self.circuit.open_since is not None:
             logger.info("circuit closed", extra={"reward": self.reward.name})
         self.circuit.success()
         self._circuit_moved.set()
@@ -312,38 +305,35 @@ class RewardCalls:
         for score in scores:
             self.figures.gave(score.value, score.tokens)
 
-    def _note(self, error: Exception, subject: Subject, *, tries: bool) -> None:
-        outcome: Outcome = "error"
+    def _note(self, error: Exception, subject: Subject, *, probe: bool) -> None:
+        outcome: FailureKind = "error"
         if isinstance(error, RewardUnavailable):
             outcome = "unavailable"
         elif isinstance(error, TimeoutError | DeadlineExceeded):
             outcome = "deadline"
         self.figures.failures[outcome] += 1
-        if isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
-            self.circuit.neither(tries=tries)
+        if self._has_pool or isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
+            self.circuit.inconclusive(probe=probe)  # a pool of servers knows by itself which of them are away
         else:
-            was_open = self.circuit.since is not None
+            was_open = self.circuit.open_since is not None
             unavailable = outcome == "unavailable"
             now = time.monotonic()
             why = utf8(described(error)[:WHY_CHARACTERS])
-            self.circuit.failure(now, _identity(subject), why, tries=tries, unavailable=unavailable)
-            if self.circuit.since is not None and not was_open:
+            self.circuit.failure(now, _identity(subject), why, probe=probe, unavailable=unavailable)
+            if self.circuit.open_since is not None and not was_open:
                 extra = {"reward": self.reward.name, "why": self.circuit.why}
                 logger.warning("circuit open: samples wait for this reward", extra=extra)
         self._circuit_moved.set()
 
     async def _call(self, subject: Subject) -> Any:
-        """Call the reward once. The watch of the event loop looks for this frame: keep `self` and `subject`."""
+        """Call the reward once. `watch.py` looks for this frame and its locals `self` and `subject`."""
         try:
-            if self.reward.instant:
-                result = self.reward.call(subject)
-                return await result if inspect.isawaitable(result) else result
-            if self.reward.blocking:
+            if self.reward.blocking and not self.reward.instant:
                 result = await self._threads.run(self.reward.call, subject)
             else:
-                result = await Timed(_called(self.reward, subject), HELD_SECONDS, self.held_loop)
+                result = self.reward.call(subject)
             if inspect.isawaitable(result):
-                result = await Timed(_awaited(result), HELD_SECONDS, self.held_loop)
+                result = await result
         except SystemExit as error:  # asyncio would end the whole worker with it
             raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error
         except CallEnded as error:
@@ -368,14 +358,6 @@ def detail_of(error: BaseException) -> str:
     """The end of the traceback: its last lines say most."""
     text = "".join(traceback.format_exception(error)).encode(errors="replace")
     return text[-DETAIL_BYTES:].decode(errors="ignore")
-
-
-async def _called(reward: LoadedReward, subject: Subject) -> Any:
-    return await reward.call(subject)
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _score(result: Any) -> Score:

@@ -22,13 +22,7 @@ OVERLONG = "overlong"
 
 
 class Composition:
-    """How the rewards of a run become a score.
-
-    Args:
-        rewards: all of the run, in its order.
-        scoring: how.
-        longest: tokens of the longest response (`sampling.max_new_tokens`); None: nothing is overlong.
-    """
+    """How the rewards of a run become a score."""
 
     def __init__(self, rewards: Sequence[LoadedReward], scoring: ScoringConfig, longest: int | None = None) -> None:
         self._rewards = tuple(rewards)

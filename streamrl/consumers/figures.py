@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any, Final, Literal
 
-Outcome = Literal["error", "deadline", "unavailable"]
+FailureKind = Literal["error", "deadline", "unavailable"]
 
 _PER_DOUBLING: Final = 4
 """Buckets of latency per factor two: a quantile is right to 9 %."""
@@ -33,7 +33,7 @@ class RewardFigures:
 
     def __init__(self) -> None:
         self.ok = 0
-        self.failures: Counter[Outcome] = Counter()
+        self.failures: Counter[FailureKind] = Counter()
         self.retried = 0
         self.dead = 0
         self.tokens = 0

@@ -14,23 +14,50 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from streamrl.config import RewardSpec, RewardWorkerConfig, RunConfig
+from streamrl.config import RewardModelConfig, RewardSpec, RewardWorkerConfig, RunConfig
 from streamrl.consumers.adapters import Adapted, adapt
-from streamrl.consumers.built_in import ASKING, BUILT_IN
 from streamrl.consumers.reward import RewardLife, check_model
 from streamrl.errors import ConfigError, PluginError, StreamrlError
 
-GROUP: Final = "streamrl.rewards"
+BUILT_IN: Final[dict[str, str]] = {
+    "exact_match": "streamrl.consumers.rules.text:ExactMatch",
+    "number_match": "streamrl.consumers.rules.text:NumberMatch",
+    "math": "streamrl.consumers.rules.math_answer:MathAnswer",
+    "regex": "streamrl.consumers.rules.processed:Regex",
+    "json_schema": "streamrl.consumers.rules.json_schema:JsonSchema",
+    "format": "streamrl.consumers.rules.text:Format",
+    "length": "streamrl.consumers.rules.text:Length",
+    "repetition": "streamrl.consumers.rules.text:Repetition",
+    "code": "streamrl.consumers.rules.code:Code",
+    "reward_model": "streamrl.consumers.models.reward_model:RewardModel",
+    "judge": "streamrl.consumers.models.judge:Judge",
+    "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
+}
+ASKING: Final = frozenset({"reward_model", "judge"})
+"""Rewards that ask a model: `args.model` is its name in `reward_models`."""
+
+
+def models_asked(
+    rewards: Sequence[RewardSpec], models: Mapping[str, RewardModelConfig]
+) -> Mapping[str, RewardModelConfig]:
+    """The models that these rewards may ask; all models when a reward is the user's own or names none that is known."""
+    named = {str(spec.args.get("model")) for spec in rewards if spec.use in ASKING}
+    if not all(spec.use in BUILT_IN for spec in rewards) or not named <= models.keys():
+        return models
+    return {name: model for name, model in models.items() if name in named}
+
+
+ENTRY_POINTS: Final = "streamrl.rewards"
 _MARKS: Final = {"solution_str": "verl", "solution_strs": "verl", "completions": "trl"}
-"""Parameters that tell for which other system a function was written."""
+"""Parameter names that show for which other system a function was written."""
 HOLD_SHARE: Final = 0.95
-"""Part of `lease.max_hold` in which a worker is done with what it holds, or gives it back."""
+"""Part of `lease.max_hold` after which a worker hands back what it could not score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +66,13 @@ class LoadedReward:
 
     Attributes:
         name: key in the parts of a score.
-        call: takes one sample and gives a number or a `Score`, or an awaitable of one; of a group reward it takes all
-            samples of a group and gives a sequence of as many.
+        call: takes one sample, returns a number or a `Score`, or an awaitable of one; of a group reward it takes all
+            samples of a group and returns as many scores.
         blocking: a sync callable, which runs in a thread.
         instant: a rule that needs neither a thread nor a deadline.
         group: it compares the samples of a group.
-        spec: what the run file says of it.
-        life: what is opened and closed, of any class that has both; None: a function, or a class without them.
+        spec: its entry in the run file.
+        life: the object with `open` and `close`; None: a function, or a class without them.
     """
 
     name: str
@@ -58,7 +85,7 @@ class LoadedReward:
 
     @property
     def limits(self) -> RewardLife:
-        """What the reward says of its own deadline and places: nothing, when it is no `Reward` or `GroupReward`."""
+        """The deadline and slots that the reward sets itself; defaults when it is no `Reward` or `GroupReward`."""
         return self.life if isinstance(self.life, RewardLife) else RewardLife()
 
     def deadline(self, worker: RewardWorkerConfig) -> float:
@@ -154,7 +181,7 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
         return _import(use, paths)
     if use in BUILT_IN:
         return _import(BUILT_IN[use], paths)
-    points = {point.name: point for point in metadata.entry_points(group=GROUP)}
+    points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if use not in points:
         known = [*BUILT_IN, *points]
         module, dot, name = use.rpartition(".")

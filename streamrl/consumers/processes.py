@@ -1,4 +1,4 @@
-"""Processes that work for a reward and can be killed: a request that takes too much ends its process, and nothing else.
+"""Processes that work for a reward: a request that takes too much kills its process, and nothing else.
 
 A thread cannot be stopped, and neither can a computation in C by a signal handler of Python. So what may explode
 (symbolic mathematics, regular expressions) runs in `streamrl.consumers.isolated.child`: a process and a session of its
@@ -6,9 +6,9 @@ own, started with a clean environment and without anything of streamrl or torch,
 
 | what happens in a call | the caller gets | counted as |
 |---|---|---|
-| more CPU time than `Limits.cpu` in one phase | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
-| more memory than `Limits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
-| no answer within `Limits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
+| more CPU time than `CallLimits.cpu` in one phase | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
+| more memory than `CallLimits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
+| no answer within `CallLimits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
 | the process is killed by others, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
 | the caller is cancelled | its `CancelledError`; the process is killed | `lost`, unless it was not ready yet |
 | the function raises | `CallFailed`; the process goes on | |
@@ -48,11 +48,12 @@ START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 5.0
 _WINDOW: Final = 60.0
 _DEATHS_PER_PROCESS: Final = 60
+_MOST_PROCESSES: Final = 4
 _INHERITED: Final = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CallLimits:
     """What one call may take.
 
     Attributes:
@@ -119,7 +120,7 @@ class ProcessPool:
         limits: of each call.
     """
 
-    def __init__(self, name: str, script: Path, settings: Any, size: int, limits: Limits) -> None:
+    def __init__(self, name: str, script: Path, settings: Any, size: int, limits: CallLimits) -> None:
         self.counts = ProcessCounts()
         self._name = name
         self._order = {
@@ -156,9 +157,6 @@ class ProcessPool:
 
     async def call(self, request: Any) -> Any:
         """Return what the function returns for `request`. Waits for a free process; safe to cancel.
-
-        Args:
-            request: anything that is JSON.
 
         Raises:
             ProcessDied: the process did not live to answer.
@@ -249,7 +247,7 @@ class ProcessPool:
 class _Process:
     """One process. `state`: `ready`, `asked` during a call, `worn` when it ends by itself, else of what it died."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, limits: Limits) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, limits: CallLimits) -> None:
         self.pid = process.pid
         self.state: Literal["ready", "asked", "worn"] | Cause = "ready"
         self._killed = False
@@ -258,7 +256,7 @@ class _Process:
         self._limits = limits
 
     @classmethod
-    async def start(cls, name: str, order: Mapping[str, Any], limits: Limits) -> _Process:
+    async def start(cls, name: str, order: Mapping[str, Any], limits: CallLimits) -> _Process:
         """Start one and wait until it is ready; `RewardUnavailable` when it does not become so."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -366,3 +364,9 @@ class _Process:
             raise WireError(f"{self._name}: its process answers with {size} bytes")
         reply: dict[str, Any] = orjson.loads(await self._process.stdout.readexactly(size))
         return reply
+
+
+def usual_processes() -> int:
+    """One per CPU that this process may use (a container has fewer than its host), at most 4."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_PROCESSES, cpus)

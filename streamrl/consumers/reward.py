@@ -153,7 +153,7 @@ class AskedModel(Protocol):
         """Its keys."""
 
     @property
-    def room(self) -> int:
+    def slots(self) -> int:
         """Requests that its servers take from this process at the same time, as they are now; at least 1."""
 
     @property
@@ -244,7 +244,7 @@ class RewardLife:
 
     `deadline` is the seconds of one attempt where the run file says nothing; None: `reward_worker.deadline`.
     `concurrency` is the number of calls at the same time in one worker where the run file says nothing; None: no limit.
-    Waiting for a place takes nothing from the deadline.
+    Waiting for a slot takes nothing from the deadline.
     """
 
     deadline: float | None = None
@@ -268,7 +268,7 @@ class RewardLife:
     async def close(self) -> None:
         """Let go of what `open` got: called once for each `open`, also for one that failed."""
 
-    def room(self) -> int | None:
+    def slots(self) -> int | None:
         """Calls that those it asks can take at the same time now; None: any number. Asked before each call.
 
         Never more than `concurrency`, whatever this says. It must be cheap and not fail.

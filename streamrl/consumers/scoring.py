@@ -1,49 +1,33 @@
-"""A sample, or a whole group, through all rewards of a run: in stages, up to each gate; then one score of all parts."""
+"""Scores a sample, or a whole group, with all rewards of a run: stage by stage up to each gate, then one score."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 from streamrl import wire
-from streamrl.config import RewardWorkerConfig, RunConfig, ScoringConfig
-from streamrl.consumers.absence import may_pass
-from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together, described, detail_of
+from streamrl.config import LeaseConfig, RewardWorkerConfig, ScoringConfig
+from streamrl.consumers.calls import RewardCalls, SampleState, ScoringFailed, detail_of
 from streamrl.consumers.composition import Composition
-from streamrl.consumers.plugins import LoadedReward, load_rewards, stages
-from streamrl.consumers.reward import AskedModel, RewardContext, RewardSample, Score
+from streamrl.consumers.plugins import HOLD_SHARE, LoadedReward, stages
+from streamrl.consumers.reward import RewardSample, Score
 from streamrl.consumers.threads import CallThreads
-from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError, Unreachable
-from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.outage import Outage
-
-__all__ = ["Scorer", "ScoringFailed", "models_of", "open_scorer"]
+from streamrl.errors import DeadlineExceeded, RewardUnavailable, Unreachable
 
 logger = logging.getLogger(__name__)
 
 MAX_HANGING: Final = 256
-_CLOSE_SECONDS: Final = 10.0
-_OPEN_SHARE: Final = 0.9
-"""Part of the start of a worker in which its rewards are tried again when a service is away."""
 
 
 class Scorer:
     """Scores samples with the rewards of a run.
 
-    `calls` are the rewards with their figures, in the order of the run file; `whole` says that one of them compares, so
-    that groups are scored as a whole; `threads` are those of sync rewards.
-
-    Args:
-        rewards: loaded and open; names are unique.
-        worker: limits of rewards that have none of their own.
-        scoring: how the values make a score.
-        longest: tokens of the longest response, for the penalty of long ones.
+    `calls` are the rewards with their figures, in the order of the run file; `group_scored` says that one of them
+    compares, so that groups are scored as a whole; `threads` are those of sync rewards.
     """
 
     def __init__(
@@ -55,9 +39,9 @@ class Scorer:
     ) -> None:
         self.threads = CallThreads()
         self.calls = [RewardCalls(reward, worker, self.threads) for reward in rewards]
-        self.whole = any(reward.group for reward in rewards)
+        self.group_scored = any(reward.group for reward in rewards)
         self._composition = Composition(rewards, scoring or ScoringConfig(), longest)
-        self._dooms = worker.on_failure == "dead"
+        self._fails_group = worker.on_failure == "dead"
         found = iter(self.calls)
         self._stages = [[next(found) for _ in stage] for stage in stages(rewards)]
 
@@ -70,65 +54,61 @@ class Scorer:
         """Return the score of one sample with every part; `docs/rewards.md` says how it is made.
 
         The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
-        reward that compares gets a group of one.
-
-        Args:
-            sample: to score.
-            until: when its lease ends, by `time.monotonic`; until then it waits for rewards that nobody can give now.
+        reward that compares gets a group of one. `until` is when the lease of the sample ends, by `time.monotonic`.
 
         Raises:
             ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
-            RewardUnavailable: nobody could give one of them until `until`: the sample goes back to its queue.
+            RewardUnavailable: nobody could score until then: the sample goes back to its queue.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
         self._check_threads()
         scores: dict[str, Score] = {}
-        together = Together(until)
+        state = SampleState(until)
         for stage in self._stages:
-            await self._through(stage, sample, scores, together)
+            await self._through(stage, sample, scores, state)
             if stage and not self._passes(stage[-1], scores):
                 break
         return self._composed(scores, sample)
 
     async def score_group(self, samples: Sequence[RewardSample], until: float) -> list[wire.Score | ScoringFailed]:
-        """Score the samples of one group together: for each its score, or why it has none.
+        """Score the samples of one group together: returns for each its score, or why it has none.
 
-        Rewards of single samples are called for each. One that compares gets those that no gate has held back and no
-        reward has failed when the comparison begins: no reward up to the last gate before it, and none of its own
-        stage that is instant. The others of its stage run beside it, and it may have compared what they fail. When it
-        fails itself, all that it was given have no score.
+        Rewards of single samples are called for each sample. A reward that compares gets the samples that passed all
+        gates before it and that no earlier stage, and no instant rule of its own stage, has failed. The slow rewards of
+        its stage run at the same time, so it may compare samples that they fail. When the comparison fails, all its
+        samples have no score.
 
         Raises:
-            RewardUnavailable, DeadlineExceeded: as of `score`; then none of them has a score.
+            RewardUnavailable, DeadlineExceeded: as of `score`; then no sample has a score.
         """
         self._check_threads()
         scores: list[dict[str, Score]] = [{} for _ in samples]
-        together = [Together(until) for _ in samples]
+        states = [SampleState(until) for _ in samples]
         going = list(range(len(samples)))
         for stage in self._stages:
-            await self._group_through(stage, samples, going, scores, together)
-            going = [index for index in going if together[index].failure is None]
+            await self._group_through(stage, samples, going, scores, states)
+            going = [index for index in going if states[index].failure is None]
             if stage:
                 going = [index for index in going if self._passes(stage[-1], scores[index])]
         results: list[wire.Score | ScoringFailed] = []
         for index, sample in enumerate(samples):
             try:
-                results.append(together[index].failure or self._composed(scores[index], sample))
+                results.append(states[index].failure or self._composed(scores[index], sample))
             except ScoringFailed as error:
                 results.append(error)
         return results
 
     async def _through(
-        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], together: Together
+        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], state: SampleState
     ) -> None:
         """Call the rewards of a stage for one sample."""
         await _instantly(stage, sample, scores)
         slow = [calls for calls in stage if not calls.reward.instant]
         if not slow:
             return
-        results = await _all_of([calls.score([sample] if calls.reward.group else sample, together) for calls in slow])
-        if together.failure is not None:
-            raise together.failure
+        results = await _all_of([calls.score([sample] if calls.reward.group else sample, state) for calls in slow])
+        if state.failure is not None:
+            raise state.failure
         for calls, result in zip(slow, results, strict=True):
             (scores[calls.reward.name],) = result
 
@@ -138,29 +118,29 @@ class Scorer:
         samples: Sequence[RewardSample],
         going: Sequence[int],
         scores: list[dict[str, Score]],
-        together: Sequence[Together],
+        states: Sequence[SampleState],
     ) -> None:
-        """Call the rewards of a stage for those samples of a group that go on."""
+        """Call the rewards of a stage for the samples of a group that are still in the running."""
         for index in going:
             try:
                 await _instantly(stage, samples[index], scores[index])
             except ScoringFailed as error:
-                together[index].failure = error
-        going = [index for index in going if together[index].failure is None]
+                states[index].failure = error
+        going = [index for index in going if states[index].failure is None]
         singles = [calls for calls in stage if not (calls.reward.group or calls.reward.instant)]
 
         async def alone(index: int) -> None:
             try:
-                await self._through(singles, samples[index], scores[index], together[index])
+                await self._through(singles, samples[index], scores[index], states[index])
             except ScoringFailed as error:
-                together[index].failure = error
+                states[index].failure = error
 
         async def compared(calls: RewardCalls) -> None:
             try:
-                found = await calls.score([samples[index] for index in going], Together(together[0].until))
+                found = await calls.score([samples[index] for index in going], SampleState(states[0].until))
             except ScoringFailed as error:
                 for index in going:
-                    together[index].failure = error
+                    states[index].failure = error
                 return
             for index, score in zip(going, found, strict=True):
                 scores[index][calls.reward.name] = score
@@ -177,7 +157,7 @@ class Scorer:
             return self._composition.score(scores, len(sample.tokens))
         except (ValueError, TypeError, ArithmeticError) as error:
             message = f"{type(error).__name__}: {error}"
-            raise ScoringFailed(message, detail_of(error), self._dooms) from error
+            raise ScoringFailed(message, detail_of(error), self._fails_group) from error
 
     def _check_threads(self) -> None:
         if self.threads.abandoned >= MAX_HANGING:
@@ -185,19 +165,16 @@ class Scorer:
 
 
 async def _instantly(stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
-    """Call the rules of a stage that take microseconds; `ScoringFailed`: one of them failed."""
+    """Call the instant rules of a stage; `ScoringFailed`: one of them failed."""
     for calls in stage:
         if calls.reward.instant:
             scores[calls.reward.name] = await calls.instant(sample)
 
 
 async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
-    """Await all, at the same time; results in their order, None for one that failed with `ScoringFailed`.
+    """Await all at the same time; results in their order, None for each `ScoringFailed`.
 
-    Nobody is cancelled when one fails: a sync reward cannot be, and would count as one that hangs.
-
-    Raises:
-        Exception: any other, after all have ended.
+    A failure cancels no other: a sync reward cannot be cancelled, and would count as one that hangs.
     """
     if len(coroutines) == 1:
         with contextlib.suppress(ScoringFailed):
@@ -210,119 +187,93 @@ async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
     return [None if isinstance(result, BaseException) else result for result in results]
 
 
-def models_of(
-    config: RunConfig, ledgers: Ledgers | None = None
-) -> contextlib.AbstractAsyncContextManager[Mapping[str, AskedModel]]:
-    """The `reward_models` of a run, open for the length of a block; without any, nothing is imported for them."""
-    if not config.reward_models:
-        return contextlib.nullcontext({})
-    from streamrl.consumers.models import open_models  # an HTTP client, which takes a while
-
-    return open_models(config, ledgers)
+_R = TypeVar("_R")
+_LOOK_SECONDS: Final = 0.25
+_END_SECONDS: Final = 10.0
+"""Seconds in which scoring that was given up has to end."""
+TELL_SECONDS: Final = 10.0
+"""Seconds between two lines about who is waited for."""
 
 
-@contextlib.asynccontextmanager
-async def open_scorer(
-    config: RunConfig,
-    context: RewardContext,
-    rewards: Sequence[LoadedReward] | None = None,
-    *,
-    patience: float | None = None,
-) -> AsyncIterator[Scorer]:
-    """Load the rewards of a run, open them, and close them at the end of the block, also when opening fails.
+class PatientScorer:
+    """Scores outside of a run, where no queue takes a sample back: it waits as in a run, up to a limit.
 
-    Args:
-        config: of the run.
-        context: what the rewards may use.
-        rewards: loaded already; None: those of the run.
-        patience: seconds for which a service that is away while a reward opens is tried again; None: most of
-            `supervisor.start_deadline`.
-
-    Raises:
-        PluginError: a reward cannot be loaded or opened.
-        Unreachable: a service stayed away while a reward opened, in a run that has scores already.
-        ConfigError: what a reward says of its own settings.
-        DeadlineExceeded: a reward was not open within `supervisor.start_deadline`.
+    A worker hands a sample back that nobody could score for almost `lease.max_hold`. Here it is tried again, as long
+    as another sample was scored, or failed, in that time; otherwise scoring ends with `Unreachable`. Rewards that are
+    known to be away are waited for no longer than `patience` seconds.
     """
-    rewards = load_rewards(config) if rewards is None else rewards
-    patience = _OPEN_SHARE * config.supervisor.start_deadline if patience is None else patience
-    begun: list[LoadedReward] = []
-    try:
-        for reward in rewards:
-            await _open(reward, context, patience, begun)
-        yield Scorer(rewards, config.reward_worker, config.scoring, config.sampling.max_new_tokens)
-    finally:
-        for reward in reversed(begun):
-            await _close(reward)
 
+    def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
+        self._scorer = scorer
+        self._limit = HOLD_SHARE * lease.max_hold
+        self._patience = self._limit if patience is None else min(patience, self._limit)
+        self._hint = "lease.max_hold" if patience is None else "--wait"
+        self._hint += " is how long it is waited for"
+        self._ended = 0
 
-async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
-    """Open one reward; a service that is away is tried again, with growing pauses, for up to `patience` seconds.
+    @property
+    def group_scored(self) -> bool:
+        """Whether a reward compares, so that groups are scored as a whole."""
+        return self._scorer.group_scored
 
-    The reward is in `begun`, those that have to be closed, from each `open` to the `close` that follows it.
-    """
-    if reward.life is None:
-        return
-    seconds = context.config.supervisor.start_deadline
-    about = dataclasses.replace(context, deadline=reward.deadline(context.config.reward_worker))
-    outage = Outage(patience)
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            while True:
-                begun.append(reward)
-                try:
-                    await reward.life.open(about)
-                except Exception as error:
-                    if limit.expired() or not may_pass(error):
-                        raise
-                    pause = await _pause_before_next(reward, context, outage, error)
-                    begun.pop()
-                    await _close(reward)
-                    await asyncio.sleep(pause)
-                else:
-                    return
-    except TimeoutError as error:
-        if not limit.expired():
-            raise _not_opened(reward, error) from error
-        raise DeadlineExceeded(f"reward {reward.name} was not open within {seconds:g} s", "see its `open`") from error
-    except StreamrlError:
-        raise
-    except Exception as error:
-        raise _not_opened(reward, error) from error
+    @property
+    def calls(self) -> Sequence[RewardCalls]:
+        """The rewards with their figures."""
+        return self._scorer.calls
 
+    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.Score | ScoringFailed]:
+        """Score samples of one group, as `Scorer.score_group`.
 
-async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
-    """Seconds after which the reward may be opened again; it says from time to time that it cannot be opened yet.
+        Raises:
+            Unreachable: nobody could score anything for as long as a lease may be held.
+            DeadlineExceeded: as of `Scorer.score_group`.
+        """
+        while True:
+            began, ended = time.monotonic(), self._ended
+            try:
+                results = await self._within_patience(self._scorer.score_group(samples, began + self._limit))
+            except RewardUnavailable as error:
+                if self._ended == ended:
+                    raise Unreachable(
+                        f"nothing could be scored for {time.monotonic() - began:.0f} s: {error.message}",
+                        error.hint or self._hint,
+                    ) from error
+            else:
+                self._ended += 1
+                return results
 
-    Raises:
-        PluginError: it was tried for as long as `outage` allows; restarting does not help.
-        Unreachable: the same, in a run that had scores: the service was there, so the worker is started again.
-    """
-    now = time.monotonic()
-    pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
-    if pause is None or outage.since is None:
-        scored = await context.scored()
-        times = f", {outage.failures} times within {outage.patience:.3g} s"
-        raise _not_opened(reward, error, times, Unreachable if scored else PluginError) from error
-    if outage.failures & (outage.failures - 1) == 0:  # the first, second, fourth, ... time
-        extra = {"reward": reward.name, "why": described(error), "times": outage.failures}
-        logger.warning("a reward cannot be opened yet", extra=extra)
-    return min(pause, outage.since + outage.patience - now)
+    async def _within_patience(self, scoring: Coroutine[Any, Any, _R]) -> _R:
+        """Await it; `Unreachable` when a reward stays away, and nothing is scored, for as long as patience lasts."""
+        task = asyncio.ensure_future(scoring)
+        since, ended = time.monotonic(), self._ended
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                away = [(calls.reward.name, why) for calls in self.calls if (why := calls.away)]
+                now = time.monotonic()
+                if not away or self._ended != ended:
+                    since, ended = now, self._ended
+                elif now - since >= self._patience:
+                    name, why = away[0]
+                    raise Unreachable(
+                        f"nothing could be scored for {now - since:.0f} s, {name} is away: {why}", self._hint
+                    )
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_END_SECONDS)
+            if not task.done():
+                logger.warning("scoring that was given up does not end", extra={"seconds": _END_SECONDS})
+        return task.result()
 
-
-def _not_opened(
-    reward: LoadedReward, error: Exception, times: str = "", kind: type[StreamrlError] = PluginError
-) -> StreamrlError:
-    hint = "is the service that it asks running? then `streamrl up --resume` goes on" if times else ""
-    return kind(f"reward {reward.name} cannot be opened{times}: {described(error)}", hint)
-
-
-async def _close(reward: LoadedReward) -> None:
-    """Close a reward; what goes wrong is said, and ends nothing: its scores are written."""
-    if reward.life is None:
-        return
-    try:
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await reward.life.close()
-    except Exception:
-        logger.exception("a reward did not close", extra={"reward": reward.name})
+    async def tell(self, say: Callable[[str], None]) -> None:
+        """Report every `TELL_SECONDS` which rewards are waited for, and why. Runs until cancelled."""
+        before = dict.fromkeys((calls.reward.name for calls in self.calls), 0)
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            for calls in self.calls:
+                name, refused = calls.reward.name, calls.figures.failures["unavailable"]
+                if away := calls.away:
+                    say(f"waiting for {name}, {self._patience:.0f} s at most while nothing is scored: {away}")
+                elif refused > before[name]:
+                    say(f"waiting for {name}: those who score are busy")
+                before[name] = refused

@@ -1,134 +1,379 @@
-"""Who holds the event loop: a reward that computes, or sleeps, where it should await.
+"""Rewards that hold the event loop or make the process grow: who they are.
 
-A step that took long and ended is counted by the calls themselves (`steps.py`). This watch names what has not ended,
-while it lasts, from a thread; what keeps even threads from running (a C function that never lets go of the interpreter)
-is in the stacks that the supervisor asks for before it kills the worker (`supervisor.liveness_deadline`).
+A thread looks ten times a second which call is on the stack of the event loop, and whether the loop has gone round
+since the last look. What keeps even threads from running for longer than `supervisor.liveness_deadline` (a C function
+that never lets go of the interpreter) is in the stacks that the supervisor asks for before it kills the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
 import linecache
 import logging
+import os
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
-from streamrl.consumers.calls import HELD_SECONDS, RewardCalls
-from streamrl.consumers.memory import source_of
+from typing_extensions import override
+
+from streamrl.consumers.calls import CallEnded, RewardCalls
 from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.threads import CallThreads
 
 logger = logging.getLogger(__name__)
 
-SECONDS: Final = 5.0
-"""How long the event loop stands still before whoever holds it is named."""
-_TICK: Final = 0.5
-_LINES: Final = 8
-CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
+HELD_SECONDS: Final = 1.0
+"""A reward that keeps the event loop for longer than this is counted."""
+NAMED_SECONDS: Final = 5.0
+"""After so long a reward is named that still holds the event loop."""
+_LOOK_SECONDS: Final = 0.1
+_STACK_LINES: Final = 8
+_CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
+_WORK: Final = CallThreads._work.__code__  # noqa: SLF001 (its frame says what runs in a thread)
+_END: Final = signal.SIGVTALRM
+"""Sent to the main thread to end a call: rewards use SIGALRM themselves, and nobody uses this one."""
+_MEMORY_SECONDS: Final = 1.0
+
+
+# --- the event loop ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCall:
+    """A call on the stack of a thread; `key` tells it from others, `since` is the first look that saw it."""
+
+    key: int
+    calls: RewardCalls
+    subject: Any
+    since: float
+
+    @property
+    def sample(self) -> RewardSample:
+        """What is scored, or the first sample of a group."""
+        return self.subject if isinstance(self.subject, RewardSample) else self.subject[0]
 
 
 class LoopWatch:
-    """Names the reward that holds the event loop for longer than `seconds`, once each time, in the log.
-
-    Args:
-        calls: the rewards of this process.
-        seconds: that the loop may stand still.
-        tell: is told who holds it, and where, again and again while it lasts, from a thread.
-    """
+    """Counts and names rewards that hold the event loop."""
 
     def __init__(
-        self, calls: Sequence[RewardCalls], seconds: float = SECONDS, tell: Callable[[str], None] | None = None
+        self, calls: Sequence[RewardCalls], tell: Callable[[str], None], seconds: float = NAMED_SECONDS
     ) -> None:
         self._calls = calls
         self._tell = tell
-        self._threads = any(call.reward.blocking and not call.reward.instant for call in calls)
         self._seconds = seconds
-        self._ticked = time.monotonic()
+        self._held: RunningCall | None = None
+        self._named: set[tuple[Any, Any]] = set()
+        self._told_at = 0.0
+        self._turning = False
+        self._turned_at = 0.0
 
-    async def run(self) -> None:
-        """Watch the running event loop until cancelled."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the event loop of this thread."""
         ended = threading.Event()
-        arguments = (ended, threading.get_ident())
-        threading.Thread(target=self._look, args=arguments, name="loop-watch", daemon=True).start()
+        arguments = (ended, threading.get_ident(), asyncio.get_running_loop())
+        threading.Thread(target=self._watch, args=arguments, name="reward-watch", daemon=True).start()
         try:
-            while True:
-                self._ticked = time.monotonic()
-                computed, counted = self._computed(), self._counted()
-                await asyncio.sleep(_TICK)
-                late = time.monotonic() - self._ticked - _TICK
-                # Without computing in other threads it is the machine that is busy, and no reward's fault.
-                if late > HELD_SECONDS and self._computed() - computed > HELD_SECONDS:
-                    self._suspect(late, counted)
+            yield
         finally:
             ended.set()
 
-    def _computed(self) -> float:
-        """Seconds that the other threads of this process have computed; 0 where no reward runs in one."""
-        return time.process_time() - time.thread_time() if self._threads else 0.0
+    def _watch(self, ended: threading.Event, thread: int, loop: asyncio.AbstractEventLoop) -> None:
+        before, computed = time.monotonic(), time.process_time()
+        while not ended.wait(_LOOK_SECONDS):
+            frames = sys._current_frames()  # noqa: SLF001 (the documented way to see other threads)
+            now = time.monotonic()
+            kept = now - before - _LOOK_SECONDS
+            # Without computing in this process it is the machine that is busy, and no reward's fault.
+            kept = kept if kept > HELD_SECONDS and time.process_time() - computed > HELD_SECONDS else 0.0
+            self._look(frames.get(thread), now, kept)
+            if not self._turning:
+                self._turning = True
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                    loop.call_soon_threadsafe(self._turn)
+            self._look_at_threads(frames, now)
+            before, computed = time.monotonic(), time.process_time()
 
-    def _counted(self) -> int:
-        return sum(calls.figures.blocked for calls in self._calls)
+    def _turn(self) -> None:
+        """Run by the event loop: it goes round."""
+        self._turned_at, self._turning = time.monotonic(), False
 
-    def _suspect(self, late: float, counted: int) -> None:
-        """The loop stood still; when no async reward was counted for it, a sync one keeps the interpreter to itself."""
-        if self._counted() != counted:
+    def _look(self, frame: FrameType | None, now: float, kept: float) -> None:
+        """Look at the stack of the event loop. `kept`: seconds in which not even this thread could run."""
+        held, found = self._held, _call_on(frame)
+        if held is not None and (not self._turning or found is None or found[0] != held.key):
+            seconds = (now if self._turning else self._turned_at) - held.since
+            if seconds > HELD_SECONDS:
+                held.calls.held_loop(seconds)
+            self._held = None
+        if found is None or frame is None:
+            if kept:
+                self._suspect(kept)
             return
+        if self._held is None:
+            self._held = RunningCall(*found, since=now - kept)
+        self._lasts(self._held, frame, now - self._held.since)
+
+    def _suspect(self, seconds: float) -> None:
+        """A sync reward kept the interpreter to itself."""
         running = [calls for calls in self._calls if calls.reward.blocking and calls.in_flight]
         if len(running) == 1:
-            running[0].held_loop(late)
+            running[0].held_loop(seconds)
         elif running:
-            names = ", ".join(calls.reward.name for calls in running)
-            extra = {"seconds": round(late, 3), "rewards": names}
+            extra = {"seconds": round(seconds, 3), "rewards": ", ".join(calls.reward.name for calls in running)}
             logger.warning("the event loop stood still while sync rewards ran", extra=extra)
 
-    def _look(self, ended: threading.Event, thread: int) -> None:
-        named = 0.0
-        while not ended.wait(self._seconds / 4):
-            ticked = self._ticked
-            stood = time.monotonic() - ticked
-            if stood < self._seconds or (ticked == named and self._tell is None):
-                continue
-            frame = sys._current_frames().get(thread)  # noqa: SLF001 (the documented way to see another thread)
-            found = held_by(frame)
-            if frame is None or found is None:
-                continue
-            if self._tell is not None:
-                calls = next((one for one in self._calls if one.reward.name == found["reward"]), None)
-                place = place_of(frame, source_of(calls) if calls is not None else None)
-                self._tell(f"{found['reward']} holds the event loop for {stood:.0f} s at {place}")
-            if ticked == named:
-                continue
-            named = ticked
-            extra = {**found, "seconds": round(stood, 1), "stack": _stack(frame)}
-            logger.error("a reward holds the event loop", extra=extra)
+    def _lasts(self, call: RunningCall, frame: FrameType, seconds: float) -> None:
+        """A call holds the event loop, so far for so many seconds."""
+        if seconds < self._seconds:
+            return
+        name, sample, now = call.calls.reward.name, call.sample, time.monotonic()
+        if now - self._told_at >= self._seconds / 4:
+            self._told_at = now
+            self._tell(f"{name} holds the event loop for {seconds:.0f} s at {_place(frame, call.calls)}")
+        if (call.key, call.since) not in self._named:
+            self._named = {(call.key, call.since)}
+            extra = {"reward": name, "group": sample.gid, "sample": sample.index, "seconds": round(seconds, 1)}
+            logger.error("a reward holds the event loop", extra=extra | {"stack": _stack(frame)})
+
+    def _look_at_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
+        """Look at the stacks of all threads."""
 
 
-def held_by(frame: FrameType | None) -> dict[str, str | int] | None:
-    """The reward, group and sample for which a stack is running; None when it is none's."""
-    while frame is not None and frame.f_code is not CALL:
+class Foreground(LoopWatch):
+    """The watch of a command that a person waits for: a reward that blocks ends at its deadline, and at Ctrl-C.
+
+    A signal that this process sends to itself ends the call. `tell` is told what has been running for `seconds`, sync
+    rewards too, once for each line.
+    """
+
+    def __init__(
+        self, calls: Sequence[RewardCalls], tell: Callable[[str], None], seconds: float = NAMED_SECONDS
+    ) -> None:
+        super().__init__(calls, tell, seconds)
+        self._stopping = False
+        self._signals = False
+        self._since: dict[int, float] = {}
+        self._interrupted_before: Callable[[int, FrameType | None], Any] | None = None
+
+    @override
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the event loop of this thread; calls are ended only where it is the main thread."""
+        self._signals = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT)
+        if self._signals:
+            signal.signal(_END, self._end)
+            if callable(before):
+                self._interrupted_before = before
+                signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            with super().watching():
+                yield
+        finally:
+            if self._signals:
+                signal.signal(_END, signal.SIG_IGN)  # one may be under way
+                signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C: let asyncio cancel the command, and end the call that keeps it from doing so."""
+        self._stopping = True
+        assert self._interrupted_before is not None
+        self._interrupted_before(number, frame)
+        self._end(number, frame)
+
+    def _end(self, _number: int, frame: FrameType | None) -> None:
+        """End the call that is on the stack of the main thread, when it is time; raises inside of the reward."""
+        found, held = _call_on(frame), self._held
+        if found is None or frame is None:
+            return
+        if self._stopping:
+            raise CallEnded("was interrupted")
+        seconds = 0.0 if held is None or held.key != found[0] else time.monotonic() - held.since
+        if held is not None and seconds >= held.calls.deadline:
+            raise CallEnded(f"held the event loop for {seconds:.0f} s, at {_place(frame, held.calls)}")
+
+    @override
+    def _lasts(self, call: RunningCall, frame: FrameType, seconds: float) -> None:
+        hint = "; await what takes long, or make it a sync reward, which runs in a thread"
+        self._name(call, frame, seconds, "holds the event loop", hint)
+        if self._signals and (seconds >= call.calls.deadline or self._stopping):
+            signal.pthread_kill(threading.main_thread().ident or 0, _END)
+
+    @override
+    def _look_at_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
+        running: dict[int, float] = {}
+        for frame in frames.values():
+            if (found := _call_in_thread(frame, self._calls)) is not None:
+                running[found[0]] = since = self._since.get(found[0], now)
+                self._name(RunningCall(*found, since=since), frame, now - since, "has been running")
+        self._since = running
+
+    def _name(self, call: RunningCall, frame: FrameType, seconds: float, what: str, hint: str = "") -> None:
+        if seconds < self._seconds:
+            return
+        name, sample, place = call.calls.reward.name, call.sample, _place(frame, call.calls)
+        if (name, place) not in self._named:
+            self._named.add((name, place))
+            who = f"{name}, sample {sample.index} of group {sample.gid}"
+            self._tell(f"{who}: {what} for {seconds:.0f} s at {place} (deadline {call.calls.deadline:g} s){hint}")
+
+
+def _call_on(frame: FrameType | None) -> tuple[int, RewardCalls, Any] | None:
+    """Key, reward and subject of the call on a stack; None: there is none."""
+    while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
-    if frame is None:
-        return None
-    found = frame.f_locals
-    subject = found["subject"]
-    sample = subject if isinstance(subject, RewardSample) else subject[0]
-    return {"reward": found["self"].reward.name, "group": sample.gid, "sample": sample.index}
+    return None if frame is None else (id(frame), frame.f_locals["self"], frame.f_locals["subject"])
 
 
-def place_of(frame: FrameType, file: str | None) -> str:
-    """File, line and source of the innermost frame of a call that is in `file`, else of the innermost frame."""
-    found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename != file and found.f_code is not CALL:
+def _call_in_thread(frame: FrameType | None, known: Sequence[RewardCalls]) -> tuple[int, RewardCalls, Any] | None:
+    """The same for the call of a sync reward that runs in a thread."""
+    while frame is not None and frame.f_code is not _WORK:
+        frame = frame.f_back
+    job = frame.f_locals if frame is not None else {}
+    calls = next((calls for calls in known if calls.reward.call == job.get("call")), None)
+    return None if calls is None else (id(job["future"]), calls, job["argument"])
+
+
+def _place(frame: FrameType, calls: RewardCalls) -> str:
+    """File, line and source of the innermost frame in the file of the reward, else of the innermost of all."""
+    file, found = source_of(calls), frame
+    while found.f_back is not None and found.f_code.co_filename != file and found.f_code is not _CALL:
         found = found.f_back
-    shown = frame if found is None or found.f_code is CALL else found
+    shown = found if found.f_code.co_filename == file else frame
     name, line = shown.f_code.co_filename, shown.f_lineno
     return f"{name}:{line} in {shown.f_code.co_name}: {linecache.getline(name, line).strip()}"
 
 
 def _stack(frame: FrameType) -> str:
-    lines = traceback.extract_stack(frame)[-_LINES:]
+    lines = traceback.extract_stack(frame)[-_STACK_LINES:]
     return " > ".join(f"{line.filename}:{line.lineno} {line.name}" for line in lines)
+
+
+def source_of(calls: RewardCalls) -> str | None:
+    """File with the code of a reward; None for one without (written in C)."""
+    call: Any = calls.reward.call
+    while isinstance(call, functools.partial):
+        call = call.func
+    call = inspect.unwrap(call)
+    owner = type(call.__self__) if inspect.ismethod(call) else call
+    if not inspect.isclass(owner) and not inspect.isfunction(owner):
+        owner = type(owner)
+    try:
+        return inspect.getsourcefile(owner)
+    except TypeError:
+        return None
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Growth:
+    """Whether memory grows, and goes on growing. Pure: sizes and times come from outside.
+
+    The smallest size of each window counts, so that what comes and goes does not.
+
+    Args:
+        window: seconds of a window.
+        windows: of them in a row, each above the one before.
+        least: bytes that they grew by in all. What was found once is found again when there is twice as much.
+    """
+
+    def __init__(self, window: float = 10.0, windows: int = 6, least: int = 64 << 20) -> None:
+        self.per_second = 0.0
+        self.seconds = window * windows
+        self._window = window
+        self._smallest: deque[int] = deque(maxlen=windows)
+        self._least = least
+        self._from = 0
+        self._ends: float | None = None
+        self._now = 0
+
+    def add(self, now: float, size: int) -> bool:
+        """Take the size (bytes) at a time (seconds of any clock); True when memory has been growing for long enough.
+
+        `per_second` then is the rate in bytes per second; counting begins anew.
+        """
+        if self._ends is None:
+            self._ends, self._now = now + self._window, size
+        if now < self._ends:
+            self._now = min(self._now, size)
+            return False
+        self._smallest.append(self._now)
+        self._ends, self._now = now + self._window, size
+        sizes = list(self._smallest)
+        grew = sizes[-1] - sizes[0]
+        rises = all(after > before for before, after in itertools.pairwise(sizes))
+        if len(sizes) < (self._smallest.maxlen or 0) or not rises or grew < self._least or sizes[-1] < self._from:
+            return False
+        self.per_second = grew / (self._window * (len(sizes) - 1))
+        self._from = 2 * sizes[-1]
+        self._smallest.clear()
+        return True
+
+
+class MemoryWatch:
+    """Names the rewards that were called while the process grew, in the log and in their figures.
+
+    Which of several it is, nobody can tell from the size of a process: `streamrl reward test` runs one of them alone.
+
+    Args:
+        calls: the rewards of this process; rules of microseconds keep nothing.
+        growth: when to name them.
+    """
+
+    def __init__(self, calls: Sequence[RewardCalls], growth: Growth | None = None) -> None:
+        self._calls = [one for one in calls if not one.reward.instant]
+        self._growth = growth or Growth()
+        self._ended = dict.fromkeys((one.reward.name for one in self._calls), 0)
+        self._called_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Watch until cancelled; where the system does not say how large a process is, do nothing."""
+        while (size := resident_bytes()) is not None:
+            self.look(time.monotonic(), size)
+            await asyncio.sleep(_MEMORY_SECONDS)
+
+    def look(self, now: float, size: int) -> None:
+        """Take the size of the process (bytes) at a time (seconds of any clock)."""
+        for calls in self._calls:
+            name, ended = calls.reward.name, calls.figures.ok + calls.figures.failures.total()
+            if calls.in_flight or ended != self._ended[name]:
+                self._ended[name], self._called_at[name] = ended, now
+        if self._growth.add(now, size):
+            self._name({name for name, at in self._called_at.items() if at >= now - self._growth.seconds}, size)
+
+    def _name(self, called: Collection[str], size: int) -> None:
+        rate = self._growth.per_second
+        shown = {"resident_mib": size >> 20, "mib_per_second": round(rate / (1 << 20), 3)}
+        if not called:
+            logger.warning("memory of this worker grows, and not while rewards are called", extra=shown)
+        for calls in self._calls:
+            if (name := calls.reward.name) in called:
+                others = ", ".join(sorted({*called} - {name}))
+                calls.figures.leaks = f"the worker grows by {rate / 1e6:.3g} MB/s while it is called"
+                calls.figures.leaks += f", with {others}" if others else ""
+                logger.warning("a reward keeps memory", extra={"reward": name, "together_with": others, **shown})
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in use, in bytes; None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -13,12 +13,12 @@ import orjson
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.consumers.calls import RewardCalls
-from streamrl.consumers.memory import MemoryWatch
+from streamrl.consumers.calls import RewardCalls, ScoringFailed
+from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.plugins import HOLD_SHARE
 from streamrl.consumers.reward import RewardContext, RewardSample
-from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
-from streamrl.consumers.watch import LoopWatch
+from streamrl.consumers.scoring import Scorer
+from streamrl.consumers.watch import LoopWatch, MemoryWatch
 from streamrl.errors import RewardUnavailable, WireError
 from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledger import ScoreOutcome
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 _RECORD_SECONDS: Final = 1.0
 _DRAIN_SHARE: Final = 0.15
-"""Part of the run's drain in which a worker finishes what is in hand; what is left is handed back."""
+"""Part of the run's drain in which a worker finishes the samples it holds; it hands back the rest."""
 _WAITING: Final = 4
-"""Samples held for each place of the reward with the fewest, as far as their turn comes while they may be held: more
-would only wait here, and not for other workers."""
+"""Samples that a worker holds for each slot of its narrowest reward, if `lease.max_hold` allows. More would wait here
+although other workers could take them."""
 _UNSETTLED: Final = frozenset({ScoreOutcome.LOST, ScoreOutcome.GONE})
 
 
 async def run_reward_worker(role: Role) -> None:
-    """Score the samples of the training and the evaluation ledger until `role.stop` is set and the work in hand ended.
+    """Score the samples of the training and the evaluation ledger until `role.stop` is set and all leases have ended.
 
-    A score is written once: a repeat after a lost lease or a crash changes nothing. A sample whose reward fails is a
-    dead letter with its traceback, a message that cannot be decoded at once; one that kills the process is taken over
-    by another worker and dead after `lease.max_deliveries`.
+    A score is written once: a repeat after a lost lease or a crash changes nothing. A sample whose reward fails, or
+    whose message cannot be decoded, becomes a dead letter. A sample that kills the process is taken over by another
+    worker, and is dead after `lease.max_deliveries`.
 
     Raises:
         PluginError: a reward of the run cannot be loaded or opened.
@@ -55,7 +55,7 @@ async def run_reward_worker(role: Role) -> None:
         context = RewardContext(config, role.run_dir, models, role.name, scored=partial(has_scores, ledgers))
         async with open_scorer(config, context) as scorer:
             for ledger in (ledgers.train, ledgers.evaluation):
-                await ledger.say_whole(scorer.whole)
+                await ledger.say_whole(scorer.group_scored)
             worker = RewardWorker(role, scorer)
             leases = Leases(
                 [ledgers.train, ledgers.evaluation],
@@ -70,12 +70,10 @@ async def run_reward_worker(role: Role) -> None:
             async with asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(worker.record(leases), name="record"),
-                    tasks.create_task(
-                        LoopWatch(scorer.calls, tell=role.say_blocked).run(), name="watch the event loop"
-                    ),
                     tasks.create_task(MemoryWatch(scorer.calls).run(), name="watch the memory"),
                 ]
-                await leases.run(role.stop)
+                with LoopWatch(scorer.calls, role.say_blocked).watching():
+                    await leases.run(role.stop)
                 for task in beside:
                     task.cancel()
 
@@ -89,20 +87,20 @@ async def has_scores(ledgers: Ledgers) -> bool:
 
 
 def width_of(scorer: Scorer, config: RunConfig) -> int:
-    """Samples, or whole groups, that a worker holds: what the reward with the fewest places can keep busy now."""
-    size = config.sampling.responses if scorer.whole else 1
+    """Samples, or whole groups, that a worker holds: as many as keep its narrowest reward busy."""
+    size = config.sampling.responses if scorer.group_scored else 1
     limits = [config.reward_worker.concurrency / size]
     for calls in scorer.calls:
-        if (places := calls.places) is not None:
+        if (slots := calls.slots) is not None:
             turns = max(1, min(_WAITING, int(HOLD_SHARE * config.lease.max_hold / calls.deadline)))
-            limits.append(turns * places / (1 if calls.reward.group else size))
+            limits.append(turns * slots / (1 if calls.reward.group else size))
     return max(1, int(min(limits)))
 
 
 class RewardWorker:
     """Scores leased samples and groups, and counts.
 
-    `scored` and `failed` count samples whose fate this process decided; what another worker was faster at is in
+    `scored` and `failed` count the samples that this process decided; those that another worker was faster at are in
     neither.
     """
 
@@ -124,7 +122,7 @@ class RewardWorker:
         try:
             if lease.whole:
                 await self._handle_group(lease, until)
-            elif self._scorer.whole:
+            elif self._scorer.group_scored:
                 await lease.ledger.gather(lease)  # admitted before a reward of the run compared
             else:
                 await self._handle_sample(lease, until)
@@ -144,7 +142,7 @@ class RewardWorker:
         except WireError as error:
             await self._bury(lease, f"wire: {error}")
         except ScoringFailed as error:
-            await self._bury(lease, error.message, error.detail, doom=error.doom)
+            await self._bury(lease, error.message, error.detail, fail_group=error.fail_group)
         else:
             if await lease.ledger.score(lease, data) not in _UNSETTLED:
                 self._count(score.value)
@@ -164,11 +162,11 @@ class RewardWorker:
             samples = {}
         results = await self._scorer.score_group(list(samples.values()), until) if samples else []
         scores: dict[int, wire.Score] = {}
-        doom = ""
+        group_cause = ""
         for index, result in zip(samples, results, strict=True):
             if isinstance(result, ScoringFailed):
                 causes[index] = Cause(result.message, result.detail)
-                doom = doom or (result.message if result.doom else "")
+                group_cause = group_cause or (result.message if result.fail_group else "")
             else:
                 scores[index] = result
         encoded = {}
@@ -178,7 +176,7 @@ class RewardWorker:
             except WireError as error:
                 causes[index] = Cause(f"wire: {error}")
                 del scores[index]
-        if await lease.ledger.score_group(lease, encoded, causes, doom=doom) in _UNSETTLED:
+        if await lease.ledger.score_group(lease, encoded, causes, doom=group_cause) in _UNSETTLED:
             return
         for score in scores.values():
             self._count(score.value)
@@ -190,8 +188,10 @@ class RewardWorker:
         self.scored += 1
         self._total += value
 
-    async def _bury(self, lease: Lease, why: str, detail: str = "", *, doom: bool = False, samples: int = 1) -> None:
-        if await lease.ledger.fail_score(lease, why, detail, doom=doom):
+    async def _bury(
+        self, lease: Lease, why: str, detail: str = "", *, fail_group: bool = False, samples: int = 1
+    ) -> None:
+        if await lease.ledger.fail_score(lease, why, detail, doom=fail_group):
             self.failed += samples
             logger.warning("sample is dead", extra={"group": lease.gid, "sample": lease.sample, "why": why})
 

@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.consumers.patience import PatientScorer
+from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.reward import RewardContext, RewardSample
-from streamrl.consumers.scoring import ScoringFailed, models_of, open_scorer
+from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import StreamrlError, unwrap
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Engine, Request

@@ -14,8 +14,7 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.consumers.adapters import Adapted
-from streamrl.consumers.built_in import models_asked
-from streamrl.consumers.plugins import LoadedReward, load_rewards
+from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
 from streamrl.producers.player import check_recording

@@ -227,7 +227,7 @@ def test_the_reward_is_opened_and_closed(folder: tuple[Path, str]):
 
 
 def test_who_cannot_be_had_now_is_waited_for_to_a_limit(folder: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("streamrl.consumers.patience.TELL_SECONDS", 0.1)
+    monkeypatch.setattr("streamrl.consumers.scoring.TELL_SECONDS", 0.1)
     reward = ("reward", "test", f"{folder[1]}:Asleep", "--sample", samples(folder[0], "4"))
     done = cli(*reward, "--arg", "looks=2", "--json", cwd=folder[0])
     assert (done.returncode, data_of(done.stdout, SCHEMA)["mean"]) == (0, 1.0), done.stderr

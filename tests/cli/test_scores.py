@@ -340,7 +340,7 @@ def test_a_picture_where_there_is_matplotlib(run_dir, tmp_path, monkeypatch):
     done = rescore(run_dir, *arguments)
     assert (done.returncode, f"wrote {out}" in done.stderr) == (0, True)
     assert out.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("streamrl.commands.rescore_report.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrl.commands.rescore.find_spec", lambda name: None)
     done = rescore(run_dir, *arguments)
     assert done.returncode == 78
     assert "matplotlib" in done.stderr

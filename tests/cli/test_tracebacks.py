@@ -4,8 +4,7 @@ import asyncio
 import traceback
 from pathlib import Path
 
-from streamrl.consumers.calls import Together, detail_of
-from streamrl.consumers.scoring import ScoringFailed
+from streamrl.consumers.calls import SampleState, ScoringFailed, detail_of
 from streamrl.monitor.tracebacks import folded
 from tests.consumers.calls_kit import calls_of, lease_end, loaded
 from tests.consumers.samples import seen
@@ -18,7 +17,7 @@ def fails(sample):
 def test_frames_of_the_framework_are_folded_and_those_of_the_reward_stay():
     calls = calls_of(loaded(fails), attempts=1)
     try:
-        asyncio.run(calls.score(seen("four"), Together(lease_end())))
+        asyncio.run(calls.score(seen("four"), SampleState(lease_end())))
     except ScoringFailed as error:
         detail = error.detail
     lines = folded(detail)

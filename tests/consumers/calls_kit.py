@@ -10,7 +10,7 @@ from typing import Any
 from streamrl import wire
 from streamrl.config import RewardSpec, RewardWorkerConfig, ScoringConfig
 from streamrl.consumers import RewardSample
-from streamrl.consumers.calls import RewardCalls, ScoringFailed, Together
+from streamrl.consumers.calls import RewardCalls, SampleState, ScoringFailed
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.threads import CallThreads
@@ -38,9 +38,9 @@ def lease_end(seconds: float = LEASE) -> float:
     return time.monotonic() + seconds
 
 
-def leased(seconds: float = LEASE) -> Together:
+def leased(seconds: float = LEASE) -> SampleState:
     """A sample that is leased for so many seconds."""
-    return Together(lease_end(seconds))
+    return SampleState(lease_end(seconds))
 
 
 class HeldScorer(Scorer):

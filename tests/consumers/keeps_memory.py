@@ -1,11 +1,15 @@
 """A reward that never lets go of what it has seen."""
 
-BYTES = 100_000
+import mmap
+
+BYTES = 1 << 20
 _seen = []
 
 
 async def keeps(sample):
-    _seen.append(bytearray(BYTES))
+    block = mmap.mmap(-1, BYTES)  # pages of its own: the heap of the process may have free ones
+    block.write(b"x" * BYTES)
+    _seen.append(block)
     return 1.0
 
 

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox
-from streamrl.consumers.sandbox.wrappers import interpreter
+from streamrl.consumers.sandbox import Execution, Isolation, Program, Sandbox, SandboxLimits
+from streamrl.consumers.sandbox.sandbox import interpreter
 from streamrl.errors import ConfigError
 from tests.needs import missing
 
 T = TypeVar("T")
-SPACIOUS = Limits(cpu=20, wall=60)
+SPACIOUS = SandboxLimits(cpu=20, wall=60)
 
 
 _working: set[Isolation] = set()
@@ -38,7 +38,7 @@ def sandbox(isolation: Isolation = "namespaces", *, network: bool = False, **lim
     """A sandbox of this isolation; ends the test where the machine does not allow it."""
     need(isolation)
     found = Sandbox(
-        Limits(**{"cpu": 20, "wall": 60} | limits), network=network or isolation == "none", isolation=isolation
+        SandboxLimits(**{"cpu": 20, "wall": 60} | limits), network=network or isolation == "none", isolation=isolation
     )
     found.isolation = isolation  # it is known to work: one program less for each sandbox
     return found

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from streamrl.consumers.attempts import failed_servers
+from streamrl.consumers.calls import failed_servers
 from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.samples import seen
 

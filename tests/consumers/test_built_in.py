@@ -4,8 +4,7 @@ import sys
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.consumers.built_in import BUILT_IN
-from streamrl.consumers.plugins import load_rewards
+from streamrl.consumers.plugins import BUILT_IN, load_rewards
 from streamrl.errors import PluginError
 
 NEEDED = {"regex": {"pattern": "a"}, "json_schema": {"key": "schema"}, "length": {"most": 9}}
@@ -51,11 +50,11 @@ def test_all_names_of_the_table_exist():
 
 
 def test_a_rule_brings_none_of_the_others():
-    code = "import sys; from streamrl.consumers.rules import match; print(*sys.modules)"
+    code = "import sys; from streamrl.consumers.rules import text; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     ours = ("streamrl.consumers.rules.", "streamrl.consumers.sandbox")
     found = {name for name in done.stdout.split() if name.startswith(ours)}
-    assert found == {"streamrl.consumers.rules.answers", "streamrl.consumers.rules.match"}
+    assert found == {"streamrl.consumers.rules.text"}
 
 
 @pytest.mark.parametrize(

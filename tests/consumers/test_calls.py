@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers import Score, circuit
+from streamrl.consumers import Score, limits
 from streamrl.consumers import calls as module
 from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.processes import CallFailed
@@ -24,7 +24,7 @@ async def test_what_is_refused_is_never_tried_again(on_failure):
     with pytest.raises(ScoringFailed, match="no answer in line 3") as caught:
         await outcome(calls_of(loaded(reward, on_failure=on_failure, attempts=5)))
     assert len(made) == 1
-    assert caught.value.doom == (on_failure == "dead")
+    assert caught.value.fail_group == (on_failure == "dead")
 
 
 async def test_attempts_of_the_reward_come_before_those_of_the_worker():
@@ -48,12 +48,12 @@ async def test_retry_ends_with_its_time_and_then_only_the_sample_dies(monkeypatc
     with pytest.raises(ScoringFailed, match="away") as caught:
         await outcome(calls_of(loaded(reward, on_failure="retry"), retry_for=30))
     assert len(made) > 2
-    assert not caught.value.doom
+    assert not caught.value.fail_group
 
 
 async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.0)
-    monkeypatch.setattr(circuit, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
     back = asyncio.Event()
     during, together, most = [], 0, 0
 
@@ -70,7 +70,7 @@ async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch)
 
     calls = calls_of(loaded(reward, on_failure="retry", deadline=60))
     first = asyncio.create_task(outcome(calls, numbered(0)))
-    while calls.circuit.since is None:  # noqa: ASYNC110 (nobody announces it)
+    while calls.circuit.open_since is None:  # noqa: ASYNC110 (nobody announces it)
         await asyncio.sleep(0)
     most = 0
     others = [asyncio.create_task(outcome(calls, numbered(index))) for index in range(1, 20)]
@@ -79,7 +79,7 @@ async def test_while_the_circuit_is_open_samples_wait_and_one_tries(monkeypatch)
     assert most == 1, "one at a time while it is open"
     back.set()
     assert await asyncio.gather(first, *others) == [1.0] * 20
-    assert calls.circuit.since is None
+    assert calls.circuit.open_since is None
     assert calls.figures.dead == 0
 
 
@@ -172,7 +172,7 @@ async def test_a_rule_is_tried_once_whatever_the_keys_say():
     with pytest.raises(ScoringFailed, match="no answer") as caught:
         await calls.instant(seen())
     assert len(made) == 1
-    assert caught.value.doom
+    assert caught.value.fail_group
 
 
 async def test_figures_count_attempts_values_and_cost():

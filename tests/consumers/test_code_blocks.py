@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.consumers.rules.code_blocks import code_blocks, program_in
+from streamrl.consumers.rules.code import code_blocks, program_in
 
 PYTHON = ("python", "py", "")
 

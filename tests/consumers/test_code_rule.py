@@ -162,6 +162,12 @@ def test_args_that_cannot_work_are_refused_at_the_start(args, why):
     assert why in caught.value.message
 
 
+def test_nsjail_is_refused_with_what_to_use_instead():
+    with pytest.raises(PluginError, match="nsjail is no longer supported") as caught:
+        load_rewards(RunConfig.model_validate({"rewards": [{"use": "code", "args": {"isolation": "nsjail"}}]}))
+    assert "bubblewrap" in caught.value.hint
+
+
 def test_the_rule_is_built_in_and_has_a_deadline_and_a_concurrency_of_its_own():
     (reward,) = load_rewards(RunConfig.model_validate({"rewards": [{"use": "code", "args": {"total": 7}}]}))
     assert reward.life.deadline > 7

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.consumers.comparison import compare, most_different
+from streamrl.consumers.rescoring import compare, most_different
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from streamrl.consumers.calls import ScoringFailed
-from streamrl.consumers.foreground import Foreground
+from streamrl.consumers.watch import Foreground
 from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.samples import seen
 

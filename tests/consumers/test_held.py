@@ -9,9 +9,9 @@ from streamrl.config import RewardSpec, RunConfig
 from streamrl.consumers import Reward
 from streamrl.consumers import calls as module
 from streamrl.consumers.calls import NoTime, ScoringFailed
+from streamrl.consumers.opening import open_scorer
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardContext
-from streamrl.consumers.scoring import open_scorer
 from streamrl.consumers.worker import width_of
 from streamrl.errors import ConfigError, RewardBusy, RewardUnavailable
 from tests.consumers.calls_kit import LEASE, calls_of, failing, lease_end, leased, loaded, numbered, scorer
@@ -101,7 +101,7 @@ async def test_no_attempt_may_outlast_the_lease_and_then_on_failure_decides():
     together = leased(LEASE / 2 + 0.5)
     with pytest.raises(ScoringFailed, match=r"ValueError: no \(.*lease.max_hold leaves no time") as caught:
         await score(calls, together)
-    assert caught.value.doom
+    assert caught.value.fail_group
     assert made
 
 
@@ -139,7 +139,7 @@ class Asks(Reward):
     most = 2
     deadline = 10.0
 
-    def room(self):
+    def slots(self):
         return self.most
 
     async def score(self, sample):
@@ -155,13 +155,13 @@ async def test_places_are_those_of_whom_it_asks_as_they_are_now(tmp_path):
     config = config_of("Asks", concurrency=50)
     async with open_scorer(config, RewardContext(config, tmp_path)) as opened:
         (calls,) = opened.calls
-        assert calls.places == 2
+        assert calls.slots == 2
         assert width_of(opened, config) == 8
         calls.reward.life.most = 5
-        assert calls.places == 5
+        assert calls.slots == 5
         assert width_of(opened, config) == 20
         calls.reward.life.most = 1000
-        assert calls.places == 50
+        assert calls.slots == 50
         short = config_of("Asks", max_hold=22)
         assert width_of(opened, short) == 64, "more than the worker's own places are never held"
         calls.reward.life.most = 5

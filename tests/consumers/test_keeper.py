@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.consumers.sandbox import Limits, inside
-from streamrl.consumers.sandbox.execution import SLOWEST
-from streamrl.consumers.sandbox.sandbox import _START
+from streamrl.consumers.sandbox import SandboxLimits, inside
+from streamrl.consumers.sandbox.sandbox import _START, SLOWEST
 from tests.consumers.sandboxes import need
 from tests.needs import missing
 
 ORDINARY = 41234
-LIMITS = {**asdict(Limits(cpu=20, wall=60, disk=16 << 20)), "slowest": SLOWEST}
+LIMITS = {**asdict(SandboxLimits(cpu=20, wall=60, disk=16 << 20)), "slowest": SLOWEST}
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import contextlib
 import pytest
 
 from streamrl.config import LeaseConfig
-from streamrl.consumers import patience
-from streamrl.consumers.patience import PatientScorer
-from streamrl.consumers.scoring import ScoringFailed
+from streamrl.consumers import scoring as scoring_module
+from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import RewardBusy, RewardUnavailable, Unreachable
 from tests.consumers.calls_kit import loaded, scorer
 from tests.consumers.samples import seen
@@ -78,7 +78,7 @@ async def test_when_nothing_is_scored_all_the_time_it_is_given_up():
 
 
 async def test_scoring_that_does_not_end_when_it_is_given_up_holds_up_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(patience, "_END_SECONDS", 0.01)
+    monkeypatch.setattr(scoring_module, "_END_SECONDS", 0.01)
     release = asyncio.Event()
 
     class Stubborn(Played):
@@ -105,7 +105,7 @@ async def test_scoring_that_does_not_end_when_it_is_given_up_holds_up_nothing(mo
 
 
 async def test_people_are_told_who_is_waited_for(monkeypatch):
-    monkeypatch.setattr(patience, "TELL_SECONDS", 0.001)
+    monkeypatch.setattr(scoring_module, "TELL_SECONDS", 0.001)
     kinds, said = [RewardUnavailable, RewardBusy], asyncio.Queue()
 
     async def judge(sample):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.consumers.processes import CallFailed, Limits, ProcessDied, ProcessPool
+from streamrl.consumers.processes import CallFailed, CallLimits, ProcessDied, ProcessPool
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.restarts import Deaths, RestartPolicy
 from tests.queues.ledger_kit import until
@@ -111,7 +111,7 @@ async def make_pool(script):
 
         def make(settings=None, size=1, path=script, **limits):
             pool = ProcessPool(
-                "test", path, settings, size, Limits(**{"cpu": 5, "wall": 600, "memory": MEMORY} | limits)
+                "test", path, settings, size, CallLimits(**{"cpu": 5, "wall": 600, "memory": MEMORY} | limits)
             )
             stack.push_async_callback(pool.close)
             return pool
@@ -337,10 +337,10 @@ async def test_the_end_is_clean_and_may_be_repeated(make_pool):
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from streamrl.consumers.processes import Limits, ProcessPool
+from streamrl.consumers.processes import CallLimits, ProcessPool
 
 async def main():
-    pool = ProcessPool("test", Path(sys.argv[1]), None, 2, Limits(cpu=1000, wall=1000, memory=1 << 28))
+    pool = ProcessPool("test", Path(sys.argv[1]), None, 2, CallLimits(cpu=1000, wall=1000, memory=1 << 28))
     busy = asyncio.create_task(pool.call(["burn"]))
     idle = await pool.call(["pid"])
     while not pool._busy:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.consumers.rules.match import ExactMatch, NumberMatch, last_number
+from streamrl.consumers.rules.text import ExactMatch, NumberMatch, last_number
 from tests.consumers.samples import seen
 
 

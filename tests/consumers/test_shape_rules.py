@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.consumers.rules.format import Format
-from streamrl.consumers.rules.length import Length
-from streamrl.consumers.rules.repetition import Repetition, repeated
+from streamrl.consumers.rules.text import Format, Length, Repetition, repeated
 from tests.consumers.samples import seen
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import Reward, RewardContext, RewardSample, RewardUnavailable
-from streamrl.consumers.absence import may_pass
-from streamrl.consumers.scoring import ScoringFailed, open_scorer
+from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers.opening import is_transient, open_scorer
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError, Unreachable
 from tests.consumers.calls_kit import lease_end, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
@@ -99,7 +99,7 @@ async def test_values_that_make_no_number_end_as_the_worker_says():
     scoring = scorer(loaded(negative, weight=0.5), scoring={"combine": "product"}, on_failure="dead")
     with pytest.raises(ScoringFailed, match=r"has no power 0\.5") as caught:
         await scoring.score(seen())
-    assert caught.value.doom
+    assert caught.value.fail_group
 
 
 async def compared(samples):
@@ -159,7 +159,7 @@ async def test_a_comparison_that_fails_leaves_no_sample_with_a_score():
     steady, _ = counting("steady")
     scoring = scorer(loaded(steady), loaded(compared, group=True, on_failure="dead"), attempts=1)
     results = await scoring.score_group(group("good", "poison"))
-    assert all(isinstance(result, ScoringFailed) and result.doom for result in results)
+    assert all(isinstance(result, ScoringFailed) and result.fail_group for result in results)
 
 
 async def test_a_group_of_which_no_sample_goes_on_is_not_compared():
@@ -171,7 +171,7 @@ async def test_a_group_of_which_no_sample_goes_on_is_not_compared():
 
 async def test_a_single_sample_is_a_group_of_one_for_what_compares():
     scoring = scorer(loaded(compared, group=True))
-    assert scoring.whole
+    assert scoring.group_scored
     assert (await scoring.score(seen())).value == 1.0
 
 
@@ -265,13 +265,13 @@ async def nobody_listens():
 
 async def test_an_error_of_a_library_is_told_by_what_led_to_it():
     refused, of_anyio = ConnectionRefusedError("judge:8000"), OSError("All connection attempts failed")
-    assert may_pass(raised_from(of_anyio, ExceptionGroup("several", [refused, refused])))
-    assert may_pass(raised_while(OSError("as requests wraps it"), raised_from(RuntimeError("of urllib3"), refused)))
-    assert may_pass(await nobody_listens())
-    assert may_pass(socket.gaierror(socket.EAI_AGAIN, "try again"))
-    assert may_pass(no_such_model(503))
-    assert not may_pass(no_such_model(404))
-    assert not may_pass(raised_from(PluginError("no"), refused))
+    assert is_transient(raised_from(of_anyio, ExceptionGroup("several", [refused, refused])))
+    assert is_transient(raised_while(OSError("as requests wraps it"), raised_from(RuntimeError("of urllib3"), refused)))
+    assert is_transient(await nobody_listens())
+    assert is_transient(socket.gaierror(socket.EAI_AGAIN, "try again"))
+    assert is_transient(no_such_model(503))
+    assert not is_transient(no_such_model(404))
+    assert not is_transient(raised_from(PluginError("no"), refused))
 
 
 @pytest.mark.parametrize(

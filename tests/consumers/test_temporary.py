@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.consumers.sandbox import Sandbox
-from streamrl.consumers.sandbox.temporary import own_folder, sweep
+from streamrl.consumers.sandbox.sandbox import own_folder, sweep
 from tests.consumers.sandboxes import SPACIOUS
 
 HOLDS = """
 import sys, time
-from streamrl.consumers.sandbox.temporary import own_folder
+from streamrl.consumers.sandbox.sandbox import own_folder
 with own_folder("streamrl-test-") as folder:
     print(folder, flush=True)
     time.sleep(600)

@@ -5,25 +5,20 @@ import itertools
 import logging
 import re
 import threading
+import time
 
 import pytest
 
-from streamrl.consumers import RewardSample, steps
+from streamrl.consumers import RewardSample
 from streamrl.consumers import watch as watch_module
-from streamrl.consumers.steps import Timed
-from streamrl.consumers.watch import LoopWatch, held_by
+from streamrl.consumers.watch import LoopWatch
 from tests.consumers.calls_kit import calls_of, leased, loaded, scorer
 from tests.consumers.samples import prompt, response, seen
 
 
 async def watched(work, *calls, seconds=0.2, tell=lambda text: None):
-    watch = asyncio.create_task(LoopWatch(calls, seconds, tell).run())
-    await asyncio.sleep(0)
-    try:
+    with LoopWatch(calls, tell, seconds).watching():
         return await work
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
 
 
 class Named(logging.Handler):
@@ -86,70 +81,92 @@ async def test_a_rule_and_a_group_reward_are_named_too(named):
 async def test_who_does_not_call_a_reward_is_not_named(named, monkeypatch):
     looks = threading.Semaphore(0)
 
-    def look(frame):
-        looks.release()
-        return held_by(frame)
+    class Looking(LoopWatch):
+        def _look(self, *seen):
+            super()._look(*seen)
+            looks.release()
 
-    monkeypatch.setattr(watch_module, "held_by", look)
-
-    async def reward(sample):
-        return 1.0
-
-    async def somebody_else():
-        for _ in range(2):  # the second look begins when the first has said all it had to say
-            assert looks.acquire(timeout=60)
-
-    await watched(somebody_else(), calls_of(loaded(reward)))
+    calls = calls_of(loaded(computes))
+    monkeypatch.setattr(watch_module, "HELD_SECONDS", 0.0)
+    with Looking([calls], pytest.fail, 0.0).watching():
+        for _ in range(3):
+            assert looks.acquire(timeout=60)  # the loop stands still, and nobody calls a reward
     assert not named.records
+    assert calls.figures.blocked == 0
 
 
-class Clock:
-    """The clock of steps, moved by the test."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
+async def computes(sample):
+    await asyncio.sleep(0)
+    return 1.0
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(steps, "time", clock)
-    return clock
+def counted(monkeypatch):
+    """Waits until a time that a reward held the event loop has been counted, which a thread does."""
+
+    def of(calls):
+        loop, count, hold = asyncio.get_running_loop(), asyncio.Semaphore(0), calls.held_loop
+
+        def held(seconds):
+            hold(seconds)
+            loop.call_soon_threadsafe(count.release)
+
+        monkeypatch.setattr(calls, "held_loop", held)
+        return count
+
+    return of
 
 
-async def test_a_step_that_took_long_is_counted_and_said(clock, caplog):
+async def test_a_step_that_took_long_is_counted_and_said_when_it_is_over(counted, caplog, monkeypatch):
+    monkeypatch.setattr(watch_module, "HELD_SECONDS", 0.05)
+    seen_by_watch = threading.Event()
+
     async def computes(sample):
-        await asyncio.sleep(0)
-        clock.now += 1.5
+        seen_by_watch.clear()
+        assert seen_by_watch.wait(60)
         return 1.0
 
     calls = calls_of(loaded(computes))
-    for _ in range(4):
-        await calls.score(seen(), leased())
+    count = counted(calls)
+    with LoopWatch([calls], lambda _: seen_by_watch.set(), 0.1).watching():
+        for _ in range(4):
+            await calls.score(seen(), leased())
+            await asyncio.wait_for(count.acquire(), 60)
     line = calls.figures.line()
-    assert (line["blocked"], line["blocked_seconds"]) == (4, 1.5)
+    assert line["blocked"] == 4
+    assert line["blocked_seconds"] >= 0.1
     said = [record for record in caplog.records if record.msg == "a reward held the event loop"]
     assert [record.times for record in said] == [1, 2, 4], "not once per sample"
     assert {record.reward for record in said} == {"computes"}
 
 
-async def test_waiting_is_not_holding(clock):
-    begun, over = asyncio.Event(), asyncio.Event()
+async def test_waiting_and_short_steps_are_not_holding():
+    """The watch looks while a reward waits, and for longer than `HELD_SECONDS` while it computes in short steps."""
+    looks = asyncio.Semaphore(0)
+    loop = asyncio.get_running_loop()
+
+    class Looking(LoopWatch):
+        def _look(self, *seen):
+            super()._look(*seen)
+            loop.call_soon_threadsafe(looks.release)
 
     async def waits(sample):
-        begun.set()
-        await over.wait()
+        for _ in range(3):
+            await looks.acquire()
+        for _ in range(6):  # as a whole for longer than `HELD_SECONDS`
+            end = time.perf_counter() + 0.3
+            while time.perf_counter() < end:
+                pass
+            await asyncio.sleep(0)
         return 1.0
 
     calls = calls_of(loaded(waits))
-    scoring = asyncio.create_task(calls.score(seen(), leased()))
-    await begun.wait()
-    clock.now += 100
-    over.set()
-    await scoring
+    with Looking([calls], pytest.fail, 60.0).watching():
+        await calls.score(seen(), leased())
+        while not looks.locked():  # the looks that are over
+            await looks.acquire()
+        for _ in range(2):  # one may be under way; the next one sees that the call is over
+            await looks.acquire()
     assert calls.figures.blocked == 0
 
 
@@ -175,39 +192,3 @@ async def test_a_sync_reward_that_keeps_the_interpreter_is_named_afterwards(monk
 
     await asyncio.wait_for(watched(both(), calls, other, seconds=60), 100)
     assert other.figures.blocked == 0
-
-
-async def test_timed_passes_results_exceptions_and_cancellation():
-    held = []
-
-    async def gives(value):
-        await asyncio.sleep(0)
-        return value
-
-    async def raises():
-        await asyncio.sleep(0)
-        raise KeyError("x")
-
-    cleaned = asyncio.Event()
-
-    async def hangs():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
-
-    async def timed(coroutine):
-        return await Timed(coroutine, 60, held.append)
-
-    assert await timed(gives(3)) == 3
-    with pytest.raises(KeyError):
-        await timed(raises())
-    task = asyncio.create_task(timed(hangs()))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert cleaned.is_set()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(timed(hangs()), 0.01)
-    assert not held

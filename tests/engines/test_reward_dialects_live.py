@@ -19,8 +19,8 @@ import torch
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import ModelClient, open_models
-from streamrl.consumers.models.reward import RewardModel
-from streamrl.consumers.models.router import State
+from streamrl.consumers.models.reward_model import RewardModel
+from streamrl.consumers.models.router import ServerState
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
 from streamrl.runtime.reward_models.kinds import model_server
@@ -92,7 +92,7 @@ async def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     try:
         await client.follow(client.config.url)
         async with asyncio.timeout(START):
-            while client.standings()[0].state is State.UNCHECKED:
+            while client.standings()[0].state is ServerState.UNCHECKED:
                 assert process.poll() is None, log.read_text(errors="replace")[-4000:]
                 await client.check()
                 await asyncio.sleep(0.5)
@@ -151,7 +151,7 @@ async def test_a_text_that_is_too_long_is_refused_and_the_server_goes_on(live):
 
 @pytest.mark.parametrize("live", ["vllm"], indirect=True)  # SGLang serves one model under any name
 async def test_a_model_of_another_name_is_refused_at_the_start(live, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
     with pytest.raises(ConfigError, match="answered 404"):
         async with live.reward(live.keys(model="another"), label=0, tokenizer=str(live.model)):
             pass

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from streamrl.config import LeaseConfig, RunConfig
-from streamrl.consumers import patience
-from streamrl.consumers.patience import PatientScorer
+from streamrl.consumers import scoring as scoring_module
+from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import RewardBusy, RewardUnavailable
 from streamrl.runtime.offline import _scores
 from tests.consumers.calls_kit import loaded, scorer
@@ -35,7 +35,7 @@ async def measured(judge, **worker):
 
 @pytest.mark.parametrize("kind", [RewardUnavailable, RewardBusy])
 async def test_a_wait_for_those_who_score_is_no_failed_attempt_and_is_said(kind, monkeypatch, caplog):
-    monkeypatch.setattr(patience, "TELL_SECONDS", 0.001)
+    monkeypatch.setattr(scoring_module, "TELL_SECONDS", 0.001)
 
     async def judge(sample):
         if "waiting for judge" not in caplog.text:

@@ -95,11 +95,7 @@ def parse(data: bytes, kind: type[_Request]) -> _Request:
 
 
 def refuse_repeats(leases: list[str]) -> None:
-    """See that no lease has two scores in one request.
-
-    Raises:
-        Refusal: one has; nobody knows which of them is meant.
-    """
+    """See that no lease has two scores in one request; `Refusal`: one has; nobody knows which of them is meant."""
     places: dict[str, int] = {}
     for number, lease in enumerate(leases):
         first = places.setdefault(lease, number)
@@ -110,10 +106,6 @@ def refuse_repeats(leases: list[str]) -> None:
 
 def end_of(posted: Posted, number: int) -> Score | ProgramFailed | DataError:
     """What a program says of a sample; a failure is an exception and never a number, `DataError` is not tried again.
-
-    Args:
-        posted: one of the scores of a request.
-        number: which one, for messages.
 
     Raises:
         Refusal: neither or both of value and error, or a number that is not finite.

@@ -32,7 +32,7 @@ class ProgramsLost(StreamrlError, RuntimeError):
 
 
 @dataclass(eq=False, slots=True)
-class Offer:
+class SampleOffer:
     """One sample.
 
     Attributes:
@@ -59,9 +59,6 @@ class Offers:
         taken: samples settled with a score.
         failed: samples settled with a failure.
         lost: leases that were not renewed in time.
-
-    Args:
-        most_losses: leases of one sample that may run out before it fails.
     """
 
     def __init__(self, most_losses: int) -> None:
@@ -69,8 +66,8 @@ class Offers:
         self.failed = 0
         self.lost = 0
         self._most_losses = most_losses
-        self._waiting: deque[Offer] = deque()
-        self._leased: dict[str, Offer] = {}
+        self._waiting: deque[SampleOffer] = deque()
+        self._leased: dict[str, SampleOffer] = {}
         self._settled: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -83,27 +80,20 @@ class Offers:
         """Samples that programs have."""
         return len(self._leased)
 
-    def add(self, offer: Offer) -> None:
+    def add(self, offer: SampleOffer) -> None:
         """Offer a new sample, behind the others."""
         self._waiting.append(offer)
 
-    def withdraw(self, offer: Offer) -> None:
+    def withdraw(self, offer: SampleOffer) -> None:
         """Take a sample back, whoever has it; a repeat, and one that is settled, changes nothing."""
         if offer.lease:
             self._leased.pop(offer.lease, None)
         elif offer in self._waiting:
             self._waiting.remove(offer)
 
-    def lease(self, count: int, seconds: float, now: float, most_bytes: int) -> list[Offer]:
-        """Give the oldest waiting samples away, each under a new lease.
-
-        Args:
-            count: at most so many.
-            seconds: after which a lease ends that is not renewed.
-            now: the clock.
-            most_bytes: bytes of all their bodies; the first may be larger.
-        """
-        given: list[Offer] = []
+    def lease(self, count: int, seconds: float, now: float, most_bytes: int) -> list[SampleOffer]:
+        """Give the oldest waiting samples away, each under a new lease; only the first may exceed `most_bytes`."""
+        given: list[SampleOffer] = []
         size = 0
         while self._waiting and len(given) < count:
             size += len(self._waiting[0].body)
@@ -180,7 +170,7 @@ class Offers:
         """When the next lease ends; None without leases."""
         return min((offer.until for offer in self._leased.values()), default=None)
 
-    def _put_back(self, offer: Offer) -> None:
+    def _put_back(self, offer: SampleOffer) -> None:
         del self._leased[offer.lease]
         offer.lease = ""
         self._waiting.appendleft(offer)

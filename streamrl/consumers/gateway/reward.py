@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from typing_extensions import override
+
 from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
-from streamrl.consumers.gateway.offers import Offer, Offers
+from streamrl.consumers.gateway.offers import Offers, SampleOffer
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.errors import ConfigError, RewardUnavailable
 
@@ -50,17 +52,12 @@ class GatewayReward(Reward):
         self._stack = contextlib.AsyncExitStack()
         self._offers = Offers(1)
 
+    @override
     def counts(self) -> dict[str, int]:
-        """Samples that wait for a program, that programs have, and leases that programs let run out."""
         return {"waiting": self._offers.waiting, "leased": self._offers.leased, "lost": self._offers.lost}
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: no port, or no token that can be read.
-            CannotCreate: the address cannot be listened on.
-        """
         from streamrl.consumers.gateway.server import Gateway  # aiohttp.web: not for those who only look at names
         from streamrl.listening import listen
 
@@ -80,23 +77,15 @@ class GatewayReward(Reward):
         self._stack.enter_context(_told(context.run_dir / "rewards" / "gateway" / f"{name}.url", self.url))
         logger.info("gateway open", extra={"url": self.url, "token": token is not None})
 
+    @override
     async def close(self) -> None:
-        """Stop listening; requests that wait get an empty answer. A repeat does nothing."""
         await self._stack.aclose()
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Offer a sample until its score is posted. Safe to cancel: no program can settle it any more.
-
-        Raises:
-            ProgramFailed: what a program posted instead of a score.
-            DataError: the same with `retry: false`.
-            ProgramsLost: too many programs took the sample and were not heard of again.
-            RewardUnavailable: no program asks.
-            TypeError: the prompt holds something that JSON does not know.
-        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Score] = loop.create_future()
-        offer = Offer(render(sample), partial(_settle, future))
+        offer = SampleOffer(render(sample), partial(_settle, future))
         self._gateway.add(offer)
         begun = loop.time()
         try:

@@ -27,7 +27,7 @@ from aiohttp import web
 from streamrl.config.base import is_loopback
 from streamrl.consumers.gateway import messages
 from streamrl.consumers.gateway.messages import Refusal
-from streamrl.consumers.gateway.offers import Offer, Offers
+from streamrl.consumers.gateway.offers import Offers, SampleOffer
 
 logger = logging.getLogger(__name__)
 MAX_POLLS: Final = 256
@@ -44,13 +44,6 @@ class Gateway:
 
     Attributes:
         heard: loop time of the last request of a program that fetches or scores samples.
-
-    Args:
-        offers: the samples.
-        seconds: of a lease for which a program asks no length.
-        body_bytes: size of the largest request.
-        token: that requests must bear; None: none, and programs of this host only.
-        about: shown by GET /v1.
     """
 
     def __init__(
@@ -82,7 +75,7 @@ class Gateway:
         app.on_shutdown.append(self._shut)
         return app
 
-    def add(self, offer: Offer) -> None:
+    def add(self, offer: SampleOffer) -> None:
         """Offer a sample to whoever waits."""
         self._offers.add(offer)
         self._more.set()
@@ -152,7 +145,7 @@ class Gateway:
         ]
         return _answer({"samples": samples})
 
-    async def _next(self, request: web.Request, asked: messages.LeaseRequest) -> list[Offer]:
+    async def _next(self, request: web.Request, asked: messages.LeaseRequest) -> list[SampleOffer]:
         """Wait for at least one sample; none when the time is over, the program has gone, or this server ends."""
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.wait

@@ -39,12 +39,7 @@ _LONGEST_ERROR = 500
 
 
 class Frames:
-    """Messages in both directions.
-
-    Args:
-        source: where they are read.
-        sink: where they are written.
-    """
+    """Messages in both directions."""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self._source, self._sink = source, sink

@@ -19,9 +19,6 @@ from referencing.jsonschema import EMPTY_REGISTRY
 def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
     """Return the check.
 
-    Args:
-        settings: nothing is read.
-
     Returns:
         A function of `{"schema": JSON text, "text": text}`. It gives `{"json": bool, "valid": bool}`.
     """

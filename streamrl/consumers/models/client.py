@@ -3,41 +3,70 @@
 A request goes to the server with the least to do. What fails there (no answer in time, a broken connection, an error of
 the server, an answer that is none) is a fault of that server, and the request goes to another one, as long as there is
 time; it never goes back to a server that has failed it. The next attempt for the same sample goes elsewhere, too, when
-another server works and has room before long (`attempts`). A server that says "not now" (429, 503) rests. What a server
+another server works and has a free slot before long. A server that says "not now" (429, 503) rests. What a server
 refuses (400) every server would refuse: that ends the request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeGuard, TypeVar
 
-from streamrl.config import RewardModelConfig
-from streamrl.consumers.attempts import failed_servers
-from streamrl.consumers.models.faults import NOT_NOW, is_away, outcome_of, refuses
-from streamrl.consumers.models.router import Flight, Outcome, Router, Server, State
+from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.consumers.calls import failed_servers
+from streamrl.consumers.models.router import Claim, PoolServer, RequestOutcome, Router, ServerState
+from streamrl.consumers.reward import RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
-from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, without
-from streamrl.queues.ratelimit import RateLimit, Turn
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
+from streamrl.queues.ledgers import Ledgers
+from streamrl.queues.ratelimit import LocalStore, Quota, RateLimit, RedisStore, Turn
 from streamrl.queues.reward_servers import RewardServer
 
 logger = logging.getLogger(__name__)
 
+NOT_NOW: Final = frozenset({429, 503})
+"""Statuses of a server that is busy."""
+_NO_ROUTE: Final = frozenset({404, 405})
+_NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
+"""Statuses of a server with another model, without this route, or that wants another key."""
+
+
+def outcome_of(error: StreamrlError) -> RequestOutcome:
+    """What a failure tells the router about the server."""
+    if isinstance(error, BadAnswer) and error.status in NOT_NOW:
+        return RequestOutcome.BUSY
+    if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
+        return RequestOutcome.OK
+    return RequestOutcome.FAULT
+
+
+def is_away(error: StreamrlError) -> bool:
+    """Whether the server is not there, or is the wrong one, so that the failure tells nothing about the request."""
+    if isinstance(error, Lost):
+        return not error.late
+    return refuses(error)
+
+
+def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
+    """Whether a server refuses every request: it is the wrong one, or wants another key."""
+    return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
+
+
 LOOK_SECONDS: Final = 2.0
-"""Seconds between two looks at the list of servers, and at the health of those that no request says anything of."""
+"""Seconds between two reads of the list of servers, and between health checks of servers without recent answers."""
 HEALTH_SECONDS: Final = 5.0
 """Longest time of a health check."""
 _FAIR_SHARE: Final = 0.5
-"""Part of the time of a request that a server has to have had before it is its fault that there was no answer."""
+"""A missing answer is the fault of a server only if it had at least this part of the deadline."""
 _CHOOSY: Final = 0.4
-"""Part of the time of a request in which it waits for a server that has not failed the sample. What is left is more
-than `_FAIR_SHARE`, so that a server that gets it then can fail it, and the wait does not come again for ever."""
+"""Part of the deadline in which a request waits for a server that has not failed its sample. Leaves at least
+`_FAIR_SHARE` to the next server; otherwise no server could fail the sample, and it would wait forever."""
 _NEWS: Final = 0.1
-"""Weight of the last answer in the time that answers usually take."""
+"""Weight of the last answer in the moving average of answer times."""
 _FIRST_PAUSE: Final = 0.1
 _WHO_ARE_YOU: Final = 401
 _WRONG_KEY: Final = (_WHO_ARE_YOU, 403)
@@ -51,18 +80,15 @@ class _Request:
     """One request on its way through the servers.
 
     Attributes:
-        call: what is sent.
-        seconds: that it may take.
-        end: when its time is over.
+        seconds: deadline; `end` is when it is over.
         choosy_until: when it stops waiting for a server that has not failed the sample.
-        tokens: that it will cost.
-        before: servers that have failed earlier attempts for the sample, the latest failure last: they are asked when
-            no other works, and after `choosy_until`.
-        failed: servers that have failed it and are not asked again.
-        last: what the last of them failed with.
-        answered: some server tried, and failed it all the same.
-        rounds: times that all servers were away.
-        turn: of the rate limit, that it has and has not used.
+        tokens: estimated cost.
+        before: servers that failed earlier attempts for the sample, the latest failure last: they are asked when no
+            other works, and after `choosy_until`.
+        failed: servers that failed this request and are not asked again; `last` is the last error.
+        answered: at least one of the failures was an answer of a server that was there.
+        rounds: how often all servers were away.
+        turn: unused turn of the rate limit.
     """
 
     call: Call
@@ -79,12 +105,12 @@ class _Request:
 
     @property
     def avoided(self) -> set[str]:
-        """Servers that it does not go to now."""
+        """Servers that are not asked now."""
         return self.failed.union(self.before) if self.before else self.failed
 
-    def failed_at(self, url: str, outcome: Outcome, error: StreamrlError) -> None:
-        """Remember a failure; a server that is busy has not failed."""
-        if outcome is Outcome.FAULT:
+    def failed_at(self, url: str, outcome: RequestOutcome, error: StreamrlError) -> None:
+        """Remember a failure; being busy is none."""
+        if outcome is RequestOutcome.FAULT:
             self.failed.add(url)
             of_sample = failed_servers()
             of_sample.pop(url, None)
@@ -94,14 +120,7 @@ class _Request:
 
 
 class ModelClient:
-    """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used.
-
-    Args:
-        name: in `reward_models`.
-        config: its keys.
-        api_key: of the servers.
-        limit: shared rate limit; None: there is none.
-    """
+    """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used."""
 
     def __init__(
         self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: RateLimit | None = None
@@ -112,8 +131,7 @@ class ModelClient:
         self._limit = limit
         self._router = Router(config.concurrency)
         self._sessions: dict[str, HttpClient] = {}
-        self._line: dict[asyncio.Future[None], None] = {}
-        self._choosy: dict[asyncio.Future[None], None] = {}
+        self._waiting: dict[asyncio.Future[None], bool] = {}
         self._health = _health_call(config.kind)
         self._usual = 0.0
         self._bare = False
@@ -122,9 +140,9 @@ class ModelClient:
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
     @property
-    def room(self) -> int:
+    def slots(self) -> int:
         """Requests that its servers take from this process at the same time, as they are now; at least 1."""
-        return self._router.room
+        return self._router.slots
 
     @property
     def away(self) -> str:
@@ -132,7 +150,7 @@ class ModelClient:
         if self._bare:
             return f"reward model {self.name} has no server"
         rows = [row for row in self.standings() if not row.leaving]
-        if any(row.state in {State.SERVING, State.TRIAL} or not row.why for row in rows):
+        if any(row.state in {ServerState.SERVING, ServerState.TRIAL} or not row.why for row in rows):
             return ""
         return "; ".join(row.why for row in rows)
 
@@ -149,15 +167,15 @@ class ModelClient:
         deadline: float,
         tokens: int = 0,
     ) -> _T:
-        """Post `body` to a server that has room, and return what `read` makes of its answer.
+        """Post `body` to a server that has a free slot, and return what `read` makes of its answer.
 
-        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the place back.
+        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the slot back.
 
         Args:
             path: below the server's URL, with its leading slash.
             body: of the request, sent as JSON.
             read: understands the answer; its `WireError` counts as a fault of the server, and another one is asked.
-            deadline: seconds from now for everything: a place, the rate limit, all servers that are tried.
+            deadline: seconds from now for everything: a slot, the rate limit, all servers that are tried.
             tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
@@ -173,14 +191,14 @@ class ModelClient:
         request = _Request(call, deadline, now + deadline, now + _CHOOSY * deadline, tokens, before)
         try:
             while True:
-                flight = await self._place(request)
-                answer = await self._fly(request, flight, read)
+                claim = await self._claim(request)
+                answer = await self._send(request, claim, read)
                 if answer is not None:
                     return answer[0]
         finally:
             await self._settle(request, 0)
 
-    def standings(self) -> list[Server]:
+    def standings(self) -> list[PoolServer]:
         """How each server is."""
         return self._router.standings()
 
@@ -194,7 +212,7 @@ class ModelClient:
         for url in [url for url in self._sessions if url not in self._router.known]:
             await self._sessions.pop(url).close()
         if removed:
-            self._wake_all()
+            self._wake(everybody=True)
 
     async def check(self) -> None:
         """Check the health of the servers of whom no request says anything, side by side."""
@@ -225,19 +243,16 @@ class ModelClient:
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
-    async def _place(self, request: _Request) -> Flight:
-        """Wait for a server with room and for the turn of the request, and take the place.
+    async def _claim(self, request: _Request) -> Claim:
+        """Wait for a server with a free slot and for the turn of the request, and take the slot.
 
-        The turn comes first, so that no place is held while a request waits for it.
-
-        Raises:
-            StreamrlError: there is none; as of `_too_late`.
+        The turn comes first: no slot is taken while a request waits for its turn.
         """
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
             if now >= request.end:
-                self._wake_one()
+                self._wake()
                 self._too_late(request)
             if not self._answered and (denied := self._denied(request)) is not None:
                 raise self._nobody(request) from denied
@@ -245,7 +260,7 @@ class ModelClient:
             url = self._router.pick(now, avoided)
             if url is not None:
                 if await self._take_turn(request):
-                    continue  # meanwhile others may have taken the place
+                    continue  # the slot may be taken meanwhile
                 return self._router.began(url, now, max(1, request.tokens))
             others = self._router.waits(now, avoided)
             if request.before and (not others or now >= request.choosy_until):
@@ -257,13 +272,12 @@ class ModelClient:
             until = request.choosy_until if request.before else request.end
             if (wakes := self._router.wakes(now, avoided)) is not None:
                 until = min(until, wakes)
-            await self._turn(until - now, self._choosy if avoided else self._line)
+            await self._wait(until - now, choosy=bool(avoided))
 
     async def _all_failed(self, request: _Request) -> None:
-        """All who could be asked have failed. Those that were away, and only those, may be asked again after a pause.
+        """All who could be asked have failed: ask those again, after a pause, that were away.
 
-        Raises:
-            StreamrlError: one of them answered, and asking the same again is for those who count attempts.
+        One that answered and failed ends the request: attempts are counted by the caller.
         """
         if request.last is not None and request.answered:
             raise request.last
@@ -274,13 +288,13 @@ class ModelClient:
             request.rounds += 1
             await asyncio.sleep(max(0.0, pause))
 
-    async def _turn(self, seconds: float, line: dict[asyncio.Future[None], None]) -> None:
-        """Wait for a change of the servers, or `seconds`.
+    async def _wait(self, seconds: float, *, choosy: bool) -> None:
+        """Wait for a free slot or another change of the servers, at most for `seconds`.
 
-        Who can take any place waits in `_line`, and one place wakes the first; the choosy are woken by each.
+        A `choosy` request avoids some servers, so a free slot may not be for it.
         """
         future = asyncio.get_running_loop().create_future()
-        line[future] = None
+        self._waiting[future] = choosy
         try:
             async with asyncio.timeout(seconds):
                 await future
@@ -288,72 +302,62 @@ class ModelClient:
             pass
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake_one()  # the place is for the next in line
+                self._wake()  # the slot is for the next in line
             raise
         finally:
-            line.pop(future, None)
+            self._waiting.pop(future, None)
 
-    def _wake_one(self) -> None:
-        """A place is free."""
-        _wake(self._choosy, len(self._choosy))
-        _wake(self._line, 1)
+    def _wake(self, *, everybody: bool = False) -> None:
+        """Let waiting requests look again: for one free slot the choosy ones and the first of the others."""
+        others = 0
+        for future, choosy in list(self._waiting.items()):
+            if not future.done() and (everybody or choosy or not others):
+                others += not choosy
+                del self._waiting[future]
+                future.set_result(None)
 
-    def _wake_all(self) -> None:
-        """Many places are free, or none will be."""
-        _wake(self._choosy, len(self._choosy))
-        _wake(self._line, len(self._line))
-
-    async def _fly(self, request: _Request, flight: Flight, read: Callable[[Answer], _T]) -> tuple[_T] | None:
-        """Ask one server.
-
-        Returns:
-            What was read; None when the request should go on to another server.
-
-        Raises:
-            BadRequest: it refuses the request.
-            Lost: it had less time than answers usually take.
-            StreamrlError: most of the time was over before it had the request; as of `_too_late`.
-        """
+    async def _send(self, request: _Request, claim: Claim, read: Callable[[Answer], _T]) -> tuple[_T] | None:
+        """Ask one server. None: the request goes on to another one."""
         loop = asyncio.get_running_loop()
-        outcome, why, rest = Outcome.CANCELLED, "", None
+        outcome, why, rest = RequestOutcome.CANCELLED, "", None
         try:
-            found = (read(await self._answer(request, flight)),)
+            found = (read(await self._answer(request, claim)),)
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             error.message = without(error.message, self._api_key)
             error.args = (error.message, error.hint)
             outcome, why = outcome_of(error), error.message
             if refuses(error):
-                self._refusing[flight.url] = error
+                self._refusing[claim.url] = error
             if isinstance(error, Lost) and error.late:
-                had, fair = loop.time() - flight.began, _FAIR_SHARE * request.seconds
-                outcome = Outcome.CANCELLED if had < max(fair, self._usual) else outcome
+                had, fair = loop.time() - claim.began, _FAIR_SHARE * request.seconds
+                outcome = RequestOutcome.CANCELLED if had < max(fair, self._usual) else outcome
                 if had < fair:
                     self._too_late(request, error)
             rest = error.rest if isinstance(error, BadAnswer) else None
-            if outcome in {Outcome.OK, Outcome.CANCELLED}:
+            if outcome in {RequestOutcome.OK, RequestOutcome.CANCELLED}:
                 raise
-            request.failed_at(flight.url, outcome, error)
+            request.failed_at(claim.url, outcome, error)
             return None
         else:
-            outcome = Outcome.OK
+            outcome = RequestOutcome.OK
             self._answered = True
-            self._refusing.pop(flight.url, None)
-            seconds = loop.time() - flight.began
+            self._refusing.pop(claim.url, None)
+            seconds = loop.time() - claim.began
             self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
             return found
         finally:
-            self._changed(flight.url, self._router.ended(flight, outcome, loop.time(), why, rest), why)
-            self._wake_one()
+            self._changed(claim.url, self._router.ended(claim, outcome, loop.time(), why, rest), why)
+            self._wake()
 
-    async def _answer(self, request: _Request, flight: Flight) -> Answer:
+    async def _answer(self, request: _Request, claim: Claim) -> Answer:
         """The answer of one server, paid for. Errors as of `HttpClient.call`."""
         used = request.tokens
         try:
-            answer = await self._session(flight.url).call(request.call, request.end - flight.began, retry=False)
+            answer = await self._session(claim.url).call(request.call, request.end - claim.began, retry=False)
             if not isinstance(answer, dict):
                 what = "text (its Content-Type names no JSON)" if isinstance(answer, str) else "no JSON object"
                 raise WireError(
-                    f"{flight.url}{request.call.path} answered {what}: {without(str(answer), self._api_key)[:100]!r}"
+                    f"{claim.url}{request.call.path} answered {what}: {without(str(answer), self._api_key)[:100]!r}"
                 )
             used = used_tokens(answer, request.tokens)
         except BadAnswer as error:
@@ -367,11 +371,7 @@ class ModelClient:
         return answer
 
     async def _take_turn(self, request: _Request) -> bool:
-        """Wait for room in the rate limit, for one request that goes out; False: it has its turn, or needs none.
-
-        Raises:
-            RewardBusy: there is none in time.
-        """
+        """Wait for room in the rate limit, for one request that goes out; False: it has its turn, or needs none."""
         if self._limit is None or request.turn is not None:
             return False
         left = max(0.0, request.end - asyncio.get_running_loop().time())
@@ -381,7 +381,7 @@ class ModelClient:
             raise RewardBusy(error.message, error.hint) from error
         finally:
             if request.turn is None:
-                self._wake_one()  # the place that it saw is for the next in line
+                self._wake()  # the slot that it saw is for the next in line
         return True
 
     async def _settle(self, request: _Request, tokens: int) -> None:
@@ -399,21 +399,21 @@ class ModelClient:
             why = error.message
             if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
                 self._unhealthy[url] = error
-                self._wake_all()
+                self._wake(everybody=True)
         if not why:
             self._unhealthy.pop(url, None)
         now = asyncio.get_running_loop().time()
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
-    def _changed(self, url: str, state: State | None, why: str) -> None:
+    def _changed(self, url: str, state: ServerState | None, why: str) -> None:
         """Tell people that a server is in another state, and those who wait to look again."""
         if state is None:
             return
-        if state is State.EJECTED:
+        if state is ServerState.EJECTED:
             logger.warning("reward server is out", extra={"model": self.name, "url": url, "why": why})
         else:
             logger.info("reward server", extra={"model": self.name, "url": url, "state": state.value})
-        self._wake_all()
+        self._wake(everybody=True)
 
     def _session(self, url: str) -> HttpClient:
         if url not in self._sessions:
@@ -427,9 +427,9 @@ class ModelClient:
         return self._sessions[url]
 
     def _why(self, request: _Request) -> StreamrlError | None:
-        """What a request ends with. A refusal only if all refuse: one server says nothing of those that are loading.
+        """The cause that a request ends with: a refusal only if all servers refuse, since others may still be loading.
 
-        One whose health check wants another key gets no request that could find this out.
+        A health check that wants another key counts as a refusal: such a server gets no requests.
         """
         if request.last is not None and not refuses(request.last):
             return request.last
@@ -437,24 +437,20 @@ class ModelClient:
         return refusals[0] if refusals and all(refusals) else None
 
     def _denied(self, request: _Request) -> BadAnswer | BadRequest | None:
-        """What a server said, when all want another key; None: one does not, or has not been asked."""
+        """The answer of a server when all servers want another key; None otherwise, or while one was not asked."""
         found = [self._unhealthy.get(url) or self._refusing.get(url) for url in self._router.urls]
         asked = all(url in self._unhealthy or url in request.failed for url in self._router.urls)
         wrong = [error for error in found if error is not None and error.status in _WRONG_KEY]
         return wrong[0] if wrong and asked and len(wrong) == len(found) else None
 
     def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
-        """End a request whose time is over; `late` is of a server that had too little of it.
-
-        Raises:
-            StreamrlError: what it failed with, else `RewardBusy` or `RewardUnavailable`: the servers are full, or away.
-        """
+        """End a request after its deadline; `late`: the error of a server that had too little of it."""
         if request.last is not None and request.answered:
             raise request.last
         raise self._nobody(request) from self._why(request) or late
 
     def _nobody(self, request: _Request) -> RewardUnavailable:
-        """Why no server has had a request: those that work are full, or none works."""
+        """Why no server took the request: all working servers are full, or none works."""
         if self._router.busy(request.failed):
             return RewardBusy(
                 f"the servers of reward model {self.name} had no place for a request in most of"
@@ -471,23 +467,88 @@ class ModelClient:
 
 
 def used_tokens(answer: Answer, otherwise: int = 0) -> int:
-    """Tokens that a server says it read and wrote for an answer; `otherwise` where it does not say."""
+    """Tokens that a server reports for an answer; `otherwise` when it reports none."""
     usage = answer.get("usage")
     total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
     return total if type(total) is int and total >= 0 else otherwise
 
 
-def _wake(line: dict[asyncio.Future[None], None], count: int) -> None:
-    """Let the first `count` of a line look again, not counting the cancelled who have not left it yet."""
-    for future in list(itertools.islice((future for future in line if not future.done()), count)):
-        del line[future]
-        future.set_result(None)
-
-
 def _health_call(kind: str) -> Call:
-    """What a server of a kind answers when it can be asked; of others any answer will do, but for "who are you?"."""
+    """A request that a ready server answers; those of kind openai and template may answer anything but 401."""
     if kind == "vllm":
         return Call("GET", "/health")
     if kind == "sglang":
         return Call("GET", "/ready")
     return Call("GET", "/v1/models" if kind == "openai" else "/", optional=True)
+
+
+_WAITING_SHARE = 0.5
+"""Part of a reward's deadline that its samples may wait for the rate limit of their model."""
+
+
+@contextlib.asynccontextmanager
+async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> AsyncIterator[Mapping[str, ModelClient]]:
+    """Every entry of `reward_models`, by name, with its servers watched for the length of this block.
+
+    A server that is away is no error: requests wait for it until their deadline.
+
+    Args:
+        config: of the run.
+        ledgers: of the run, for the servers that streamrl starts and those that people add, and for rate limits that
+            all of the run share; None outside of a run: then the servers are those of the configuration, and the
+            limits are kept by this process alone.
+
+    Raises:
+        ConfigError: a file with a key cannot be read.
+    """
+    clients = {}
+    for name, model in config.reward_models.items():
+        key = await asyncio.to_thread(read_key, f"reward_models.{name}.api_key_file", model.api_key_file)
+        clients[name] = ModelClient(name, model, api_key=key, limit=_limit(name, model, ledgers))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watches = [
+                tasks.create_task(client.watch(_servers(client, ledgers)), name=f"servers of {name}")
+                for name, client in clients.items()
+            ]
+            yield clients
+            for watch in watches:
+                watch.cancel()
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise
+    finally:
+        for client in clients.values():
+            await client.close()
+
+
+def slots_within_rate(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
+    """Samples that a reward should work on at once in one worker, so that the rate limit of its model makes none late.
+
+    Returns:
+        Samples of this worker that get through in half of the deadline; None: the model has no limits.
+    """
+    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    most = quota.within(_WAITING_SHARE * context.deadline, tokens)
+    return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))
+
+
+def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:
+    """The rate limit of a model; None: it has none."""
+    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    if quota == Quota(None, None):
+        return None
+    store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)
+    return RateLimit(name, quota, store)
+
+
+def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Awaitable[Sequence[RewardServer]]]:
+    """Where the list of a model's servers comes from."""
+
+    async def listed() -> Sequence[RewardServer]:
+        if ledgers is None:
+            return [RewardServer(url, url) for url in client.config.url]
+        return await ledgers.reward_servers.present(client.name, client.config.url)
+
+    return listed

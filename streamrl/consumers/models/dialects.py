@@ -26,7 +26,7 @@ class UnclearScore(WireError):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ScoreDialect:
     """How a kind of server is asked.
 
     Attributes:
@@ -68,21 +68,18 @@ def _first(answer: Mapping[str, Any], key: str) -> Any:
     return entry[key]
 
 
-DIALECTS: Final[Mapping[tuple[str, str], Dialect]] = {
-    ("vllm", "classify"): Dialect("/classify", True, _vllm, lambda answer: _first(answer, "probs")),
-    ("vllm", "pooling"): Dialect("/pooling", True, _vllm, lambda answer: _first(answer, "data")),
-    ("sglang", "classify"): Dialect("/classify", False, _sglang, lambda answer: answer["embedding"]),
-    ("sglang", "pooling"): Dialect("/v1/embeddings", False, _embedding, lambda answer: _first(answer, "embedding")),
+DIALECTS: Final[Mapping[tuple[str, str], ScoreDialect]] = {
+    ("vllm", "classify"): ScoreDialect("/classify", True, _vllm, lambda answer: _first(answer, "probs")),
+    ("vllm", "pooling"): ScoreDialect("/pooling", True, _vllm, lambda answer: _first(answer, "data")),
+    ("sglang", "classify"): ScoreDialect("/classify", False, _sglang, lambda answer: answer["embedding"]),
+    ("sglang", "pooling"): ScoreDialect(
+        "/v1/embeddings", False, _embedding, lambda answer: _first(answer, "embedding")
+    ),
 }
 
 
-def read_score(dialect: Dialect, answer: Mapping[str, Any], label: int | None) -> float:
-    """The score in an answer.
-
-    Args:
-        dialect: of the server.
-        answer: of the server.
-        label: which of several numbers it is, from 0, or from the end when negative; None: there must be one.
+def read_score(dialect: ScoreDialect, answer: Mapping[str, Any], label: int | None) -> float:
+    """The score in an answer: its only number, or number `label` (from 0, or from the end when negative).
 
     Raises:
         WireError: there is no such number, or it is not finite.
@@ -107,11 +104,7 @@ def read_score(dialect: Dialect, answer: Mapping[str, Any], label: int | None) -
 
 
 def finite_number(value: Any, where: str) -> float:
-    """A number of JSON that is finite.
-
-    Raises:
-        WireError: it is not: null, text, true, NaN, infinite.
-    """
+    """A number of JSON that is finite; `WireError`: it is not: null, text, true, NaN, infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise WireError(f"{where} answered {str(value)[:100]!r} where a score was expected")
     return float(value)

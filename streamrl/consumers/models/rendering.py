@@ -175,11 +175,7 @@ def _clean(text: str) -> str:
 
 
 def check_template(path: Path) -> None:
-    """See that a file is a chat template.
-
-    Raises:
-        ConfigError: it cannot be read, or jinja does not understand it.
-    """
+    """See that a file is a chat template; `ConfigError`: it cannot be read, or jinja does not understand it."""
     _compiled(_read_text(path, "args.chat_template"), str(path))
 
 

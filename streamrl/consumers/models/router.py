@@ -6,7 +6,7 @@ UNCHECKED --health answers--> SERVING --faults in a row, or health missed--> EJE
                                  +--one request succeeds-- TRIAL <--health answers, pause over
 ```
 
-A request takes `pick`, then `began`; whatever becomes of it, `ended` gives its place back, once. A server that says
+A request takes `pick`, then `began`; whatever becomes of it, `ended` gives its slot back, once. A server that says
 "not now" (429, 503) rests and stays what it is. One that is removed gets nothing new, ends what it has and is
 forgotten.
 """
@@ -20,17 +20,17 @@ from enum import StrEnum
 from typing import Final
 
 EJECT_AFTER: Final = 3
-"""Faults in a row, or health checks missed in a row, that put a server out."""
+"""Faults, or missed health checks, in a row after which a server is ejected."""
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
-"""Seconds for which a server is out at least: doubled with each ejection that no success came between."""
+"""Longest ejection in seconds; it doubles from `FIRST_PAUSE` with each ejection without a success in between."""
 FIRST_REST: Final = 0.25
-"""Seconds for which a server rests that said "not now" without saying for how long; doubled up to `LONGEST_PAUSE`."""
+"""Rest in seconds of a busy server that names no time; doubled up to `LONGEST_PAUSE`."""
 RECENT: Final = 10.0
-"""Seconds for which a server with a fault gets a request only when the others have no room."""
+"""Seconds after a fault in which a server gets requests only when the others have no free slot."""
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How a request ended, as the router sees it."""
 
     OK = "ok"
@@ -43,7 +43,7 @@ class Outcome(StrEnum):
     """Nobody waited for the answer: it says nothing of the server."""
 
 
-class State(StrEnum):
+class ServerState(StrEnum):
     """Of a server."""
 
     UNCHECKED = "unchecked"
@@ -52,32 +52,29 @@ class State(StrEnum):
     EJECTED = "ejected"
 
 
+_WORKING: Final = frozenset({ServerState.SERVING, ServerState.TRIAL})
+
+
 @dataclass(slots=True, eq=False)
-class Server:
+class PoolServer:
     """A server as the router has it; others only read it.
 
     Attributes:
-        url: of the server.
-        state: see the module.
-        leaving: it was removed and ends what it has.
-        in_flight: requests at it.
-        work: what these cost.
+        leaving: it was removed and only ends its requests.
+        work: cost of the requests in flight.
         picked: number of its last request among those of all servers.
-        answered: requests that it answered, ever.
-        failed: requests that ended with a fault of it, ever.
+        answered, failed: requests in all that it answered, or that ended with its fault.
         in_a_row: faults since the last success.
         missed: health checks in a row without an answer.
         busy: times in a row that it said "not now".
-        ejections: in a row, without a success between them.
-        ejected_at: when it was put out for the last time.
-        until: when its pause, or its rest, is over.
-        faulted_at: when the last fault came, if no success came after it.
-        answered_at: when the last success came.
+        ejections: in a row, without a success in between.
+        until: when its ejection, or its rest, is over.
+        faulted_at: time of the last fault, if no success came after it.
         why: the last fault; empty when there was none since the last success.
     """
 
     url: str
-    state: State = State.UNCHECKED
+    state: ServerState = ServerState.UNCHECKED
     leaving: bool = False
     in_flight: int = 0
     work: int = 0
@@ -96,10 +93,10 @@ class Server:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One request under way at a server: what `began` returns and `ended` takes."""
+class Claim:
+    """A slot of a server that a request has taken: from `began` to `ended`."""
 
-    server: Server
+    server: PoolServer
     began: float
     cost: int = 1
     over: bool = False
@@ -111,15 +108,11 @@ class Flight:
 
 
 class Router:
-    """The servers of one reward model. All times are of one clock, in seconds.
-
-    Args:
-        limit: requests in flight at one server.
-    """
+    """The servers of one reward model. All times are of one clock, in seconds."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, PoolServer] = {}
         self._ticks = 0
 
     @property
@@ -133,18 +126,18 @@ class Router:
         return frozenset(self._servers)
 
     @property
-    def room(self) -> int:
+    def slots(self) -> int:
         """Requests that all servers take at the same time as they are now; where none works, those of one."""
-        return max(self._limit, sum(self._places(server) for server in self._others()))
+        return max(self._limit, sum(self._slots_of(server) for server in self._others()))
 
-    def standings(self) -> list[Server]:
+    def standings(self) -> list[PoolServer]:
         """How each server is, in the order in which they were added."""
         return list(self._servers.values())
 
     def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Make the servers those of a list: add what is new, remove what is gone. Returns the added and the removed.
+        """Add the servers that are new in the list and remove those that are gone; returns both.
 
-        One that comes back before its last request ended is what it was.
+        A server that comes back before its last request has ended keeps its state.
         """
         wanted = list(dict.fromkeys(urls))
         added = [url for url in wanted if url not in self.urls]
@@ -157,30 +150,26 @@ class Router:
 
     def add(self, url: str) -> None:
         """Add a server; it gets requests once its health was checked. A repeat changes nothing."""
-        server = self._servers.setdefault(url, Server(url))
+        server = self._servers.setdefault(url, PoolServer(url))
         server.leaving = False
 
     def remove(self, url: str) -> None:
-        """Give a server nothing more, and forget it when its last request has ended. An unknown one does nothing."""
+        """Give a server no more requests, and forget it after its last one. An unknown URL is ignored."""
         server = self._servers.get(url)
         if server is not None:
             server.leaving = True
             self._forget(server)
 
     def pick(self, now: float, exclude: Collection[str] = ()) -> str | None:
-        """The server that a request should go to: the one with the least work; None when none has room now.
+        """The server that a request should go to: the one with the least work; None when none has a free slot now.
 
         Those with a recent fault come last, the one whose fault is longest ago first among them.
-
-        Args:
-            now: the clock.
-            exclude: servers that have failed this request.
         """
-        able = [server for server in self._others(exclude) if now >= server.until and self._has_room(server)]
+        able = [server for server in self._others(exclude) if now >= server.until and self._has_slot(server)]
         if not able:
             return None
 
-        def rank(server: Server) -> tuple[float, int, int]:
+        def rank(server: PoolServer) -> tuple[float, int, int]:
             suspect = server.faulted_at if now - server.faulted_at < RECENT else -math.inf
             return suspect, server.work, server.picked
 
@@ -191,58 +180,42 @@ class Router:
         return any(True for _ in self._others(exclude)) and self.pick(now, exclude) is None
 
     def busy(self, exclude: Collection[str] = ()) -> bool:
-        """Whether a server outside of `exclude` serves and never says "not now": what gets no place has to wait."""
-        return any(server.state is State.SERVING and not server.busy for server in self._others(exclude))
+        """Whether a server outside of `exclude` serves and does not rest: a request only has to wait for a slot."""
+        return any(server.state is ServerState.SERVING and not server.busy for server in self._others(exclude))
 
     def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
-        """When the first server outside of `exclude` ends its rest; None when none rests."""
+        """When the first rest of a server outside of `exclude` ends; None when none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
-    def began(self, url: str, now: float, cost: int = 1) -> Flight:
-        """Count a request at a server that `pick` named.
-
-        Args:
-            url: of the server.
-            now: the clock.
-            cost: how much work it is, at least 1; tokens, where they are known.
-
-        Raises:
-            KeyError: there is no such server.
-        """
+    def began(self, url: str, now: float, cost: int = 1) -> Claim:
+        """Count a request at a server that `pick` named; `KeyError`: there is no such server."""
         server = self._servers[url]
         self._ticks += 1
         server.picked = self._ticks
         server.in_flight += 1
         server.work += cost
-        return Flight(server, now, cost)
+        return Claim(server, now, cost)
 
     def ended(
-        self, flight: Flight, outcome: Outcome, now: float, why: str = "", rest: float | None = None
-    ) -> State | None:
-        """Give the place of a request back and learn from how it ended. A repeat changes nothing.
-
-        Args:
-            flight: of `began`.
-            outcome: how it ended.
-            now: the clock.
-            why: of a fault, in a few words.
-            rest: seconds that a busy server asked for.
+        self, claim: Claim, outcome: RequestOutcome, now: float, why: str = "", rest: float | None = None
+    ) -> ServerState | None:
+        """Give the slot back and update the server by how its request ended. A repeat changes nothing.
 
         Returns:
             The new state of the server when this changed it, else None.
         """
-        if flight.over:
+        if claim.over:
             return None
-        flight.over = True
-        server = flight.server
+        claim.over = True
+        server = claim.server
         before = server.state
         server.in_flight -= 1
-        server.work -= flight.cost
-        if outcome is Outcome.OK:
-            self._answered(server, flight, now)
-        elif outcome is Outcome.FAULT:
-            self._failed(server, flight, now, why)
-        elif outcome is Outcome.BUSY:
+        server.work -= claim.cost
+        if outcome is RequestOutcome.OK:
+            self._answered(server, claim, now)
+        elif outcome is RequestOutcome.FAULT:
+            self._failed(server, claim, now, why)
+        elif outcome is RequestOutcome.BUSY:
             self._rest(server, now, why, rest)
         self._forget(server)
         return None if server.state is before else server.state
@@ -253,11 +226,11 @@ class Router:
             server.url
             for server in self._servers.values()
             if not server.leaving
-            and (server.state is not State.SERVING or now - server.answered_at >= seconds)
-            and (server.state is not State.EJECTED or now >= server.until)
+            and (server.state is not ServerState.SERVING or now - server.answered_at >= seconds)
+            and (server.state is not ServerState.EJECTED or now >= server.until)
         ]
 
-    def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> State | None:
+    def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> ServerState | None:
         """Learn from a health check of a server; an unknown one does nothing.
 
         Returns:
@@ -269,62 +242,62 @@ class Router:
         before = server.state
         if not healthy:
             self._missed(server, now, why)
-        elif server.state is State.UNCHECKED:
-            server.state, server.missed, server.why = State.SERVING, 0, ""
+        elif server.state is ServerState.UNCHECKED:
+            server.state, server.missed, server.why = ServerState.SERVING, 0, ""
         else:
             server.missed = 0
-            if server.state is State.EJECTED and now >= server.until:
-                server.state = State.TRIAL
+            if server.state is ServerState.EJECTED and now >= server.until:
+                server.state = ServerState.TRIAL
         return None if server.state is before else server.state
 
-    def _others(self, exclude: Collection[str] = ()) -> Iterable[Server]:
+    def _others(self, exclude: Collection[str] = ()) -> Iterable[PoolServer]:
         for server in self._servers.values():
-            if server.state in {State.SERVING, State.TRIAL} and not server.leaving and server.url not in exclude:
+            if server.state in _WORKING and not server.leaving and server.url not in exclude:
                 yield server
 
-    def _has_room(self, server: Server) -> bool:
-        return server.in_flight < self._places(server)
+    def _has_slot(self, server: PoolServer) -> bool:
+        return server.in_flight < self._slots_of(server)
 
-    def _places(self, server: Server) -> int:
-        return 1 if server.state is State.TRIAL else self._limit
+    def _slots_of(self, server: PoolServer) -> int:
+        return 1 if server.state is ServerState.TRIAL else self._limit
 
-    def _answered(self, server: Server, flight: Flight, now: float) -> None:
+    def _answered(self, server: PoolServer, claim: Claim, now: float) -> None:
         server.answered += 1
         server.answered_at = now
-        if flight.began < server.ejected_at:
-            return  # it went out before the faults that count, and says nothing of what came after
+        if claim.began < server.ejected_at:
+            return  # the request began before the ejection, so its success says nothing about the server now
         server.in_a_row = server.missed = server.busy = 0
-        if server.state is State.TRIAL:
-            server.state = State.SERVING
+        if server.state is ServerState.TRIAL:
+            server.state = ServerState.SERVING
         server.ejections, server.why, server.faulted_at = 0, "", -math.inf
 
-    def _failed(self, server: Server, flight: Flight, now: float, why: str) -> None:
+    def _failed(self, server: PoolServer, claim: Claim, now: float, why: str) -> None:
         server.failed += 1
         server.faulted_at, server.why = now, why
-        if flight.began < server.ejected_at or server.state not in {State.SERVING, State.TRIAL}:
+        if claim.began < server.ejected_at or server.state not in _WORKING:
             return
         server.in_a_row += 1
-        if server.state is State.TRIAL or server.in_a_row >= EJECT_AFTER:
+        if server.state is ServerState.TRIAL or server.in_a_row >= EJECT_AFTER:
             self._eject(server, now)
 
-    def _rest(self, server: Server, now: float, why: str, rest: float | None) -> None:
+    def _rest(self, server: PoolServer, now: float, why: str, rest: float | None) -> None:
         pause = FIRST_REST * 2.0 ** min(server.busy, 30) if rest is None else rest
         server.busy += 1
         server.until = max(server.until, now + min(LONGEST_PAUSE, max(0.0, pause)))
         server.why = why
 
-    def _missed(self, server: Server, now: float, why: str) -> None:
+    def _missed(self, server: PoolServer, now: float, why: str) -> None:
         server.missed += 1
         server.why = why
-        if server.state in {State.SERVING, State.TRIAL} and server.missed >= EJECT_AFTER:
+        if server.state in _WORKING and server.missed >= EJECT_AFTER:
             self._eject(server, now)
 
-    def _eject(self, server: Server, now: float) -> None:
-        server.state, server.ejected_at = State.EJECTED, now
+    def _eject(self, server: PoolServer, now: float) -> None:
+        server.state, server.ejected_at = ServerState.EJECTED, now
         server.until = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(server.ejections, 30))
         server.ejections += 1
         server.in_a_row = server.missed = server.busy = 0
 
-    def _forget(self, server: Server) -> None:
+    def _forget(self, server: PoolServer) -> None:
         if server.leaving and not server.in_flight and self._servers.get(server.url) is server:
             del self._servers[server.url]

@@ -1,4 +1,4 @@
-"""Requests to servers of any other kind: a JSON body with places for what is known of a sample, and where the score is.
+"""Requests to any other kind of server: a JSON body with placeholders, and where the score is in the answer.
 
 ```yaml
 args:
@@ -8,8 +8,8 @@ args:
   value: result.score
 ```
 
-A string that is one place and nothing else becomes the value itself (a list stays a list); a place within a longer
-string becomes text. `{{` and `}}` are braces.
+A string that is one placeholder and nothing else becomes the value itself (a list stays a list); a placeholder within
+a longer string becomes text. `{{` and `}}` are braces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.consumers.models.dialects import finite_number
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import DataError, PluginError, WireError
 
-_PLACE: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+_PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
 def conversation(sample: RewardSample) -> list[dict[str, Any]]:
@@ -55,34 +55,23 @@ _METADATA: Final = "metadata."
 
 
 class Body:
-    """A body with places. `places` are their names.
-
-    Args:
-        body: JSON value; every string in it may have places.
+    """A body with placeholders. `placeholders` are their names.
 
     Raises:
-        PluginError: a place has no known name, or a brace is alone.
+        PluginError: a placeholder has no known name, or a brace is alone.
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
-        self.places = frozenset(_places(body))
+        self.placeholders = frozenset(_placeholders(body))
 
     def filled(self, sample: RewardSample) -> dict[str, Any]:
-        """The body for a sample.
-
-        Raises:
-            DataError: the prompt has no answer, or its metadata lacks a key.
-        """
+        """The body for a sample; `DataError`: the prompt has no answer, or its metadata lacks a key."""
         return {key: _filled(value, sample) for key, value in self._body.items()}
 
 
 class Template(Body):
-    """A body with places, and the way to the score in the answer.
-
-    Args:
-        body: as of `Body`.
-        value: keys and numbers of list entries that lead to the score, with dots between them.
+    """A body with placeholders, and the way to the score in the answer.
 
     Raises:
         PluginError: as of `Body`; or `value` is empty.
@@ -97,11 +86,7 @@ class Template(Body):
             )
 
     def read(self, answer: Mapping[str, Any]) -> float:
-        """The score in an answer.
-
-        Raises:
-            WireError: it is not there, or no finite number.
-        """
+        """The score in an answer; `WireError`: it is not there, or no finite number."""
         try:
             found = at(answer, self._way)
         except LookupError as error:
@@ -119,17 +104,17 @@ def at(value: Any, way: Sequence[str]) -> Any:
     return value
 
 
-def _places(value: Any) -> list[str]:
-    """Names of all places of a body, checked."""
+def _placeholders(value: Any) -> list[str]:
+    """Names of all placeholders of a body, checked."""
     if isinstance(value, Mapping):
-        return [name for inner in value.values() for name in _places(inner)]
+        return [name for inner in value.values() for name in _placeholders(inner)]
     if isinstance(value, list | tuple):
-        return [name for inner in value for name in _places(inner)]
+        return [name for inner in value for name in _placeholders(inner)]
     if not isinstance(value, str):
         return []
-    if "{" in (rest := _PLACE.sub("", value)) or "}" in rest:
+    if "{" in (rest := _PLACEHOLDER.sub("", value)) or "}" in rest:
         raise PluginError(f"a brace is alone in {value!r}", "write {{ or }} for a brace that is one")
-    names = [match[1] for match in _PLACE.finditer(value) if match[1] is not None]
+    names = [match[1] for match in _PLACEHOLDER.finditer(value) if match[1] is not None]
     for name in names:
         if name not in _VALUES and not (name.startswith(_METADATA) and name != _METADATA):
             close = difflib.get_close_matches(name, _VALUES, n=1)
@@ -145,10 +130,10 @@ def _filled(value: Any, sample: RewardSample) -> Any:
         return [_filled(inner, sample) for inner in value]
     if not isinstance(value, str):
         return value
-    whole = _PLACE.fullmatch(value)
+    whole = _PLACEHOLDER.fullmatch(value)
     if whole is not None and whole[1] is not None:
         return _value(whole[1], sample)
-    return _PLACE.sub(lambda match: _text(match, sample), value)
+    return _PLACEHOLDER.sub(lambda match: _text(match, sample), value)
 
 
 def _text(match: re.Match[str], sample: RewardSample) -> str:

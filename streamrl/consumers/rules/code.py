@@ -1,24 +1,95 @@
-"""The rule `code`: runs the tests of the prompt against the program in the response."""
+"""The rule `code`: finds the program in the response, and runs the tests of the prompt against it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from typing_extensions import override
+
 from streamrl.consumers import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
-from streamrl.consumers.rules.answers import one_of
-from streamrl.consumers.rules.code_blocks import program_in
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, last_lines, read_tests
-from streamrl.consumers.sandbox import Execution, Isolation, Limits, Program, Sandbox, SandboxError
-from streamrl.consumers.sandbox.execution import SLOWEST
-from streamrl.consumers.sandbox.wrappers import interpreter
-from streamrl.errors import ConfigError, DataError
+from streamrl.consumers.rules.text import one_of
+from streamrl.consumers.sandbox import Execution, Isolation, Program, Sandbox, SandboxError, SandboxLimits
+from streamrl.consumers.sandbox.sandbox import SLOWEST, interpreter
+from streamrl.errors import ConfigError, DataError, PluginError
+
+_FENCES: Final = "`~"
+_SHORTEST: Final = 3
+_LIST_MARK: Final = re.compile(r"^([-*+]|[0-9]{1,9}[.)])[ \t]+(?=```|~~~)")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """A fenced block: its language in small letters (empty: none is named) and the text between the fences."""
+
+    language: str
+    text: str
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """Return the closed fenced blocks of `text`; one that is still open at the end was cut off and is none.
+
+    A fence is a line of at least three backticks or tildes; it is closed by one of the same character that is at least
+    as long. Lines of the block lose the white space that stands before the fence, as in an item of a list, where the
+    fence may also stand right behind the mark of the item. Time grows with the length of the text only.
+    """
+    blocks: list[CodeBlock] = []
+    fence, language, indent = "", "", 0
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        words = line.strip()
+        if not fence:
+            words = _LIST_MARK.sub("", words)
+        marks = _marks(words)
+        if not fence:
+            info = words[len(marks) :].strip()
+            if marks and not (marks[0] == "`" and "`" in info):
+                fence, lines, indent = marks, [], len(line.rstrip()) - len(words)
+                language = info.split(maxsplit=1)[0].lower() if info else ""
+        elif marks == words and marks.startswith(fence):
+            blocks.append(CodeBlock(language, "".join(_outdented(lines, indent))))
+            fence = ""
+        else:
+            lines.append(line)
+    return blocks
+
+
+def _outdented(lines: list[str], indent: int) -> list[str]:
+    """Return lines without the white space at their start, at most so many characters.
+
+    Where the first has less, only the fence was indented: then they stay as they are.
+    """
+    blanks = [len(line) - len(line.lstrip(" \t")) for line in lines]
+    first = next((blank for line, blank in zip(lines, blanks, strict=True) if line.strip()), 0)
+    if first < indent:
+        return lines
+    return [line[min(indent, blank) :] for line, blank in zip(lines, blanks, strict=True)]
+
+
+def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | None:
+    """Return the last block in one of the languages, or None."""
+    blocks = code_blocks(text)
+    found = [block.text for block in blocks if block.language in languages]
+    if found:
+        return found[-1]
+    return None if fenced or blocks else text
+
+
+def _marks(words: str) -> str:
+    """Return the fence that a line begins with, or nothing."""
+    if not words or words[0] not in _FENCES:
+        return ""
+    length = len(words) - len(words.lstrip(words[0]))
+    return words[:length] if length >= _SHORTEST else ""
+
 
 _PYTHON: Final = ("python", "py", "python3", "")
 _OURS: Final = {
@@ -99,7 +170,7 @@ class Code(Reward):
         processes: and threads of a test.
         output_kib: KiB of output of a test.
         network: `deny`, or `allow`.
-        isolation: `auto`, `namespaces`, `bubblewrap`, `nsjail`, or `none` (with `network: allow` only).
+        isolation: `auto`, `namespaces`, `bubblewrap`, or `none` (with `network: allow` only).
     """
 
     def __init__(
@@ -129,12 +200,14 @@ class Code(Reward):
     ) -> None:
         one_of("credit", credit, ("share", "all"))
         one_of("network", network, ("deny", "allow"))
-        one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "nsjail", "none"))
+        if str(isolation) == "nsjail":
+            raise PluginError("isolation: nsjail is no longer supported", "use isolation: bubblewrap, or leave it out")
+        one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "none"))
         if max_tests is not None and max_tests < 1:
             raise ValueError(f"max_tests is {max_tests}; at least one test is needed")
         if not 0 <= tolerance < 1 or not total > 0:
             raise ValueError("tolerance must be at least 0 and below 1, total above 0")
-        limits = Limits(
+        limits = SandboxLimits(
             cpu=seconds,
             wall=2 * seconds + 1 if wall is None else wall,
             memory=memory_mib << 20,
@@ -155,12 +228,8 @@ class Code(Reward):
         self.deadline = SLOWEST * (total + limits.wall) + _SETUP_SECONDS
         self.concurrency = len(os.sched_getaffinity(0))  # more at a time would only slow each other down
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Find an isolation that works here, and see that what runs the programs can be run in it.
-
-        Raises:
-            ConfigError: nothing isolates here, or the interpreter or command cannot be executed in the sandbox.
-        """
         del context
         await self._sandbox.open()
         executable = self._interpreter.path if self._command is None else self._command[0]
@@ -171,13 +240,8 @@ class Code(Reward):
                     f"{executable} cannot be executed in the sandbox", "name the directories it needs in `visible`"
                 )
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Run the tests and return the share that passed, or 1 or 0.
-
-        Raises:
-            DataError: the prompt has no tests, or tests of an unknown form.
-            SandboxError: the sandbox failed; nothing is known of the response.
-        """
         where = f"metadata {self._tests} of line {sample.prompt.line}"
         if self._tests not in sample.prompt.metadata:
             raise DataError(f"{where} is missing", "the rule code needs tests: name their key with args.tests")

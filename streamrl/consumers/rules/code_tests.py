@@ -90,11 +90,6 @@ def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTes
 def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
     """Say what came of a test.
 
-    Args:
-        test: that was run.
-        execution: what came of the run.
-        tolerance: largest relative difference of numbers that counts as none.
-
     Raises:
         Unchecked: code of tests has asked the program for nothing and executed no check.
         NoModule: code of tests imports a module that is not there.

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from typing_extensions import override
 
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.answers import check_tag, inside
 from streamrl.consumers.rules.processed import Processed, Verdict, require
+from streamrl.consumers.rules.text import check_tag, inside
 from streamrl.errors import DataError
 
 
@@ -73,15 +74,8 @@ class JsonSchema(Processed):
         self.fence = fence
         self.parses = parses
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1, `parses` or 0.
-
-        Raises:
-            DataError: the prompt lacks its schema, or has one that is none; or the check is too expensive, and
-                `expensive` is `fail`.
-            ProcessDied: a process died of something that is not the fault of the sample.
-            RewardUnavailable: no process can be started now.
-        """
         schema = self.schema or self._schema_of(sample)
         text = inside(sample.text, self.tag)
         if text is None:
@@ -89,7 +83,7 @@ class JsonSchema(Processed):
         if self.fence:
             text = last_fence(text)
         try:
-            found = await self.ask({"schema": schema, "text": text}, sample, theirs="response")
+            found = await self.ask({"schema": schema, "text": text}, sample)
         except CallFailed as error:
             where = f"line {sample.prompt.line} of the data set" if self.schema is None else "the args"
             raise DataError(f"the schema of {where} cannot be used: {error.message}") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from typing_extensions import override
+
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.answers import answer_of, check_tag, inside, one_of
 from streamrl.consumers.rules.processed import VERDICTS, Processed, Verdict, require
+from streamrl.consumers.rules.text import answer_of, check_tag, inside, one_of
 from streamrl.errors import DataError
 
 _BOXED: Final = "\\boxed{"
@@ -71,15 +73,8 @@ class MathAnswer(Processed):
         self.unparsable = one_of("unparsable", unparsable, VERDICTS)
         self.longest = longest
 
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Return 1 or 0.
-
-        Raises:
-            DataError: the prompt has no answer, or one that cannot be read or is too expensive; the response is
-                unparsable or too expensive, and the arg of that name is `fail`.
-            ProcessDied: a process died of something that is not the fault of the sample.
-            RewardUnavailable: no process can be started now.
-        """
         gold = answer_of(sample)
         if self.require_stop and sample.finish != "stop":
             return _score(0.0)
@@ -87,7 +82,7 @@ class MathAnswer(Processed):
         if text is None:
             return self._unparsable("it lacks its tag or its box")
         request = {"gold": gold if any(mark in gold for mark in _DELIMITERS) else f"{_BOXED}{gold}}}", "response": text}
-        verdict = await self.ask(request, sample, theirs="response")
+        verdict = await self.ask(request, sample)
         if verdict is None:
             return _score(0.0, expensive=1.0)
         if verdict["gold"]:

@@ -1,23 +1,24 @@
-"""The base of rules that work in processes which can be killed, because a response could make them expensive."""
+"""Rules that work in processes which can be killed, because a response could make them expensive; one is `regex`."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from typing_extensions import override
+
 from streamrl.consumers import isolated
-from streamrl.consumers.processes import START_SECONDS, Limits, ProcessDied, ProcessPool
-from streamrl.consumers.reward import Reward, RewardContext, RewardSample
-from streamrl.consumers.rules.answers import one_of
+from streamrl.consumers.processes import START_SECONDS, CallLimits, ProcessDied, ProcessPool, usual_processes
+from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
+from streamrl.consumers.rules.text import answer_of, one_of
 from streamrl.errors import DataError, PluginError
 
 Verdict = Literal["wrong", "fail"]
 VERDICTS: Final = get_args(Verdict)
 
-_MOST_PROCESSES: Final = 4
 _SCRIPTS: Final = Path(isolated.__file__).parent
 
 
@@ -52,22 +53,22 @@ class Processed(Reward):
         if seconds <= 0 or memory_mib < 64 or (processes is not None and processes < 1):
             raise ValueError("seconds must be above 0, memory_mib at least 64 and processes at least 1")
         self.expensive = one_of("expensive", expensive, VERDICTS)
-        limits = Limits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
+        limits = CallLimits(cpu=seconds, wall=30 + 10 * seconds, memory=memory_mib << 20)
         self.concurrency = processes or usual_processes()
         self.deadline = START_SECONDS + limits.wall
         self._pool = ProcessPool(f"rule {rule}", _SCRIPTS / f"{script}.py", dict(settings), self.concurrency, limits)
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Start the first process; `ConfigError` when it does not start."""
         del context
         await self._pool.open()
 
+    @override
     async def close(self) -> None:
-        """End all processes."""
         await self._pool.close()
 
+    @override
     def counts(self) -> Mapping[str, int]:
-        """Processes started, and calls that ended one (`ProcessCounts`)."""
         counts = self._pool.counts
         return {
             "started": counts.started,
@@ -76,14 +77,10 @@ class Processed(Reward):
             "lost": counts.lost,
         }
 
-    async def ask(self, request: Any, sample: RewardSample, *, theirs: str) -> Any:
-        """Return what the process says; None for a response that is too expensive and thereby wrong.
+    async def ask(self, request: Any, sample: RewardSample) -> Any:
+        """Return the answer of the process; None for a response that is too expensive and thereby wrong.
 
-        Args:
-            request: to the process.
-            sample: that it is about.
-            theirs: phase of the process in which the response is to blame; in another one it is what came with the
-                prompt.
+        In the phase `response` of the process the response is to blame, before it what came with the prompt.
 
         Raises:
             DataError: the response is too expensive and `expensive` is `fail`, or what came with the prompt is.
@@ -96,19 +93,13 @@ class Processed(Reward):
         except ProcessDied as died:
             if not died.too_expensive:
                 raise
-            if died.phase != theirs:
+            if died.phase != "response":
                 where = f"line {sample.prompt.line} of the data set"
                 message = f"what comes with {where} is too expensive itself: {died.message}"
                 raise DataError(message, "mend that line, or raise seconds or memory_mib of the rule") from died
             if self.expensive == "fail":
                 raise DataError(died.message, "raise seconds or memory_mib, or say `expensive: wrong`") from died
             return None
-
-
-def usual_processes() -> int:
-    """One per CPU that this process may use (a container has fewer than its host), at most 4."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_PROCESSES, cpus)
 
 
 def require(package: str, extra: str, rule: str) -> None:
@@ -119,3 +110,67 @@ def require(package: str, extra: str, rule: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise PluginError(f"rule {rule} needs the package {package}", f"pip install 'streamrl[{extra}]'")
+
+
+class Regex(Processed):
+    """1 when the pattern matches, or, with a `group`, when that group of the last match is the answer of the prompt.
+
+    Patterns of Python's `re`; flags are written into the pattern, `(?si)`. Some patterns take exponential time on some
+    texts, so they run in processes that are killed then. Whether the response or the pattern is to blame nobody can
+    say, so that is an error unless `expensive` says otherwise.
+
+    Args:
+        pattern: the regular expression.
+        match: `search`: it matches somewhere; `whole`: it matches all of the response.
+        group: name or number of a group, whose text must be the answer (white space at both ends apart).
+        absent: turned round: 1 when the pattern does not match. Not with `group`.
+        expensive: what a response is on which the pattern uses up `seconds` or the memory: `fail`, an error, or
+            `wrong`, a 0 with the part `expensive` at 1.
+        seconds: of CPU time for one response.
+        memory_mib: MiB of address space of one process.
+        processes: at most so many in one reward worker; None: one per CPU, at most 4.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        match: Literal["search", "whole"] = "search",
+        group: str | int | None = None,
+        absent: bool = False,
+        expensive: Verdict = "fail",
+        seconds: float = 1.0,
+        memory_mib: int = 256,
+        processes: int | None = None,
+    ) -> None:
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r}: {error}") from error
+        one_of("match", match, ("search", "whole"))
+        if group is not None and group not in {*range(compiled.groups + 1), *compiled.groupindex}:
+            raise ValueError(f"the pattern has no group {group!r}")
+        if absent and group is not None:
+            raise ValueError("absent and group exclude each other")
+        super().__init__(
+            "regex",
+            "patterns",
+            {"pattern": pattern, "whole": match == "whole", "group": group},
+            seconds=seconds,
+            memory_mib=memory_mib,
+            processes=processes,
+            expensive=expensive,
+        )
+        self.group = group
+        self.absent = absent
+
+    @override
+    async def score(self, sample: RewardSample) -> Score:
+        wanted = None if self.group is None else answer_of(sample).strip()
+        found = await self.ask(sample.text, sample)
+        if found is None:
+            return Score(0.0, {"expensive": 1.0})
+        right = found["found"] != self.absent
+        if wanted is not None:
+            right = found["group"] is not None and found["group"].strip() == wanted
+        return Score(float(right), {"expensive": 0.0})

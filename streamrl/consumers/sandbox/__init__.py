@@ -4,7 +4,14 @@
 often as there are inputs. What this does not protect from is said in docs/rewards.md.
 """
 
-from streamrl.consumers.sandbox.execution import Execution, Limits, Program, SandboxError
-from streamrl.consumers.sandbox.sandbox import Isolation, Sandbox, Session
+from streamrl.consumers.sandbox.sandbox import (
+    Execution,
+    Isolation,
+    Program,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    Session,
+)
 
-__all__ = ["Execution", "Isolation", "Limits", "Program", "Sandbox", "SandboxError", "Session"]
+__all__ = ["Execution", "Isolation", "Program", "Sandbox", "SandboxError", "SandboxLimits", "Session"]

@@ -7,7 +7,7 @@ not installed.
 
 The tests and the program are two processes. The program's is forked before the tests are read, so it never holds them,
 what they expect, or the token. The tests' process asks it to call functions. Plain data travels as text and is compared
-in the tests' process; any other object stays where it is and is a `Remote` there. Other tests
+in the tests' process; any other object stays where it is and is a `RemoteObject` there. Other tests
 (`inside`, or with an argument of their own that is no plain data) run in the program's process. A program that wants to
 can forge these.
 """
@@ -54,11 +54,7 @@ def _base(value: Any) -> Any:
 
 
 class _Host:
-    """Does what the tests' process asks for.
-
-    Args:
-        space: names of the program.
-    """
+    """Does what the tests' process asks for."""
 
     def __init__(self, space: dict[str, Any]) -> None:
         self._space = space
@@ -213,12 +209,7 @@ def _restore(kind: type, before: dict[str, Any]) -> None:
 
 
 def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
-    """Run the code of tests, its test functions and its test classes; return how many checks were executed.
-
-    Args:
-        task: of the worker.
-        space: names that the tests see, besides those of their own.
-    """
+    """Run the code of tests, its test functions and its test classes; return how many checks were executed."""
     checks = 0
     failed: list[BaseException] = []
 
@@ -362,7 +353,7 @@ def _equals_as_it_likes(value: Any) -> bool:
         return False
     module = sys.modules.get(kind.__module__)
     genuine = getattr(module, kind.__name__, None) is kind
-    if kind is Remote or (genuine and ((kind.__module__, kind.__name__) in KINDS or _of_the_tests(kind))):
+    if kind is RemoteObject or (genuine and ((kind.__module__, kind.__name__) in KINDS or _of_the_tests(kind))):
         return False
     return getattr(getattr(compare, "__code__", None), "co_filename", "") != "tests.py"
 
@@ -379,7 +370,7 @@ _SHARED_MODULES = ("math", "cmath", "random", "collections", "itertools", "funct
 """Where a name of the program is one of these modules, the tests have it in their own process."""
 
 
-class Program:
+class ProgramProcess:
     """The program's process, as the tests' process sees it.
 
     Attributes:
@@ -416,14 +407,7 @@ class Program:
         return int(checks) if said == word else 0
 
     def ask(self, verb: str, *args: Any, loose: bool = False, **named: Any) -> Any:
-        """Let the program's process do something, and return the result; raises what was raised there.
-
-        Args:
-            verb: what to do.
-            *args: of the verb.
-            loose: of an object in the result (`Remote`).
-            **named: keyword arguments of the verb.
-        """
+        """Let the program's process do something, and return the result; raises what was raised there."""
         self.asked = True
         try:
             request = Message()
@@ -452,10 +436,10 @@ class Program:
     def _object(self, kind: str, inner: Any, loose: bool = False) -> Any:
         if kind == "module":
             name, number = inner
-            return __import__(name) if name in _SHARED_MODULES else Remote(self, number, loose)
+            return __import__(name) if name in _SHARED_MODULES else RemoteObject(self, number, loose)
         if kind == "exception":
             return self._exception(*inner)
-        return Remote(self, int(inner), loose)
+        return RemoteObject(self, int(inner), loose)
 
     def _exception(self, module: str, name: str, number: int, bases: list[Any]) -> type:
         """Return a class of exceptions: that of Python, or one of the same name and bases for one of the program."""
@@ -509,7 +493,7 @@ def _said(error: Any) -> str:
 
 def _reference(value: Any) -> Any:
     """Write an object of the program, or a class; `NotPlain` for all else."""
-    if type(value) is Remote:
+    if type(value) is RemoteObject:
         return ["object", value._streamrl[1]]  # noqa: SLF001
     if isinstance(value, types.ModuleType) and value.__name__ in _SHARED_MODULES:
         return ["shared", value.__name__]  # the program may have returned it
@@ -524,16 +508,16 @@ def _reference(value: Any) -> Any:
 
 
 def _type_of(value: Any) -> Any:
-    return value._streamrl[0].ask("type", value) if type(value) is Remote else type(value)  # noqa: SLF001
+    return value._streamrl[0].ask("type", value) if type(value) is RemoteObject else type(value)  # noqa: SLF001
 
 
 def _is_instance(value: Any, kinds: Any) -> bool:
-    if type(value) is Remote:
+    if type(value) is RemoteObject:
         return bool(value._streamrl[0].ask("isinstance", value, kinds))  # noqa: SLF001
     return isinstance(value, kinds)
 
 
-class Remote:
+class RemoteObject:
     """An object of the program: what is done to it is done in the program's process.
 
     The program must not learn what the tests expect, and must not decide whether it has it. So it is never asked to
@@ -544,7 +528,7 @@ class Remote:
 
     __slots__ = ("_streamrl",)
 
-    def __init__(self, program: Program, number: int, loose: bool) -> None:
+    def __init__(self, program: ProgramProcess, number: int, loose: bool) -> None:
         object.__setattr__(self, "_streamrl", (program, number, loose))
 
     def _do(self, verb: str, *args: Any) -> Any:
@@ -570,7 +554,7 @@ class Remote:
         return bool(self._streamrl[0].ask("issubclass", value, self))
 
     def __contains__(self, value: Any) -> bool:
-        if self._streamrl[2] or type(value) is Remote:
+        if self._streamrl[2] or type(value) is RemoteObject:
             return bool(self._do("contains", value))
         return any(item is value or item == value for item in self)
 
@@ -597,20 +581,20 @@ class Remote:
 
 
 def _alone(verb: str) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any) -> Any:
+    def method(self: RemoteObject, *args: Any) -> Any:
         program, _, loose = self._streamrl
         return program.ask(verb, self, *args, loose=loose)
 
     return method
 
 
-def _both(verb: str, *, compares: bool, swapped: bool = False) -> Callable[[Remote, Any], Any]:
+def _both(verb: str, *, compares: bool, swapped: bool = False) -> Callable[[RemoteObject, Any], Any]:
     """Return what an operator does to an object of the program and to something else."""
     function = getattr(builtins, verb, None) or getattr(operator, verb)
 
-    def method(self: Remote, other: Any) -> Any:
+    def method(self: RemoteObject, other: Any) -> Any:
         program, _, loose = self._streamrl
-        if type(other) is Remote or (loose and not compares):
+        if type(other) is RemoteObject or (loose and not compares):
             pair = (other, self) if swapped else (self, other)
             return program.ask(verb, *pair, loose=loose)
         base = program.ask("base", self)
@@ -622,18 +606,18 @@ def _both(verb: str, *, compares: bool, swapped: bool = False) -> Callable[[Remo
 
 
 def _complete() -> None:
-    """Give `Remote` its operators."""
+    """Give `RemoteObject` its operators."""
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        setattr(Remote, f"__{name}__", _both(name, compares=True))
+        setattr(RemoteObject, f"__{name}__", _both(name, compares=True))
     binary = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and_", "or_")
     for name in (*binary, "xor", "divmod"):
         short = name.rstrip("_")
-        setattr(Remote, f"__{short}__", _both(name, compares=False))
-        setattr(Remote, f"__r{short}__", _both(name, compares=False, swapped=True))
+        setattr(RemoteObject, f"__{short}__", _both(name, compares=False))
+        setattr(RemoteObject, f"__r{short}__", _both(name, compares=False, swapped=True))
     for name in ("abs", "bool", "complex", "dir", "float", "format", "hash", "int", "len", "next", "repr", "reversed"):
-        setattr(Remote, f"__{name}__", _alone(name))
+        setattr(RemoteObject, f"__{name}__", _alone(name))
     for name in ("round", "str", "index", "neg", "pos", "invert", "getitem", "setitem", "delitem"):
-        setattr(Remote, f"__{name}__", _alone(name))
+        setattr(RemoteObject, f"__{name}__", _alone(name))
 
 
 _complete()
@@ -647,7 +631,7 @@ def _dumpable(yes: bool) -> None:
         raise OSError("this process cannot be hidden from the program")
 
 
-def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
+def _test(task: dict[str, Any], program: ProgramProcess, spare: ProgramProcess) -> int:
     """Run the tests, if need be in the process of the spare program; return how many checks were executed."""
     if not task["inside"]:
         program.start(inside=False, with_unittest=False)
@@ -660,7 +644,7 @@ def _test(task: dict[str, Any], program: Program, spare: Program) -> int:
                 continue
             value = names[name]
             loose = name[:1].isupper() and name != "Solution"
-            space[name] = Remote(program, value._streamrl[1], loose) if type(value) is Remote else value  # noqa: SLF001
+            space[name] = RemoteObject(program, value._streamrl[1], loose) if type(value) is RemoteObject else value  # noqa: SLF001
         solution = types.ModuleType("solution")
         solution.__getattr__ = lambda name: program.ask("global", name, loose=name[:1].isupper() and name != "Solution")  # type: ignore[method-assign]
         sys.modules.update(tests=module, solution=solution)
@@ -686,7 +670,7 @@ def _is_missing(name: str) -> bool:
 def _judge() -> str:
     """Run tests, and return what to tell the worker; an exception, or the end of this process, fails the tests."""
     _dumpable(False)
-    program, spare = Program(), Program()
+    program, spare = ProgramProcess(), ProgramProcess()
     task = json.loads(sys.stdin.buffer.read())
     token: str = task["token"]
     with contextlib.suppress(OSError):  # a pipe is empty now

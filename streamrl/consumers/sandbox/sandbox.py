@@ -3,26 +3,206 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import math
 import os
+import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import orjson
 
-from streamrl.consumers.sandbox.execution import SLOWEST, Execution, Limits, Program, SandboxError
-from streamrl.consumers.sandbox.temporary import own_folder, sweep
-from streamrl.consumers.sandbox.wrappers import ENVIRON, WRAPPERS, interpreter
-from streamrl.errors import ConfigError
+from streamrl.consumers.sandbox.inside import folders
+from streamrl.errors import ConfigError, StreamrlError
 
 logger = logging.getLogger(__name__)
 
-Isolation = Literal["namespaces", "bubblewrap", "nsjail", "none"]
+SMALLEST_MEMORY: Final = 64 << 20
+SLOWEST: Final = 10
+"""A host on which a program takes so many times its `wall`, for want of a processor, is too busy to say anything."""
+
+
+class SandboxError(StreamrlError):
+    """The sandbox itself failed, which says nothing of the program in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Limits of one run.
+
+    Attributes:
+        cpu: seconds of processor time of each process, rounded up.
+        wall: seconds from the start to the end, whatever it waits for but a processor that others have.
+        memory: bytes resident in all its processes together, looked at twenty times a second.
+        address_space: bytes of each process, at once; None: no limit, for runtimes that reserve much and use little.
+        disk: bytes of all files together where it has a file system of its own, else of each file.
+        open_files: of each process.
+        processes: and threads, at the same time.
+        output: bytes on standard output and standard error together.
+    """
+
+    cpu: float = 5.0
+    wall: float = 11.0
+    memory: int = 512 << 20
+    address_space: int | None = 1 << 30
+    disk: int = 64 << 20
+    open_files: int = 64
+    processes: int = 16
+    output: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in self.__slots__}
+        for name, number in numbers.items():
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number}; it must be above 0, and finite")
+        if self.memory < SMALLEST_MEMORY:
+            raise ValueError(f"memory is {self.memory} bytes; no program starts in less than {SMALLEST_MEMORY}")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program.
+
+    Attributes:
+        argv: the command; its first word is an absolute path.
+        files: plain names and texts of the files in its directory.
+        visible: directories of the host that it may read, besides those of the system.
+        environ: all of its environment.
+    """
+
+    argv: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    visible: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class Execution(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one run.
+
+    Attributes:
+        outcome: `ended` by itself with `code`; `signal`: it was killed, by itself or for a limit of the kernel's;
+            `time`, `memory`, `output`: it was killed for that limit.
+        code: exit code, minus the number of a signal; None when nobody could tell.
+        stdout: as UTF-8, bytes that are none replaced; cut off shortly after the limit.
+        stderr: as above.
+        result: what it wrote to its descriptor 3.
+        cpu: seconds of processor time, of all processes that were waited for.
+        wall: seconds with the set-up of the sandbox.
+        delay: seconds of these in which it waited for a processor that others had, as far as the kernel tells; waiting
+            for its own threads and processes is none.
+    """
+
+    outcome: Literal["ended", "signal", "time", "memory", "output"]
+    code: int | None
+    stdout: str
+    stderr: str
+    result: str
+    cpu: float
+    wall: float
+    delay: float
+
+
+_YOUNG_SECONDS: Final = 60.0
+"""A directory so young may be one whose process has not locked it yet."""
+
+
+@contextlib.contextmanager
+def own_folder(prefix: str) -> Iterator[str]:
+    """Make a directory, lock it for as long as this process has it, and remove it at the end."""
+    path = tempfile.mkdtemp(prefix=prefix)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield path
+        finally:
+            os.close(descriptor)
+    finally:
+        if Path(path).exists():
+            folders.remove(path)
+
+
+def sweep(prefix: str) -> None:
+    """Remove the directories of this user that `own_folder` made in processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is another user's, in use, or just gone
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                about = os.fstat(descriptor)
+                if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _YOUNG_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    folders.remove(str(path))
+            finally:
+                os.close(descriptor)
+
+
+ENVIRON: Final[Mapping[str, str]] = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",  # noqa: S108 - of the sandbox
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""All that a program finds in its environment; threads count as processes, so libraries start none by themselves."""
+
+_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SYSTEM_FILES: Final = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_NOBODY: Final = "65534"
+_LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$@"'
+"""`-p` is dash's name of the limit; bash has it as `-u`, and refuses `-p`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python: its absolute path, and the directories it needs besides those of the system."""
+
+    path: str
+    visible: tuple[str, ...]
+
+
+def interpreter(python: str = "") -> Interpreter:
+    """Return `python`, or the Python that runs streamrl without the packages of its environment."""
+    path = Path(python or os.path.realpath(sys.executable)).absolute()
+    prefixes = (path.parent.parent, Path(os.path.realpath(path)).parent.parent)
+    visible = dict.fromkeys(
+        str(prefix) for prefix in prefixes if str(prefix) != "/" and not _of_the_system(str(prefix))
+    )
+    return Interpreter(str(path), tuple(visible))
+
+
+def _of_the_system(path: str) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in _SYSTEM)
+
+
+def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
+    """The command line that runs a program in bubblewrap; the keeper writes its directory for `{folder}`."""
+    path = shutil.which("bwrap")
+    if path is None:
+        raise SandboxError("bwrap is not installed")
+    words = [path, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    if not network:
+        words += ["--unshare-net"]
+    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY]
+    words += ["--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
+    words += ["--bind", "{folder}", "/tmp", "--chdir", "/tmp"]  # noqa: S108
+    for path in (*_SYSTEM, *_SYSTEM_FILES, *program.visible):
+        words += ["--ro-bind-try", path, path]
+    words += ["--"]
+    return [*words, "/bin/sh", "-c", _LIMIT_PROCESSES, str(limits.processes), *program.argv]
+
+
+Isolation = Literal["namespaces", "bubblewrap", "none"]
 
 _START: Final = "import sys; sys.path.insert(0, sys.argv[1]); from inside.keeper import main; main()"
 _FOLDERS: Final = "streamrl-code-"
@@ -45,15 +225,15 @@ class Sandbox:
     Args:
         limits: of every run.
         network: whether programs may use the network.
-        isolation: `auto` takes the first of namespaces, bubblewrap and nsjail that works; `none` is no isolation but
-            limits, a session, a directory and an environment of its own.
+        isolation: `auto` takes namespaces or bubblewrap, the first that works; `none` is no isolation but limits, a
+            session, a directory and an environment of its own.
 
     Raises:
         ConfigError: a system that is not Linux, or `none` without `network`: nothing would keep it from the network.
     """
 
     def __init__(
-        self, limits: Limits, *, network: bool = False, isolation: Isolation | Literal["auto"] = "auto"
+        self, limits: SandboxLimits, *, network: bool = False, isolation: Isolation | Literal["auto"] = "auto"
     ) -> None:
         if sys.platform != "linux":
             raise ConfigError("programs can be run on Linux only", "run the reward workers in a Linux container")
@@ -92,7 +272,7 @@ class Sandbox:
             yield session
 
     async def _find(self) -> Isolation:
-        tried: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "nsjail")
+        tried: tuple[Isolation, ...] = ("namespaces", "bubblewrap")
         if self._wanted != "auto":
             tried = (self._wanted,)
         reasons = []
@@ -151,7 +331,7 @@ class Sandbox:
             kind = "namespaces"
         elif isolation != "none":
             kind = "wrapped"
-            argv = WRAPPERS[isolation](program, self._limits, self._network)
+            argv = _bubblewrap(program, self._limits, self._network)
         return {
             "isolation": kind,
             "network": self._network,
@@ -167,7 +347,7 @@ class Sandbox:
 class Session:
     """One program and its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, order: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, order: Mapping[str, Any], limits: SandboxLimits) -> None:
         self._process = process
         self._order: Mapping[str, Any] | None = order
         self._seconds = SLOWEST * limits.wall + 2 * _KEEPER_SECONDS

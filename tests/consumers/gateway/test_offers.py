@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from streamrl.consumers import Score
-from streamrl.consumers.gateway.offers import Offer, Offers, ProgramsLost
+from streamrl.consumers.gateway.offers import Offers, ProgramsLost, SampleOffer
 
 PLENTY = 1 << 20
 
 
 def offer(offers, body=b"{}"):
     ends = []
-    made = Offer(body, ends.append)
+    made = SampleOffer(body, ends.append)
     offers.add(made)
     return made, ends
 

@@ -15,13 +15,14 @@ from aiohttp import web
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
-from streamrl.consumers.calls import NoTime
-from streamrl.consumers.judge import Judge, verdicts
-from streamrl.consumers.judge.verdicts import Unreadable
-from streamrl.consumers.models import open_models
+from streamrl.consumers.calls import NoTime, ScoringFailed
+from streamrl.consumers.models import open_models, verdicts
+from streamrl.consumers.models.judge import Judge
+from streamrl.consumers.models.verdicts import Unreadable
+from streamrl.consumers.opening import open_scorer
 from streamrl.consumers.plugins import load_rewards
-from streamrl.consumers.processes import Limits, ProcessDied
-from streamrl.consumers.scoring import Scorer, ScoringFailed, open_scorer
+from streamrl.consumers.processes import CallLimits, ProcessDied
+from streamrl.consumers.scoring import Scorer
 from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
 from tests.consumers.judge.chat_server import ODD, ChatServer, chats, chatting
@@ -173,7 +174,7 @@ EXPLODES = {"prompt": "Grade {response}", "regex": r"Score: (?:(a|aa)+|(?P<score
 
 
 async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.judge.reward._PATTERN", Limits(cpu=0.2, wall=300, memory=256 << 20))
+    monkeypatch.setattr("streamrl.consumers.models.judge._PATTERN", CallLimits(cpu=0.2, wall=300, memory=256 << 20))
     monkeypatch.setattr(verdicts, "_matched", None)  # nothing of it is matched in the event loop
     said = iter([["Score: 1"], ["Score: " + "a" * 200 + "!"], ["Score: 6"]])
     async with chats(lambda _: next(said)) as (one,), opened([one.url], **EXPLODES) as judge:
@@ -183,7 +184,7 @@ async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nob
         async with scoring(run_of(EXPLODES, [one.url], attempts=3)) as scorer:
             with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*the regex takes too much"):
                 await scorer.score(seen(), lease_end())
-            assert scorer.calls[0].circuit.since is None
+            assert scorer.calls[0].circuit.open_since is None
         assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
 
 
@@ -318,7 +319,7 @@ async def test_a_model_that_does_not_chat_ends_the_start(model, args, says):
 
 @pytest.mark.parametrize("fault", ["400", "404", "501"])
 async def test_servers_that_can_never_do_it_end_the_start(fault, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.judge.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.judge._PROBE_SECONDS", 3.0)
     async with chats(lambda _: fault) as (one,):
         with pytest.raises(ConfigError, match=f"cannot be asked.*{fault}"):
             async with opened([one.url]):
@@ -326,7 +327,7 @@ async def test_servers_that_can_never_do_it_end_the_start(fault, monkeypatch):
 
 
 async def test_a_key_that_is_wrong_ends_the_start_and_is_in_no_message(monkeypatch, tmp_path):
-    monkeypatch.setattr("streamrl.consumers.judge.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.judge._PROBE_SECONDS", 3.0)
     (tmp_path / "key").write_text("simsalabim\n")
     async with chatting(ChatServer(key="sesame")) as one:
         with pytest.raises(ConfigError, match="401") as caught:
@@ -337,10 +338,10 @@ async def test_a_key_that_is_wrong_ends_the_start_and_is_in_no_message(monkeypat
 
 
 async def test_what_is_only_bad_for_the_moment_is_a_warning_at_the_start(monkeypatch, caplog):
-    monkeypatch.setattr("streamrl.consumers.judge.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.judge._PROBE_SECONDS", 3.0)
     said = iter(["500", ["Score: 3"]])
     async with chats(lambda _: next(said)) as (one,), opened([one.url]) as judge:
-        assert "judge does not answer yet" in caplog.text
+        assert "reward model does not answer yet" in caplog.text
         assert (await judge.score(seen())).value == 3.0
     async with chats(lambda _: ["Hm."]) as (one,), opened([one.url]):
         assert "first votes cannot be read" in caplog.text
@@ -412,7 +413,7 @@ async def test_a_server_that_ignores_n_is_asked_for_one_vote_at_a_time(caplog):
 
 @pytest.mark.parametrize("health", [401, 200], ids=["everywhere", "but for its health"])
 async def test_a_wrong_key_is_said_at_once(monkeypatch, tmp_path, health):
-    monkeypatch.setattr("streamrl.consumers.judge.reward._PROBE_SECONDS", 3600.0)
+    monkeypatch.setattr("streamrl.consumers.models.judge._PROBE_SECONDS", 3600.0)
     (tmp_path / "key").write_text("simsalabim\n")
 
     async def models(_):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamrl.consumers.judge.verdicts import Unreadable
+from streamrl.consumers.models.verdicts import Unreadable
 from tests.consumers.judge.chat_server import chats, choice
 from tests.consumers.judge.test_judge import opened
 from tests.consumers.samples import seen
@@ -35,4 +35,4 @@ async def test_as_many_samples_as_the_servers_have_places_for_their_votes(separa
         chats(lambda body: ["Score: 4"] * body.get("n", 1)) as (one,),
         opened([one.url], model={"concurrency": 12}, votes=3, separate=separate) as judge,
     ):
-        assert judge.room() == room
+        assert judge.slots() == room

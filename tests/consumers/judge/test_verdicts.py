@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.consumers.isolated import patterns
-from streamrl.consumers.judge.reward import BOUNDS, REGEX
-from streamrl.consumers.judge.verdicts import Parser, Unreadable, Vote, combined, votes_of
-from streamrl.consumers.processes import Limits, ProcessPool
+from streamrl.consumers.models.judge import BOUNDS, REGEX
+from streamrl.consumers.models.verdicts import Parser, Unreadable, Vote, combined, votes_of
+from streamrl.consumers.processes import CallLimits, ProcessPool
 from streamrl.errors import PluginError, WireError
 from tests.consumers.judge.chat_server import choice
 
@@ -63,7 +63,7 @@ LONG = [
 async def test_the_pattern_that_comes_along_takes_time_in_proportion_to_the_text():
     """The tenth of a second that it takes is far from the limit, and so are the minutes of a pattern that does not."""
     settings = {"pattern": REGEX, "whole": False, "group": 1}
-    pool = ProcessPool("pattern", Path(patterns.__file__), settings, 1, Limits(cpu=10, wall=300, memory=256 << 20))
+    pool = ProcessPool("pattern", Path(patterns.__file__), settings, 1, CallLimits(cpu=10, wall=300, memory=256 << 20))
     try:
         for text in LONG:
             assert await pool.call(text) == {"found": False, "group": None}

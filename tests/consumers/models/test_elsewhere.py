@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from streamrl.consumers.attempts import attempts, failed_servers
-from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers.calls import ScoringFailed, failed_servers, remembering_failed_servers
 from streamrl.consumers.models import client as module
-from streamrl.consumers.models.router import State
+from streamrl.consumers.models.router import ServerState
 from streamrl.http import BadAnswer, Lost
 from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.models.faulty_server import score_of, servers
@@ -22,7 +21,7 @@ async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to
         servers(["hangs"], ["held"]) as (bad, good),
         client_of(bad.url, good.url, concurrency=1) as client,
     ):
-        with attempts():
+        with remembering_failed_servers():
             failing = asyncio.create_task(ask(client, deadline=1.0))
             await bad.has(1)
             other = asyncio.create_task(ask(client))
@@ -30,7 +29,7 @@ async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to
             with pytest.raises(Lost, match=bad.url):
                 await failing
             again = asyncio.create_task(ask(client))
-            await until(lambda: client._choosy or len(bad.asked) > 1)
+            await until(lambda: any(client._waiting.values()) or len(bad.asked) > 1)
             good.let_go.set()
             assert await asyncio.gather(again, other) == [score_of(IDS)] * 2
         assert (len(bad.asked), len(good.asked)) == (1, 2), "though it had room all the time"
@@ -39,7 +38,7 @@ async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to
 async def test_the_only_server_that_works_may_be_asked_again():
     async with servers(["500", "well"], ["well"]) as (one, gone), client_of(one.url) as client:
         await client.follow([one.url, gone.url])  # and its health is not asked: it does not work
-        with attempts():
+        with remembering_failed_servers():
             with pytest.raises(BadAnswer):
                 await ask(client)
             assert await ask(client) == score_of(IDS)
@@ -51,7 +50,7 @@ async def test_when_all_have_failed_the_latest_failure_is_forgotten_last():
         servers(["500", "well"], ["500", "held"]) as (first, last),
         client_of(first.url, last.url, concurrency=1) as client,
     ):
-        with attempts():
+        with remembering_failed_servers():
             with pytest.raises(BadAnswer):
                 await ask(client)
             assert list(failed_servers()) == [first.url, last.url]
@@ -74,7 +73,7 @@ async def test_a_server_that_failed_the_sample_is_asked_again_when_no_other_has_
         with pytest.raises(ScoringFailed, match=r"BadAnswer: .*\(3 attempts\)"):
             await calls_of(loaded(reward, attempts=3)).score(seen(), leased())
         assert len(bad.asked) == 3
-        assert row(client, bad).state is State.EJECTED
+        assert row(client, bad).state is ServerState.EJECTED
         full.let_go.set()
         assert await holds == score_of(IDS)
 
@@ -86,7 +85,7 @@ async def test_one_that_hangs_gets_time_enough_to_fail_again(monkeypatch):
         servers(["hangs"], ["busy"]) as (bad, full),
         client_of(bad.url, full.url, concurrency=1) as client,
     ):
-        with attempts():
+        with remembering_failed_servers():
             failed_servers()[bad.url] = None
             with pytest.raises(Lost, match=bad.url):
                 await ask(client, deadline=1.0)
@@ -103,7 +102,7 @@ async def test_what_a_server_failed_counts_also_when_the_next_one_has_too_little
 
 async def _ask_only(client, server, other):
     """A request that `server` gets."""
-    with attempts():
+    with remembering_failed_servers():
         failed_servers()[other.url] = None
         return await ask(client)
 

@@ -14,10 +14,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
+from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
-from streamrl.consumers.models.router import Server, State
-from streamrl.consumers.scoring import ScoringFailed, open_scorer
+from streamrl.consumers.models.router import PoolServer, ServerState
+from streamrl.consumers.opening import open_scorer
 from streamrl.errors import RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
 from tests.consumers.models.faulty_server import Act, FaultyServer, score_of, servers, serving
@@ -80,10 +81,10 @@ async def scored(
     }
     config = RunConfig.model_validate(keys)
     found: list[Any] = []
-    rows: list[Server] = []
+    rows: list[PoolServer] = []
     async with open_models(config) as models, open_scorer(config, RewardContext(config, model, models)) as scorer:
         client = models["critic"]
-        await until(lambda: [row.state for row in client.standings()] == [State.SERVING] * len(asked))
+        await until(lambda: [row.state for row in client.standings()] == [ServerState.SERVING] * len(asked))
         if begun is not None:
             await begun()
         for index in range(samples):

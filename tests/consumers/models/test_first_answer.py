@@ -13,11 +13,11 @@ from aiohttp import web
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext
-from streamrl.consumers.judge.reward import Judge
 from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.dialects import UnclearScore
-from streamrl.consumers.models.reward import RewardModel
-from streamrl.consumers.models.router import State
+from streamrl.consumers.models.judge import Judge
+from streamrl.consumers.models.reward_model import RewardModel
+from streamrl.consumers.models.router import ServerState
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import ConfigError, RewardImpossible, RewardUnavailable, Unreachable, unwrap
@@ -33,7 +33,7 @@ NEVER = [("several", "2 numbers"), ("401", "answered 401"), ("403", "answered 40
 
 @pytest.fixture(autouse=True)
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.5)
     monkeypatch.setattr("streamrl.consumers.models.client.LOOK_SECONDS", 0.1)
 
 
@@ -77,7 +77,7 @@ async def back(one: FaultyServer, reward: RewardModel) -> AsyncIterator[None]:
     client = reward._model
     assert isinstance(client, ModelClient)
     async with serving(one):
-        await until(lambda: any(row.state is State.SERVING for row in client.standings()))
+        await until(lambda: any(row.state is ServerState.SERVING for row in client.standings()))
         yield
 
 
@@ -133,7 +133,7 @@ async def test_a_text_that_is_refused_is_the_end_of_its_sample_and_decides_nothi
 
 async def test_a_service_whose_health_check_wants_another_key_ends_the_start(monkeypatch):
     """It gets no request that could find this out."""
-    monkeypatch.setattr("streamrl.consumers.judge.reward._PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("streamrl.consumers.models.judge._PROBE_SECONDS", 0.5)
 
     async def who_are_you(_: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "Incorrect API key provided"}}, status=401)

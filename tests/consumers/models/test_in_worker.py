@@ -71,16 +71,19 @@ async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp
         await check(train, range(gid), tmp_path / "model")
 
 
-async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 0.2)
+async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.2)
     make_tokenizer(tmp_path / "model")
     one = FaultyServer()
     async with serving(one):
         pass
     config = config_for(redis_run.config, [one.url], tmp_path / "model", deadline=1.0, on_failure="retry")
-    async with open_ledgers(config, redis_run.run_dir) as ledgers, worker(config, redis_run.run_dir, ledgers):
+    async with (
+        open_ledgers(config, redis_run.run_dir) as ledgers,
+        worker(config, redis_run.run_dir, ledgers) as role,
+    ):
         await put(ledgers.train, 0, texts(0))
-        await until(lambda: "circuit open: samples wait for this reward" in caplog.text)
+        await until(lambda: "nobody scores" in str(role.status.get("rewards")))
         assert await ledgers.train.dead_letters() == []
         async with serving(one):
             await until_closed(ledgers.train, [0], 100)

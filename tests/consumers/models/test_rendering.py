@@ -234,7 +234,7 @@ def test_a_reward_worker_gets_no_torch_by_it(tmp_path):
     code = (
         "import sys\n"
         "from streamrl.consumers.models.rendering import Renderer\n"
-        "from streamrl.consumers.models.reward import RewardModel\n"
+        "from streamrl.consumers.models.reward_model import RewardModel\n"
         f"Renderer.load({str(tmp_path)!r})\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -15,7 +15,7 @@ from streamrl.consumers import RewardContext, RewardSample
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.dialects import DIALECTS, UnclearScore, read_score
 from streamrl.consumers.models.rendering import Renderer
-from streamrl.consumers.models.reward import RewardModel
+from streamrl.consumers.models.reward_model import RewardModel
 from streamrl.consumers.models.template import Template
 from streamrl.consumers.plugins import load_rewards
 from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable, WireError
@@ -70,7 +70,7 @@ async def test_its_places_are_those_of_the_servers(tokenizer, tmp_path):
     async with servers(["well"], ["well"]) as (one, two):
         keys = {"url": [one.url, two.url], "model": str(tokenizer), "concurrency": 3}
         async with opened(tmp_path, keys) as reward:
-            assert reward.room() in {3, 6}, "the second server may not have been looked at yet"
+            assert reward.slots() in {3, 6}, "the second server may not have been looked at yet"
 
 
 async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer, tmp_path):
@@ -145,7 +145,7 @@ async def test_what_the_server_refuses_is_the_end_of_this_sample_only(tokenizer,
 
 
 async def test_no_server_at_the_start_is_a_warning(tokenizer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.2)
     monkeypatch.setattr("streamrl.consumers.models.client.LOOK_SECONDS", 0.1)
     one = FaultyServer()
     async with serving(one):
@@ -187,7 +187,7 @@ async def test_no_server_is_no_failure_of_the_sample(tokenizer, tmp_path):
     ],
 )
 async def test_servers_that_can_never_do_it_end_the_start(tokenizer, tmp_path, act, says, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
     async with servers([act]) as (one,):
         with pytest.raises(ConfigError, match=says):
             async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}):
@@ -196,7 +196,7 @@ async def test_servers_that_can_never_do_it_end_the_start(tokenizer, tmp_path, a
 
 @pytest.mark.parametrize("act", ["500", "nan", "half json", "busy"])
 async def test_servers_that_have_a_bad_moment_do_not_end_the_start(tokenizer, tmp_path, act, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
     async with (
         servers([act, "well"]) as (one,),
         opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward,

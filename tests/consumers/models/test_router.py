@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.consumers.models.router import EJECT_AFTER, FIRST_PAUSE, RECENT, Outcome, Router, State
+from streamrl.consumers.models.router import EJECT_AFTER, FIRST_PAUSE, RECENT, RequestOutcome, Router, ServerState
 
 A, B, C = "http://a", "http://b", "http://c"
 
@@ -16,7 +16,7 @@ def serving(*urls: str, limit: int = 8) -> Router:
     router = Router(limit)
     for url in urls:
         router.add(url)
-        assert router.checked(url, 0.0, healthy=True) is State.SERVING
+        assert router.checked(url, 0.0, healthy=True) is ServerState.SERVING
     return router
 
 
@@ -28,10 +28,10 @@ def fly(router: Router, now: float, exclude=()):
 
 def fail(router: Router, url: str, now: float, times: int = EJECT_AFTER) -> None:
     for _ in range(times):
-        router.ended(router.began(url, now), Outcome.FAULT, now, "broken")
+        router.ended(router.began(url, now), RequestOutcome.FAULT, now, "broken")
 
 
-def state(router: Router, url: str) -> State:
+def state(router: Router, url: str) -> ServerState:
     return next(row.state for row in router.standings() if row.url == url)
 
 
@@ -42,7 +42,7 @@ def test_a_server_gets_nothing_before_its_health_was_checked():
     assert not router.waits(0.0)
     assert router.checked(A, 0.0, healthy=False, why="refused") is None
     assert router.pick(0.0) is None
-    assert router.checked(A, 1.0, healthy=True) is State.SERVING
+    assert router.checked(A, 1.0, healthy=True) is ServerState.SERVING
     assert router.pick(1.0) == A
 
 
@@ -50,7 +50,7 @@ def test_the_least_busy_one_is_picked_and_equals_take_turns():
     router = serving(A, B, C)
     flights = [fly(router, 0.0) for _ in range(6)]
     assert sorted(flight.url for flight in flights) == [A, A, B, B, C, C]
-    router.ended(flights[4], Outcome.OK, 1.0)
+    router.ended(flights[4], RequestOutcome.OK, 1.0)
     assert router.pick(1.0) == flights[4].url
 
 
@@ -59,10 +59,10 @@ def test_work_counts_and_not_the_number_of_requests():
     long = router.began(A, 0.0, cost=1000)
     flights = [router.began(router.pick(0.0), 0.0, cost=100) for _ in range(6)]
     assert {flight.url for flight in flights} == {B}
-    router.ended(long, Outcome.OK, 0.0)
+    router.ended(long, RequestOutcome.OK, 0.0)
     assert router.pick(0.0) == A
     for flight in flights:
-        router.ended(flight, Outcome.CANCELLED, 0.0)
+        router.ended(flight, RequestOutcome.CANCELLED, 0.0)
     router.began(A, 0.0)
     assert router.pick(0.0) == B
 
@@ -72,14 +72,14 @@ def test_a_full_server_gets_nothing():
     flights = [fly(router, 0.0) for _ in range(4)]
     assert router.pick(0.0) is None
     assert router.waits(0.0)
-    router.ended(flights[0], Outcome.CANCELLED, 0.0)
+    router.ended(flights[0], RequestOutcome.CANCELLED, 0.0)
     assert router.pick(0.0) == flights[0].url
 
 
 def test_who_has_failed_a_request_does_not_get_it_again():
     router = serving(A, B)
     first = fly(router, 0.0)
-    router.ended(first, Outcome.FAULT, 0.0)
+    router.ended(first, RequestOutcome.FAULT, 0.0)
     second = fly(router, 0.0, {first.url})
     assert second.url != first.url
     assert router.pick(0.0, {A, B}) is None
@@ -93,7 +93,7 @@ def test_a_server_with_a_fault_comes_last_for_a_while():
     assert {flight.url for flight in flights} == {B}
     assert router.pick(0.1) == A, "B is full"
     for flight in flights:
-        router.ended(flight, Outcome.OK, 0.2)
+        router.ended(flight, RequestOutcome.OK, 0.2)
     assert {fly(router, RECENT + 1).url for _ in range(2)} == {A, B}
 
 
@@ -110,10 +110,10 @@ def test_faults_in_a_row_eject_and_a_success_between_them_does_not_let_them():
     router = serving(A, B)
     for _ in range(5):
         fail(router, A, 0.0, times=EJECT_AFTER - 1)
-        router.ended(router.began(A, 0.0), Outcome.OK, 0.0)
-    assert state(router, A) is State.SERVING
+        router.ended(router.began(A, 0.0), RequestOutcome.OK, 0.0)
+    assert state(router, A) is ServerState.SERVING
     fail(router, A, 1.0)
-    assert state(router, A) is State.EJECTED
+    assert state(router, A) is ServerState.EJECTED
     assert router.pick(1.0, {B}) is None
 
 
@@ -125,11 +125,11 @@ def test_return_takes_a_pause_then_health_then_one_request():
     now = 10.0 + FIRST_PAUSE
     assert router.quiet(now, 2.0) == [A]
     assert router.checked(A, now, healthy=False) is None
-    assert router.checked(A, now, healthy=True) is State.TRIAL
+    assert router.checked(A, now, healthy=True) is ServerState.TRIAL
     flight = fly(router, now)
     assert router.pick(now) is None, "one at a time"
     assert router.waits(now)
-    assert router.ended(flight, Outcome.OK, now) is State.SERVING
+    assert router.ended(flight, RequestOutcome.OK, now) is ServerState.SERVING
     assert [fly(router, now).url for _ in range(8)] == [A] * 8
 
 
@@ -138,28 +138,28 @@ def test_each_ejection_without_a_success_doubles_the_pause():
     fail(router, A, now)
     for _ in range(9):
         start = now
-        while router.checked(A, now, healthy=True) is not State.TRIAL:
+        while router.checked(A, now, healthy=True) is not ServerState.TRIAL:
             now += 0.5
         pauses.append(now - start)
-        router.ended(fly(router, now), Outcome.FAULT, now)
+        router.ended(fly(router, now), RequestOutcome.FAULT, now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    while router.checked(A, now, healthy=True) is not State.TRIAL:
+    while router.checked(A, now, healthy=True) is not ServerState.TRIAL:
         now += 0.5
-    router.ended(fly(router, now), Outcome.OK, now)
+    router.ended(fly(router, now), RequestOutcome.OK, now)
     fail(router, A, now)
-    assert router.checked(A, now + FIRST_PAUSE, healthy=True) is State.TRIAL
+    assert router.checked(A, now + FIRST_PAUSE, healthy=True) is ServerState.TRIAL
 
 
 def test_requests_from_before_an_ejection_do_not_eject_again():
     router = serving(A)
     old = [fly(router, 0.0) for _ in range(6)]
     fail(router, A, 1.0, times=2)
-    router.ended(old[0], Outcome.FAULT, 1.0)
-    assert state(router, A) is State.EJECTED
-    assert router.checked(A, 3.0, healthy=True) is State.TRIAL
+    router.ended(old[0], RequestOutcome.FAULT, 1.0)
+    assert state(router, A) is ServerState.EJECTED
+    assert router.checked(A, 3.0, healthy=True) is ServerState.TRIAL
     for flight in old[1:]:
-        router.ended(flight, Outcome.FAULT, 3.0)
-    assert state(router, A) is State.TRIAL
+        router.ended(flight, RequestOutcome.FAULT, 3.0)
+    assert state(router, A) is ServerState.TRIAL
     assert router.standings()[0].ejections == 1
 
 
@@ -168,14 +168,14 @@ def test_missed_health_ejects_only_who_serves_nobody():
     for _ in range(5):
         router.checked(A, 1.0, healthy=False, why="slow")
         router.checked(A, 1.0, healthy=False, why="slow")
-        router.ended(fly(router, 1.0), Outcome.OK, 1.0)
-    assert state(router, A) is State.SERVING
-    assert [router.checked(A, 2.0, healthy=False) for _ in range(3)] == [None, None, State.EJECTED]
+        router.ended(fly(router, 1.0), RequestOutcome.OK, 1.0)
+    assert state(router, A) is ServerState.SERVING
+    assert [router.checked(A, 2.0, healthy=False) for _ in range(3)] == [None, None, ServerState.EJECTED]
 
 
 def test_who_served_just_now_need_not_be_checked():
     router = serving(A, B)
-    router.ended(router.began(A, 5.0), Outcome.OK, 5.0)
+    router.ended(router.began(A, 5.0), RequestOutcome.OK, 5.0)
     assert router.quiet(6.0, 2.0) == [B]
     assert router.quiet(7.0, 2.0) == [A, B]
 
@@ -183,8 +183,8 @@ def test_who_served_just_now_need_not_be_checked():
 def test_a_busy_server_rests_and_stays_in():
     router = serving(A, B)
     for _ in range(5):
-        router.ended(router.began(A, 0.0), Outcome.BUSY, 0.0, rest=4.0)
-    assert state(router, A) is State.SERVING
+        router.ended(router.began(A, 0.0), RequestOutcome.BUSY, 0.0, rest=4.0)
+    assert state(router, A) is ServerState.SERVING
     assert {fly(router, 1.0).url for _ in range(4)} == {B}
     assert router.pick(1.0, {B}) is None
     assert router.waits(1.0, {B})
@@ -195,7 +195,7 @@ def test_a_busy_server_rests_and_stays_in():
 def test_rest_grows_while_nobody_says_for_how_long():
     router, now, rests = serving(A), 0.0, []
     for _ in range(10):
-        router.ended(router.began(A, now), Outcome.BUSY, now)
+        router.ended(router.began(A, now), RequestOutcome.BUSY, now)
         until = router.wakes(now)
         assert until is not None
         rests.append(until - now)
@@ -206,7 +206,7 @@ def test_rest_grows_while_nobody_says_for_how_long():
 @pytest.mark.parametrize("rest", [-1.0, 0.0, 1e9])
 def test_a_foolish_rest_does_no_harm(rest):
     router = serving(A)
-    router.ended(router.began(A, 0.0), Outcome.BUSY, 0.0, rest=rest)
+    router.ended(router.began(A, 0.0), RequestOutcome.BUSY, 0.0, rest=rest)
     assert (router.wakes(0.0) or 0.0) <= 60
 
 
@@ -218,13 +218,13 @@ def test_a_removed_server_ends_what_it_has_and_comes_back_as_it_was():
     assert router.known == {A, B}
     assert {fly(router, 0.0).url for _ in range(3)} == {B}
     router.add(A)
-    assert state(router, A) is State.SERVING
+    assert state(router, A) is ServerState.SERVING
     assert router.standings()[0].in_flight == 1
     router.remove(A)
-    router.ended(flight, Outcome.OK, 1.0)
+    router.ended(flight, RequestOutcome.OK, 1.0)
     assert router.known == {B}
     router.add(A)
-    assert state(router, A) is State.UNCHECKED
+    assert state(router, A) is ServerState.UNCHECKED
 
 
 def test_a_list_is_followed():
@@ -234,7 +234,7 @@ def test_a_list_is_followed():
     assert router.follow([A, C]) == ([], [])
     assert router.urls == {A, C}
     assert router.follow([B]) == ([B], [A, C])
-    router.ended(flight, Outcome.OK, 0.0)
+    router.ended(flight, RequestOutcome.OK, 0.0)
     assert router.known == {B}
 
 
@@ -242,9 +242,9 @@ def test_a_repeated_end_changes_nothing():
     router = serving(A)
     flight = fly(router, 0.0)
     for _ in range(4):
-        router.ended(flight, Outcome.FAULT, 0.0)
+        router.ended(flight, RequestOutcome.FAULT, 0.0)
     row = router.standings()[0]
-    assert (row.in_flight, row.failed, row.state) == (0, 1, State.SERVING)
+    assert (row.in_flight, row.failed, row.state) == (0, 1, ServerState.SERVING)
 
 
 def test_what_nobody_knows_is_no_error():
@@ -287,18 +287,18 @@ class Anything(RuleBasedStateMachine):
             return
         assert url not in exclude
         assert url in self.router.urls
-        assert state(self.router, url) in {State.SERVING, State.TRIAL}
+        assert state(self.router, url) in {ServerState.SERVING, ServerState.TRIAL}
         self.flights.append(self.router.began(url, self.now))
 
     @precondition(lambda self: self.flights)
-    @rule(data=st.data(), outcome=st.sampled_from(Outcome), rest=st.none() | st.floats(0, 100))
+    @rule(data=st.data(), outcome=st.sampled_from(RequestOutcome), rest=st.none() | st.floats(0, 100))
     def a_request_ends(self, data, outcome, rest):
         flight = self.flights.pop(data.draw(st.integers(0, len(self.flights) - 1)))
         self.router.ended(flight, outcome, self.now, "why", rest)
         self.done.append(flight)
 
     @precondition(lambda self: self.done)
-    @rule(data=st.data(), outcome=st.sampled_from(Outcome))
+    @rule(data=st.data(), outcome=st.sampled_from(RequestOutcome))
     def an_end_is_repeated(self, data, outcome):
         self.router.ended(data.draw(st.sampled_from(self.done)), outcome, self.now)
 
@@ -306,7 +306,7 @@ class Anything(RuleBasedStateMachine):
     def places_are_counted(self):
         rows = self.router.standings()
         assert sum(row.in_flight for row in self.router.standings()) == len(self.flights)
-        assert self.router.room >= self.LIMIT
+        assert self.router.slots >= self.LIMIT
         for row in rows:
             assert row.in_flight == sum(flight.url == row.url for flight in self.flights)
             assert 0 <= row.in_flight <= self.LIMIT
@@ -314,7 +314,7 @@ class Anything(RuleBasedStateMachine):
 
     def teardown(self):
         for flight in self.flights:
-            self.router.ended(flight, Outcome.CANCELLED, self.now)
+            self.router.ended(flight, RequestOutcome.CANCELLED, self.now)
         assert sum(row.in_flight for row in self.router.standings()) == 0
         assert self.router.known == self.router.urls
 
@@ -323,7 +323,7 @@ Anything.TestCase.settings = settings(max_examples=80, stateful_step_count=40, d
 TestAnything = Anything.TestCase
 
 
-@given(st.lists(st.sampled_from(Outcome), max_size=30), st.integers(1, 5))
+@given(st.lists(st.sampled_from(RequestOutcome), max_size=30), st.integers(1, 5))
 @settings(deadline=None)
 def test_while_one_server_works_there_is_always_a_place_to_wait_for(outcomes, limit):
     """A never fails: whatever B does, a request has somewhere to go."""

@@ -121,10 +121,10 @@ class Gate:
         """Await something that needs steps."""
         return await self._await(result, lambda: True)
 
-    async def _await(self, what: Awaitable[Any], may_pass: Callable[[], bool]) -> Any:
+    async def _await(self, what: Awaitable[Any], is_transient: Callable[[], bool]) -> Any:
         task = asyncio.ensure_future(what)
         while not task.done():
-            if may_pass():
+            if is_transient():
                 self._release()
             await asyncio.wait([task], timeout=0.001)
         return await task

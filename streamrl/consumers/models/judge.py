@@ -10,16 +10,14 @@ from typing import Any, Final, Literal
 
 from typing_extensions import override
 
-from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.config import RewardModelConfig
 from streamrl.consumers.isolated import patterns
-from streamrl.consumers.judge.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
-from streamrl.consumers.models.client import used_tokens
-from streamrl.consumers.models.opening import places
-from streamrl.consumers.models.reward import CHARACTERS_PER_TOKEN, PROBE, SHARE, FirstAnswer
+from streamrl.consumers.models.asking import CHARACTERS_PER_TOKEN, PROBE, AskingReward
+from streamrl.consumers.models.client import slots_within_rate, used_tokens
 from streamrl.consumers.models.template import Body, as_text
-from streamrl.consumers.processes import Limits, ProcessDied, ProcessPool
-from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardSample, Score, check_model
-from streamrl.consumers.rules.processed import usual_processes
+from streamrl.consumers.models.verdicts import Ballot, Combine, Parser, Unreadable, Vote, combined, votes_of
+from streamrl.consumers.processes import CallLimits, ProcessDied, ProcessPool, usual_processes
+from streamrl.consumers.reward import RewardContext, RewardSample, Score
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
 logger = logging.getLogger(__name__)
@@ -53,11 +51,11 @@ _SEVERAL: Final = 0.7
 _MOST_VOTES: Final = 64
 _IGNORES: Final = 2
 """Answers in a row with one of several votes, after which each vote is asked for by itself."""
-_PATTERN: Final = Limits(cpu=1.0, wall=40.0, memory=256 << 20)
+_PATTERN: Final = CallLimits(cpu=1.0, wall=40.0, memory=256 << 20)
 """What a pattern of the run file may take for one vote."""
 
 
-class Judge(Reward):
+class Judge(AskingReward):
     """Asks a chat model for a verdict on a response. The score is the number that the votes make together.
 
     A `regex` of the run file is matched in processes that are killed when it takes more than a second of CPU time for
@@ -65,9 +63,10 @@ class Judge(Reward):
 
     Args:
         model: its name in `reward_models`.
-        prompt: what the judge is asked, with places: `{prompt}`, `{response}`, `{messages}` (JSON, with the response),
-            `{answer}`, `{metadata.KEY}`, `{fence}`, ...; empty: a prompt that grades from 0 to 10, with its parser.
-        system: message of the system before it, with places as well.
+        prompt: what the judge is asked, with placeholders: `{prompt}`, `{response}`, `{messages}` (JSON, with the
+            response), `{answer}`, `{metadata.KEY}`, `{fence}`, ...; empty: one that grades from 0 to 10, with its
+            parser.
+        system: message of the system before it, with placeholders as well.
         regex: see `Parser`.
         json_path: see `Parser`.
         choices: see `Parser`.
@@ -84,7 +83,7 @@ class Judge(Reward):
         extra: more keys of the request's body; null takes one out.
 
     Raises:
-        PluginError: arguments do not fit together, or a place has no known name.
+        PluginError: arguments do not fit together, or a placeholder has no known name.
     """
 
     deadline = 120.0
@@ -119,12 +118,13 @@ class Judge(Reward):
         self._parser = Parser(regex=regex, json_path=json_path, choices=choices, bounds=bounds, cut_off=cut_off)
         self._patterns = None if own is None else _patterns(model, self._parser)
         self._content = Body({"system": system, "user": prompt})
-        if not {"response", "messages"} & self._content.places:
+        if not {"response", "messages"} & self._content.placeholders:
             raise PluginError("the judge does not see the response", "put {response} or {messages} into args.prompt")
         _check_counts(votes=votes, max_tokens=max_tokens, tries=tries)
         self._quorum = votes // 2 + 1 if quorum is None else quorum
         _check_votes(votes, self._quorum, combine, temperature)
-        self._name, self._path = model, path
+        super().__init__(model)
+        self._path = path
         self._votes, self._combine, self._tries, self._separate = votes, combine, tries, separate
         self._max_tokens = max_tokens
         default = _SEVERAL if votes > 1 else 0.0
@@ -133,32 +133,18 @@ class Judge(Reward):
         self._requests = votes if separate else 1
         self._single = 0
         self._least = len(prompt) // CHARACTERS_PER_TOKEN
-        self._model: AskedModel | None = None
-        self._limit = 0.0
         self._counts = {"requests": 0, "votes": 0, "unreadable": 0, "tokens": 0}
 
     @override
-    def check_config(self, config: RunConfig) -> None:
-        check_model(self._name, config.reward_models)
-        self._check(config.reward_models[self._name])
-
     async def open(self, context: RewardContext) -> None:
-        """Ask for one verdict, if a server is there: what never fits ends the run here.
-
-        Raises:
-            ConfigError: no such model, one that does not chat, or servers that refuse what they are asked.
-        """
-        self._model = context.model(self._name)
-        self._first = FirstAnswer(self._name, context.scored)
-        config = self._model.config
-        self._check(config)
+        await super().open(context)
         if self._patterns is not None:
             await self._patterns.open()
-        self._limit = SHARE * context.deadline
-        await self._probe()
+        await self._first_votes()
         least = self._least + (self._votes // self._requests) * self._max_tokens
-        self.concurrency = places(context, config, least, self._requests)
+        self.concurrency = slots_within_rate(context, self._asked.config, least, self._requests)
 
+    @override
     def _check(self, config: RewardModelConfig) -> None:
         if config.kind == "template" or (config.kind != "openai" and config.task != "chat"):
             raise ConfigError(
@@ -166,36 +152,17 @@ class Judge(Reward):
                 "a judge needs `kind: openai`, or kind vllm or sglang with `task: chat`",
             )
 
+    @override
     async def close(self) -> None:
-        """End the processes of the pattern, if there are any."""
         if self._patterns is not None:
             await self._patterns.close()
 
+    @override
     def counts(self) -> Mapping[str, int]:
-        """Requests that were answered, votes in them, those that could not be read, tokens of all; also of failures."""
         return self._counts
 
-    def room(self) -> int | None:
-        """Samples for whose requests the servers have places now."""
-        if self._model is None:
-            return None
-        return max(1, self._model.room // self._requests)
-
-    def away(self) -> str:
-        """Why none of the servers can be asked now."""
-        return "" if self._model is None else self._model.away
-
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Ask for the votes on one response, and make one number of them.
-
-        Raises:
-            RewardUnavailable: no server can be asked now, or the rate limit is used up.
-            Unreachable: those that could be asked failed.
-            WireError: they answered without votes.
-            DataError: the sample cannot be asked for (the server refuses it, or something is missing in its prompt),
-                or too few of its votes can be read (`Unreadable`).
-            RewardImpossible: the first answers say that there will never be a vote.
-        """
         messages = self._messages(sample)
         loop = asyncio.get_running_loop()
         end = loop.time() + self._limit
@@ -206,7 +173,7 @@ class Judge(Reward):
                 await self._ask(messages, self._votes - len(ballot.values), end - loop.time(), ballot)
             except StreamrlError as error:
                 if len(ballot.values) < self._quorum:
-                    await self._first.refuse(error)
+                    await self._refuse(error)
                     raise
             took = loop.time() - began
             if len(ballot.values) >= self._votes or end - began < 2 * took:
@@ -225,11 +192,7 @@ class Judge(Reward):
         return Score(combined(ballot.values, self._combine), parts, ballot.tokens)
 
     async def _ask(self, messages: list[dict[str, str]], missing: int, seconds: float, ballot: Ballot) -> None:
-        """Ask for the missing votes and note them.
-
-        Raises:
-            StreamrlError: what a request failed with; the votes of others are noted.
-        """
+        """Ask for the missing votes and note them."""
         sizes = [1] * missing if self._separate else [missing]
         asking = (self._request(messages, size, seconds, ballot) for size in sizes)
         for failure in await asyncio.gather(*asking, return_exceptions=True):
@@ -238,23 +201,22 @@ class Judge(Reward):
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
         """One request for some votes, which are noted; those that a server leaves out are asked for again."""
-        assert self._model is not None, "scores come after open"
         end = asyncio.get_running_loop().time() + seconds
-        body: dict[str, Any] = {"model": self._model.config.model, "messages": messages, **self._keys}
+        body: dict[str, Any] = {"model": self._asked.config.model, "messages": messages, **self._keys}
         if votes > 1:
             body["n"] = votes
         body |= self._extra
         body = {key: value for key, value in body.items() if value is not None and value != ""}
         characters = sum(len(message["content"]) for message in messages)
         tokens = characters // CHARACTERS_PER_TOKEN + 1 + votes * self._max_tokens
-        found, used = await self._model.ask(
+        found, used = await self._asked.ask(
             self._path,
             body,
             lambda answer: (votes_of(answer, votes), used_tokens(answer)),
             deadline=max(0.0, seconds),
             tokens=tokens,
         )
-        self._first.came = True
+        self._answered = True
         self._counts["requests"] += 1
         self._counts["votes"] += len(found)
         self._counts["tokens"] += used
@@ -281,12 +243,7 @@ class Judge(Reward):
         self._separate, self._requests = True, self._votes
 
     async def _read(self, vote: Vote) -> float:
-        """The number in a vote; a pattern of the run file is matched in a process that can be killed.
-
-        Raises:
-            Unreadable: there is none, or the pattern takes too long to find it.
-            StreamrlError: as of `ProcessPool.call`; nothing is said of the vote.
-        """
+        """The number in a vote; a pattern of the run file is matched in a process that can be killed."""
         if self._patterns is None:
             return self._parser.read(vote)
         text = self._parser.text_of(vote)
@@ -302,23 +259,14 @@ class Judge(Reward):
         filled = self._content.filled(sample)
         return [{"role": role, "content": as_text(text)} for role, text in filled.items() if text is not None]
 
-    async def _probe(self) -> None:
-        """Ask for a verdict on a short text. Only what no server will ever do ends the run.
-
-        Raises:
-            RewardImpossible: the servers refuse such a request.
-        """
+    async def _first_votes(self) -> None:
+        """Ask for a verdict on a short text, and say when it cannot be read."""
         try:
             messages = self._messages(PROBE)
         except DataError:
             return  # a prompt that needs more of a line than this one has
         ballot = Ballot()
-        try:
-            await self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot)
-        except StreamrlError as error:
-            await self._first.refuse(error, probe=True)
-            away = {"model": self._name, "why": error.message}
-            logger.warning("judge does not answer yet; samples will wait for it", extra=away)
+        await self._probe(self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot))
         if ballot.unreadable:
             extra = {"model": self._name, "unreadable": ballot.unreadable, "votes": self._votes, "why": ballot.last}
             logger.warning("the judge's first votes cannot be read", extra=extra)
@@ -333,11 +281,7 @@ def _patterns(model: str, parser: Parser) -> ProcessPool:
 
 
 def _check_votes(votes: int, quorum: int, combine: str, temperature: float | None) -> None:
-    """Refuse votes that make no number.
-
-    Raises:
-        PluginError: they do not.
-    """
+    """Refuse votes that make no number."""
     _check_counts(quorum=quorum)
     if votes > _MOST_VOTES:
         raise PluginError(f"votes is {votes}", f"at most {_MOST_VOTES}")

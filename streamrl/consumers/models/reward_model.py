@@ -4,51 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
-from streamrl.consumers.models.dialects import DIALECTS, Dialect, UnclearScore, read_score
-from streamrl.consumers.models.faults import refuses
-from streamrl.consumers.models.opening import places
+from streamrl.consumers.models.asking import CHARACTERS_PER_TOKEN, PROBE, AskingReward
+from streamrl.consumers.models.client import slots_within_rate
+from streamrl.consumers.models.dialects import DIALECTS, ScoreDialect, read_score
 from streamrl.consumers.models.rendering import Renderer, check_template
 from streamrl.consumers.models.template import Template, conversation
 from streamrl.consumers.reward import (
-    AskedModel,
-    Reward,
     RewardContext,
-    RewardPrompt,
     RewardSample,
     Score,
-    check_model,
 )
 from streamrl.errors import (
     ConfigError,
     DataError,
     PluginError,
-    RewardBusy,
-    RewardImpossible,
-    RewardUnavailable,
     StreamrlError,
-    Unreachable,
 )
 
 logger = logging.getLogger(__name__)
 
-SHARE: Final = 0.95
-"""Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
 _PROBE_SECONDS: Final = 10.0
-_SCORED_SECONDS: Final = 1.0
-"""Longest time of asking whether the run has scores: an attempt that has just failed has little left."""
 _LONG: Final = 20_000
 """Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
-CHARACTERS_PER_TOKEN: Final = 3
-"""Of a text whose tokens nobody has counted."""
 _TEMPLATE_ARGS: Final = ("path", "body", "value")
 _TEXT_ARGS: Final = ("text", "tokenizer", "chat_template", "label")
 
@@ -63,46 +48,7 @@ class _Question:
     tokens: int
 
 
-@dataclass(slots=True)
-class FirstAnswer:
-    """The first answer that a reward gets decides: until it could read one, an error may mean that it never will.
-
-    Attributes:
-        model: its name in `reward_models`.
-        scored: whether the run has scores: then the servers have done before what they refuse now.
-        came: it could read one, or the run has scores.
-    """
-
-    model: str
-    scored: Callable[[], Awaitable[bool]]
-    came: bool = False
-
-    async def refuse(self, error: StreamrlError, *, probe: bool = False) -> None:
-        """End the run when an error says that the servers will never do what they are asked.
-
-        Args:
-            error: that a question ended with.
-            probe: of a question that every server can answer, so that a refusal is not for this question alone.
-
-        Raises:
-            RewardImpossible: so it is.
-        """
-        if self.came or isinstance(error, RewardBusy):
-            return
-        cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
-        never = isinstance(cause, UnclearScore) or (probe and isinstance(cause, DataError)) or refuses(cause)
-        if not isinstance(cause, StreamrlError) or not never:
-            return
-        try:
-            async with asyncio.timeout(_SCORED_SECONDS):
-                self.came = await self.scored()
-        except (TimeoutError, Unreachable):
-            return  # nobody knows now: the next answer decides
-        if not self.came:
-            raise RewardImpossible(f"reward model {self.model} cannot be asked: {cause.message}", cause.hint) from error
-
-
-class RewardModel(Reward):
+class RewardModel(AskingReward):
     """Scores a response with a model that is trained to. The score is the raw number of its head.
 
     Args:
@@ -114,7 +60,7 @@ class RewardModel(Reward):
         chat_template: file with a template that takes the place of the model's own.
         label: which number of several is the score, from 0; negative: from the end.
         path: for servers of kind template: where the body goes.
-        body: for servers of kind template: JSON with places such as `{prompt}` and `{response}`.
+        body: for servers of kind template: JSON with placeholders such as `{prompt}` and `{response}`.
         value: for servers of kind template: where the score is in the answer, for example `result.score`.
 
     Raises:
@@ -141,7 +87,7 @@ class RewardModel(Reward):
             raise PluginError(f"chat_template is for text: chat, and text is {text}")
         if text == "server" and tokenizer is not None:
             raise PluginError("tokenizer is not used with text: server: the server has one")
-        self._name = model
+        super().__init__(model)
         self._text, self._tokenizer, self._chat_template, self._label = text, tokenizer, chat_template, label
         self._path = path
         given = {name for name, arg in zip(_TEMPLATE_ARGS, (path, body, value), strict=True) if arg is not None}
@@ -149,73 +95,45 @@ class RewardModel(Reward):
             missing = next(name for name in _TEMPLATE_ARGS if name not in given)
             raise PluginError(f"{missing} is missing", "a server of kind template needs path, body and value")
         self._template = None if body is None or value is None else Template(body, value)
-        self._model: AskedModel | None = None
         self._renderer: Renderer | None = None
-        self._deadline = 0.0
 
     @override
     def check_config(self, config: RunConfig) -> None:
-        check_model(self._name, config.reward_models)
-        self._check(config.reward_models[self._name])
+        super().check_config(config)
         if self._chat_template is not None:
             check_template(Path(self._chat_template))
 
+    @override
     async def open(self, context: RewardContext) -> None:
-        """Read tokenizer and template, and ask a server once, if one is there: what never fits ends the run here.
-
-        Raises:
-            ConfigError: no such model, no tokenizer, or servers that refuse what they are asked.
-        """
-        self._model = context.model(self._name)
-        self._first = FirstAnswer(self._name, context.scored)
-        self.concurrency = places(context, self._model.config, 1)
-        self._deadline = SHARE * context.deadline
-        self._check(self._model.config)
+        await super().open(context)
+        self.concurrency = slots_within_rate(context, self._asked.config, 1)
         if self._template is None and self._text != "server":
-            name = self._tokenizer or self._model.config.model
+            name = self._tokenizer or self._asked.config.model
             file = None if self._chat_template is None else Path(self._chat_template)
             self._renderer = await asyncio.to_thread(Renderer.load, name, mode=self._text, template=file)
-        await self._probe()
+        try:
+            question = self._question(PROBE)
+        except DataError:
+            return  # a body that needs more of a prompt than this one has
+        await self._probe(self._ask(question, min(_PROBE_SECONDS, self._limit)))
 
-    def room(self) -> int | None:
-        """Requests that the servers take now."""
-        return None if self._model is None else self._model.room
-
-    def away(self) -> str:
-        """Why none of the servers can be asked now."""
-        return "" if self._model is None else self._model.away
-
+    @override
     async def score(self, sample: RewardSample) -> Score:
-        """Ask a server for the score of one response.
-
-        Raises:
-            RewardUnavailable: none can be asked now.
-            Unreachable: those that could be asked failed.
-            WireError: they answered without a finite score.
-            DataError: the sample cannot be asked for: the server refuses it (too long, say), the chat template does,
-                or something is missing in its prompt.
-            RewardImpossible: the first answers say that there will never be a score.
-        """
         if len(sample.text) + len(sample.prompt.text) > _LONG:
             question = await asyncio.to_thread(self._question, sample)
         else:
             question = self._question(sample)
-        return Score(await self._ask(question, self._deadline))
+        return Score(await self._ask(question, self._limit))
 
-    async def _ask(self, question: _Question, deadline: float, *, probe: bool = False) -> float:
+    async def _ask(self, question: _Question, deadline: float) -> float:
         path, body, tokens = question.path, question.body, question.tokens
         try:
             value = await self._asked.ask(path, body, question.read, deadline=deadline, tokens=tokens)
         except StreamrlError as error:
-            await self._first.refuse(error, probe=probe)
+            await self._refuse(error)
             raise
-        self._first.came = True
+        self._answered = True
         return value
-
-    @property
-    def _asked(self) -> AskedModel:
-        assert self._model is not None, "scores come after open"
-        return self._model
 
     def _question(self, sample: RewardSample) -> _Question:
         config = self._asked.config
@@ -229,15 +147,11 @@ class RewardModel(Reward):
         ids = self._renderer.ids(sample)
         return _Question(dialect.path, dialect.body(config.model, ids), self._reader(dialect), len(ids))
 
-    def _reader(self, dialect: Dialect) -> Callable[[Mapping[str, Any]], float]:
+    def _reader(self, dialect: ScoreDialect) -> Callable[[Mapping[str, Any]], float]:
         return lambda answer: read_score(dialect, answer, self._label)
 
+    @override
     def _check(self, model: RewardModelConfig) -> None:
-        """Refuse arguments that the model's kind of server cannot do anything with.
-
-        Raises:
-            ConfigError: what does not fit.
-        """
         kind, task = model.kind, model.task
         where = f"reward_models.{self._name}"
         if kind == "template":
@@ -257,42 +171,7 @@ class RewardModel(Reward):
         if self._text == "server" and not DIALECTS[kind, task].takes_messages:
             raise ConfigError(f"servers of kind {kind} take no messages for a score", "leave args.text empty")
 
-    async def _probe(self) -> None:
-        """Ask for the score of a short text. Only what no server will ever do ends the run.
-
-        Raises:
-            RewardImpossible: the servers refuse such a request, or it is not clear which of their numbers is the score.
-        """
-        try:
-            question = self._question(PROBE)
-        except DataError:
-            return  # a body that needs more of a prompt than this one has
-        try:
-            await self._ask(question, min(_PROBE_SECONDS, self._deadline), probe=True)
-        except RewardImpossible:
-            raise
-        except StreamrlError as error:
-            extra = {"model": self._name, "why": error.message}
-            logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
-
 
 def _estimate(sample: RewardSample) -> int:
     """Tokens of a sample where nobody has counted those of the reward model."""
     return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1
-
-
-PROBE: Final = RewardSample(
-    text="Four.",
-    prompt=RewardPrompt(
-        text="What is two plus two?",
-        messages=None,
-        answer="4",
-        metadata={},
-        tokens=np.zeros(1, dtype=np.int32),
-        line=0,
-        evaluation=False,
-    ),
-    tokens=np.zeros(1, dtype=np.int32),
-    finish="stop",
-)
-"""What a server is asked at the start, to see that it can be asked at all."""

@@ -57,11 +57,7 @@ class Ballot:
 
 
 def votes_of(answer: Mapping[str, Any], most: int) -> list[Vote]:
-    """The votes in an answer of a chat endpoint, at most `most`.
-
-    Raises:
-        WireError: it has none, or another shape.
-    """
+    """The votes in an answer of a chat endpoint, at most `most`; `WireError`: it has none, or another shape."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         raise WireError(f"an answer without choices: {str(answer)[:200]}")
@@ -134,11 +130,7 @@ class Parser:
         return self.verdict(_last_line(text) if self.regex is None else _matched(self.regex, self.group, text), text)
 
     def text_of(self, vote: Vote) -> str:
-        """What is read of a vote: its end.
-
-        Raises:
-            Unreadable: it has no text, or it was cut off.
-        """
+        """What is read of a vote: its end; `Unreadable`: it has no text, or it was cut off."""
         if vote.text is None:
             raise Unreadable(vote.why)
         text = vote.text[-_MOST_TEXT:]
@@ -189,11 +181,7 @@ class Parser:
 
 
 def combined(values: Sequence[float], how: Combine) -> float:
-    """One number of several votes.
-
-    Raises:
-        Unreadable: `majority`, and two values have as many votes.
-    """
+    """One number of several votes; `Unreadable`: `majority`, and two values have as many votes."""
     if how == "mean":
         return math.fsum(values) / len(values)
     if how == "median":

@@ -1,0 +1,130 @@
+"""What holds back the calls of one reward: its slots, whose number may change at any time, and its circuit."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Final
+
+LOOK_SECONDS: Final = 1.0
+"""Seconds after which the first waiter checks the limit again: nobody tells it that the limit grew."""
+
+
+class Slots:
+    """A semaphore, first come first served, whose size may change while slots are taken. For one event loop.
+
+    Args:
+        limit: returns the number of slots now, at least 1; None: any number. Called for each acquisition.
+    """
+
+    def __init__(self, limit: Callable[[], int | None]) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._line: deque[asyncio.Event] = deque()
+
+    async def acquire(self, seconds: float) -> None:
+        """Wait for a slot and take it; `TimeoutError` when none is free within so many seconds."""
+        if not self._line and self._free():
+            self._taken += 1
+            return
+        mine = asyncio.Event()
+        self._line.append(mine)
+        try:
+            async with asyncio.timeout(seconds):
+                while self._line[0] is not mine or not self._free():
+                    await self._turn(mine)
+            self._taken += 1
+        finally:
+            self._line.remove(mine)
+            self._wake()
+
+    def release(self) -> None:
+        """Give a slot back."""
+        self._taken -= 1
+        self._wake()
+
+    def _free(self) -> bool:
+        limit = self._limit()
+        return limit is None or self._taken < limit
+
+    def _wake(self) -> None:
+        if self._line:
+            self._line[0].set()
+
+    async def _turn(self, mine: asyncio.Event) -> None:
+        """Wait until a slot is released. The first in line also checks the limit from time to time."""
+        try:
+            async with asyncio.timeout(LOOK_SECONDS if self._line[0] is mine else None):
+                await mine.wait()
+        except TimeoutError:
+            return
+        mine.clear()
+
+
+SAMPLES: Final = 5
+"""Samples in a row that fail as if the service were away, until the circuit opens."""
+FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 10.0
+
+
+class Circuit:
+    """A circuit breaker: while a service is away, samples wait instead of failing one after the other.
+
+    Closed: calls go through. Open: they wait. After a pause one call probes: its success closes the circuit, its
+    failure doubles the pause. A pure state machine; `now` is any clock in seconds that does not go back.
+
+    Attributes:
+        opened: how often it opened.
+        open_since: when it opened; None: it is closed.
+        why: the failure that opened it.
+    """
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.open_since: float | None = None
+        self.why = ""
+        self._failing: set[Hashable] = set()
+        self._pause = FIRST_PAUSE
+        self._next = 0.0
+        self._probing = False
+
+    def wait(self, now: float) -> float:
+        """Seconds until a call may go through; infinite while another call probes."""
+        if self.open_since is None:
+            return 0.0
+        return math.inf if self._probing else max(0.0, self._next - now)
+
+    def enter(self) -> bool:
+        """Let a call through, after `wait` returned 0. True: it is the probe."""
+        if self.open_since is None:
+            return False
+        self._probing = True
+        return True
+
+    def success(self) -> None:
+        """A call ended with a score, whenever it began: the circuit closes."""
+        self._failing.clear()
+        self.open_since, self._pause, self._probing = None, FIRST_PAUSE, False
+
+    def failure(self, now: float, sample: Hashable, why: str, *, probe: bool, unavailable: bool) -> None:
+        """A call failed as if the service were away. Attempts at one sample count once.
+
+        `unavailable`: the reward itself says that nobody can score now, so the circuit opens at once.
+        """
+        if self.open_since is None:
+            self._failing.add(sample)
+            if unavailable or len(self._failing) >= SAMPLES:
+                self.open_since, self.why = now, why
+                self.opened += 1
+                self._next = now + self._pause
+        elif probe:
+            self._probing, self.why = False, why
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._next = now + self._pause
+
+    def inconclusive(self, *, probe: bool) -> None:
+        """A call was cancelled, or failed by the sample's fault: nothing is known, and another call may probe."""
+        if probe:
+            self._probing = False

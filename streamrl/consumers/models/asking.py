@@ -1,0 +1,120 @@
+"""What rewards that ask a model have in common: its servers, its rate limit, and the first answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Awaitable
+from typing import Final
+
+import numpy as np
+from typing_extensions import override
+
+from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.consumers.models.client import refuses
+from streamrl.consumers.models.dialects import UnclearScore
+from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, check_model
+from streamrl.errors import DataError, RewardBusy, RewardImpossible, RewardUnavailable, StreamrlError, Unreachable
+
+logger = logging.getLogger(__name__)
+
+CHARACTERS_PER_TOKEN: Final = 3
+"""Of a text whose tokens nobody has counted."""
+_SHARE: Final = 0.95
+"""Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
+_SCORED_SECONDS: Final = 1.0
+"""Longest time of asking whether the run has scores: an attempt that has just failed has little left."""
+
+
+class AskingReward(Reward):
+    """A reward that asks one of `reward_models`.
+
+    The first answer decides: until one could be read, an error may mean that there never will be one.
+
+    Args:
+        model: its name in `reward_models`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._name = model
+        self._model: AskedModel | None = None
+        self._limit = 0.0
+        self._requests = 1
+        self._answered = False
+
+    @abstractmethod
+    def _check(self, model: RewardModelConfig) -> None:
+        """Raise `ConfigError` when this reward cannot ask such a model."""
+
+    @override
+    def check_config(self, config: RunConfig) -> None:
+        check_model(self._name, config.reward_models)
+        self._check(config.reward_models[self._name])
+
+    @override
+    async def open(self, context: RewardContext) -> None:
+        self._model = context.model(self._name)
+        self._scored, self._answered = context.scored, False
+        self._limit = _SHARE * context.deadline
+        self._check(self._model.config)
+
+    @override
+    def slots(self) -> int | None:
+        return None if self._model is None else max(1, self._model.slots // self._requests)
+
+    @override
+    def away(self) -> str:
+        return "" if self._model is None else self._model.away
+
+    @property
+    def _asked(self) -> AskedModel:
+        assert self._model is not None, "scores come after open"
+        return self._model
+
+    async def _probe(self, asking: Awaitable[object]) -> None:
+        """Ask about `PROBE`. Only what no server will ever do ends the run, by `RewardImpossible`."""
+        try:
+            await asking
+        except RewardImpossible:
+            raise
+        except StreamrlError as error:
+            await self._refuse(error, probe=True)
+            extra = {"model": self._name, "why": error.message}
+            logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
+
+    async def _refuse(self, error: StreamrlError, *, probe: bool = False) -> None:
+        """Raise `RewardImpossible` when an error says that the servers will never do what they are asked.
+
+        A `probe` is a question that every server can answer, so that a refusal is not for this question alone.
+        """
+        if self._answered or isinstance(error, RewardBusy):
+            return
+        cause = error.__cause__ if isinstance(error, RewardUnavailable) else error
+        never = isinstance(cause, UnclearScore) or (probe and isinstance(cause, DataError)) or refuses(cause)
+        if not isinstance(cause, StreamrlError) or not never:
+            return
+        try:
+            async with asyncio.timeout(_SCORED_SECONDS):
+                self._answered = await self._scored()  # in a run with scores the servers have done it before
+        except (TimeoutError, Unreachable):
+            return  # nobody knows now: the next answer decides
+        if not self._answered:
+            raise RewardImpossible(f"reward model {self._name} cannot be asked: {cause.message}", cause.hint) from error
+
+
+PROBE: Final = RewardSample(
+    text="Four.",
+    prompt=RewardPrompt(
+        text="What is two plus two?",
+        messages=None,
+        answer="4",
+        metadata={},
+        tokens=np.zeros(1, dtype=np.int32),
+        line=0,
+        evaluation=False,
+    ),
+    tokens=np.zeros(1, dtype=np.int32),
+    finish="stop",
+)
+"""What a server is asked at the start, to see that it can be asked at all."""
