@@ -140,7 +140,7 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """What is known of each version, newest first, from manifests, the log of versions, records and replicas."""
-    from streamrl.learner.chain import read_versions
+    from streamrl.learner.lineage import read_versions
     from streamrl.weight_sync.catalog import PINNED, versions
 
     root = _root(run)

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from streamrl.errors import Refused, StreamrlError
-from streamrl.learner.chain import Link, read_chain
+from streamrl.learner.lineage import Link, read_trained
 from streamrl.queues.durable import fsync_directory
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     `chain` names the logs of trained groups and how many bytes of each belong to these weights. `count` and `digest`
     were kept beside the weights (`TrainedDigest`). `bases` are the checkpoints that earlier learners of this line of
     weights left it at, one for each epoch before this one that is in the chain. `record` names files and
-    lengths like the chain: what is known of each of those groups (record.py).
+    lengths like the chain: what is known of each of those groups (lineage.py).
 
     `kind` is `recording` where groups were recorded and not trained: there are no weights, and `recording` names the
     files in the run directory, with their lengths, that hold them. `model` is `model.path`. `parts` are the parts of
@@ -223,7 +223,7 @@ class Checkpoints:
             for file, size in meta.recording:
                 if (self.folder.parent / file).stat().st_size < size:
                     raise InvalidCheckpoint(f"{self.folder.parent / file} is shorter than {path} says")
-            read_chain(self.folder, meta.chain)
+            read_trained(self.folder, meta.chain)
         except (OSError, msgspec.MsgspecError, Refused) as error:
             raise InvalidCheckpoint(f"{path}: {error}") from error
         return meta

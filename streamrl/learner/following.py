@@ -9,10 +9,10 @@ from pathlib import Path
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.chain import Branch
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.crew import NO_BASE, Command, TorchThread
 from streamrl.learner.groups import GroupOpener, Unusable
+from streamrl.learner.lineage import Branch
 from streamrl.learner.parts import Parts
 from streamrl.learner.steps import Trainer
 from streamrl.queues.ledger import Ledger

@@ -15,7 +15,7 @@ from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equ
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.algorithms.token_texts import TokenTexts
 from streamrl.learner.batch import Int64Array, TrainSample
-from streamrl.learner.chain import Branch
+from streamrl.learner.lineage import Branch
 from streamrl.queues.records import ClosedGroup
 
 

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
-from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.crew import NO_BASE, Command, Crew, TorchThread, share
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.intake import Intake
+from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
@@ -381,7 +381,7 @@ class Leader:
         groups = self._intake.applied()
         epoch, number = self._start.epoch, self._version + 1
         gids = [group.gid for group in groups]
-        self._saver.trained(gids, (group_frame(group, epoch=epoch, step=step, version=number) for group in groups))
+        self._saver.trained(group_frame(group, epoch=epoch, step=step, version=number) for group in groups)
         await self._make_room(gids)
         return groups, stats
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
-from streamrl.learner.chain import VersionsLog
 from streamrl.learner.intake import Intake
+from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.snapshot import Snapshot
 from streamrl.weight_sync.manifest import Manifest, Pair
 from streamrl.weight_sync.outlets import Outlet

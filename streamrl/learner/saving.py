@@ -23,11 +23,10 @@ import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
-from streamrl.learner.chain import TrainedLog, greatest_logged_epoch
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
 from streamrl.learner.crew import Command, Crew
 from streamrl.learner.intake import Intake
-from streamrl.learner.record import GroupRecord
+from streamrl.learner.lineage import Lineage, greatest_logged_epoch
 from streamrl.learner.shard_files import Progress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.queues.budget import checkpoint_due
@@ -76,18 +75,15 @@ class Saver:
         self._config, self._start, self._intake = config, start, intake
         self._crew, self._trainer, self._tasks = crew, crew.trainer, tasks
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
-        self._log = TrainedLog(self._checkpoints.folder, start.epoch)
-        self._record = GroupRecord(run_dir, start.epoch)
+        self._lineage = Lineage(run_dir, start.epoch)
         self.saved_step = start.step
         self._begun = start.step
         self._running: asyncio.Task[None] | None = None
         self._pause, self._retry_at = 0.0, 0.0
 
-    def trained(self, gids: Iterable[int], frames: Iterable[dict[str, Any]]) -> None:
+    def trained(self, groups: Iterable[dict[str, Any]]) -> None:
         """Write down the groups of an applied update; they count with the next checkpoint."""
-        self._log.append(gids)
-        for frame in frames:
-            self._record.append(frame)
+        self._lineage.add(groups)
 
     @property
     def due(self) -> bool:
@@ -139,21 +135,15 @@ class Saver:
 
     def close(self) -> None:
         """Close the files; what is not in a checkpoint does not count."""
-        self._log.close()
-        self._record.close()
+        self._lineage.close()
 
     def _describe(self, version: int) -> Meta:
-        start, digest = self._start, self._trainer.digest
-        meta = Meta(
-            epoch=start.epoch,
+        meta = self._start.next_checkpoint(
             step=self._trainer.step,
             version=version,
-            chain=[*start.chain, self._log.mark()],
-            count=digest.count,
-            digest=digest.hexdigest,
-            bases=start.bases,
+            digest=self._trainer.digest,
+            links=self._lineage.mark(),
             model=self._config.model.path,
-            record=[*start.record, self._record.mark()],
         )
         return self._trainer.state.describe(meta)
 
@@ -194,8 +184,7 @@ class Saver:
 
     async def _write(self, meta: Meta) -> Meta:
         await self._intake.archive.sync()
-        await asyncio.to_thread(self._log.sync)
-        await asyncio.to_thread(self._record.sync)
+        await asyncio.to_thread(self._lineage.sync)
         pause = _ASK_SECONDS
         while (progress := await self._crew.ask(Command.SAVED, self._trainer.state.saved)) is Progress.WRITING:
             await asyncio.sleep(pause)

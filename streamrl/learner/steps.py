@@ -18,9 +18,9 @@ from streamrl.config import RunConfig
 from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.chain import TrainedDigest
 from streamrl.learner.checkpoint import Meta
 from streamrl.learner.collected import Collected
+from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.remote import NoReference
 from streamrl.learner.results import StepStats

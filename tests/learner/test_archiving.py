@@ -11,7 +11,7 @@ from loop_kit import Run
 from playing import reward
 
 from streamrl.config import ArchiveConfig, RecordingConfig
-from streamrl.learner.chain import read_chain
+from streamrl.learner.lineage import read_trained
 from streamrl.queues.archive import ARCHIVE
 from streamrl.queues.archived import read_archive
 from streamrl.queues.ledgers import open_ledgers
@@ -42,7 +42,7 @@ async def gone(run) -> set[int]:
     async with open_ledgers(run.config, run.run_dir) as ledgers:
         dropped = await ledgers.train.dropped()
     newest = run.newest()
-    return {*dropped, *(read_chain(run.run_dir / "checkpoints", newest.chain) if newest is not None else ())}
+    return {*dropped, *(read_trained(run.run_dir / "checkpoints", newest.chain) if newest is not None else ())}
 
 
 async def check(run) -> set[int]:

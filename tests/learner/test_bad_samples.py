@@ -12,8 +12,8 @@ from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.chain import Branch
 from streamrl.learner.groups import GroupOpener, Unusable
+from streamrl.learner.lineage import Branch
 from streamrl.queues.records import ClosedGroup
 
 

@@ -9,8 +9,8 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import traits
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.chain import Branch
 from streamrl.learner.groups import GroupOpener, Unusable
+from streamrl.learner.lineage import Branch
 from streamrl.queues.records import ClosedGroup
 
 GREEDY = {"sampling": {"greedy_baseline": True}, "learner": {"advantage": {"use": "remax"}}}

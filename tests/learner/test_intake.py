@@ -12,11 +12,11 @@ from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.chain import Branch, TrainedDigest, TrainedLog
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, is_over, write_finished
 from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.intake import Intake
+from streamrl.learner.lineage import Branch, EpochFile, TrainedDigest, trained_file
 from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.archive import Archive
 from streamrl.queues.ledgers import open_ledgers
@@ -56,8 +56,8 @@ class Table:
 
     def save(self, epoch: int, step: int, gids) -> Meta:
         """A checkpoint without weights whose chain holds `gids`."""
-        log = TrainedLog(self.checkpoints.folder, epoch)
-        log.append(gids)
+        log = EpochFile(self.checkpoints.folder, trained_file(epoch))
+        log.append(b"".join(b"%d\n" % gid for gid in gids))
         digest = TrainedDigest()
         digest.add(gids)
         self.checkpoints.begin((epoch, step))

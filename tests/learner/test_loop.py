@@ -17,7 +17,7 @@ from loop_kit import DEADLINE, stopped
 from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, shard_name
-from streamrl.learner.record import read_record
+from streamrl.learner.lineage import read_record
 from streamrl.learner.shard_files import open_shards
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.manifest import decode
@@ -124,7 +124,7 @@ async def test_sigterm_leaves_everything_durable(run):
 KILLS = {
     "before a micro-batch": "streamrl.learner.steps:Trainer.train:before:4",
     "after backward": "streamrl.learner.actor:Actor.accumulate:after:5",
-    "after the log": "streamrl.learner.chain:TrainedLog.append:after:3",
+    "after the log": "streamrl.learner.lineage:Lineage.add:after:3",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:7",
     "before the rename": "streamrl.learner.checkpoint:fsync_directory:before:3",
     "after the rename": "streamrl.learner.checkpoint:fsync_directory:before:4",
@@ -133,7 +133,7 @@ KILLS = {
 MORE_KILLS = {
     "first publish": "streamrl.weight_sync.publisher:Publisher.publish:after:1",
     "after the update": "streamrl.learner.actor:Actor.apply_update:after:3",
-    "version noted, not published": "streamrl.learner.chain:VersionsLog.note:after:3",
+    "version noted, not published": "streamrl.learner.lineage:VersionsLog.note:after:3",
     "shard written": "streamrl.learner.shard_files:write_shard:after:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
     "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:2",

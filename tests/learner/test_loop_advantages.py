@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playing import reward
 
-from streamrl.learner.record import read_record
+from streamrl.learner.lineage import read_record
 
 
 async def test_remax_trains_all_responses_but_the_greedy_one(run):

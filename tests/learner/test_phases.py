@@ -33,7 +33,7 @@ PHASES = {
     "after backward": "streamrl.learner.actor:Actor.accumulate:after:3",
     "before the update": "streamrl.learner.steps:Trainer.apply:before:4",
     "after the update": "streamrl.learner.actor:Actor.apply_update:after:4",
-    "after the log": "streamrl.learner.chain:TrainedLog.append:after:5",
+    "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
     "state copied, nothing written": "streamrl.learner.state:RankState.save:after:2",

@@ -1,10 +1,11 @@
-"""What the surviving weights were trained on: logs of group ids, and the map from versions to steps.
+"""What the weights of a checkpoint were trained on, and which version of the weights came of which step.
 
-Each learner (one epoch of the fence) appends to a log of its own, `trained-EPOCH.log`, one group id per line. A
-checkpoint names the prefixes that belong to its weights, `[(file, bytes), ...]`: its chain. Only those prefixes count,
-so what a crash or a woken old learner leaves behind them is ignored and nothing ever needs to be cut off.
+Each learner (one epoch of the fence) writes two files of its own: `trained-EPOCH.log` has the id of each group it
+trained, one per line, and `groups-EPOCH.msgpack` has what is known of the group, so that `streamrl trace` still finds
+it when Redis has retired it. A checkpoint names the prefixes of both that belong to its weights, as (file, bytes).
+Only those count: what a crash or a woken old learner leaves behind them is ignored, so nothing is ever cut off.
 
-This module knows no torch: the audit reads the same chain.
+This module imports no torch: the audit reads the same files.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import bisect
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from streamrl.errors import CannotCreate, Refused
+from streamrl.wire import pack_frame, read_frames
 
 Link = tuple[str, int]
+"""A file and the bytes of it that count."""
 VERSIONS_FILE: Final = "versions.log"
 _MODULUS: Final = 1 << 128
 
@@ -49,12 +52,17 @@ class TrainedDigest:
 
 
 def trained_file(epoch: int) -> str:
-    """Name of the log of one epoch."""
+    """Name of the log of ids of one epoch, in `checkpoints`."""
     return f"trained-{epoch}.log"
 
 
-def read_chain(folder: Path, chain: Sequence[Link]) -> list[int]:
-    """Return the group ids of a chain, in the order they were trained, repeats included.
+def record_file(epoch: int) -> str:
+    """Name of the record of groups of one epoch, in the run directory."""
+    return f"groups-{epoch}.msgpack"
+
+
+def read_trained(folder: Path, chain: Sequence[Link]) -> list[int]:
+    """The ids in the logs of `folder`, in the order they were trained, repeats included.
 
     Raises:
         Refused: a log is missing, shorter than the chain says, or holds something else than ids.
@@ -72,6 +80,17 @@ def read_chain(folder: Path, chain: Sequence[Link]) -> list[int]:
     return gids
 
 
+def read_record(run_dir: Path, record: Sequence[Link]) -> Iterator[dict[str, Any]]:
+    """What is known of each group that the weights of a checkpoint were trained on, in the order they were trained.
+
+    Raises:
+        WireError: a file of the record holds something else than frames.
+        OSError: a file of the record cannot be read.
+    """
+    for file, size in record:
+        yield from read_frames(run_dir / file, size)
+
+
 def greatest_logged_epoch(folder: Path) -> int:
     """Greatest epoch that has a log here, 0 when none: the next learner's epoch must be above it."""
     numbers = [path.stem.removeprefix("trained-") for path in folder.glob("trained-*.log")]
@@ -81,9 +100,8 @@ def greatest_logged_epoch(folder: Path) -> int:
 class EpochFile:
     """A file that only the learner of one epoch appends to; a checkpoint names the prefix that counts.
 
-    Bytes are held in memory until they could be written: a full disk delays the file as it delays the checkpoint, and
-    without the checkpoint the file has no meaning. Writing repeats at the same offset, so a write that failed half way
-    is simply done again. One thread may add while another one syncs.
+    Bytes stay in memory until `sync`: without a checkpoint they have no meaning, so a full disk delays both. A write
+    that failed half way is repeated at the same offset. One thread may add while another one syncs.
 
     Args:
         folder: where the file lies.
@@ -103,19 +121,27 @@ class EpochFile:
         self._written = 0
         self._lock = threading.Lock()
 
+    def append(self, data: bytes) -> None:
+        """Add bytes; the next `sync` writes them."""
+        with self._lock:
+            self._unwritten += data
+
     def mark(self) -> Link:
-        """The link of the chain for what was added until now; it counts from the next `sync` on."""
+        """The link for what was added until now; it is valid after the next `sync`."""
         with self._lock:
             return self.file, self._written + len(self._unwritten)
 
     def sync(self) -> Link:
-        """Write what is left, make the file durable, and return its link of the chain.
+        """Write what was added, make it durable, and return the link for it.
 
         Raises:
             OSError: the disk is full or broken: nothing is forgotten, call again later; or the file is closed.
         """
         with self._lock:
-            self._write()
+            while self._unwritten:
+                count = os.pwrite(self._descriptor, self._unwritten, self._written)
+                self._unwritten = self._unwritten[count:]
+                self._written += count
             written, descriptor = self._written, os.dup(self._descriptor)
         try:
             os.fsync(descriptor)
@@ -126,8 +152,8 @@ class EpochFile:
     def close(self) -> None:
         """Close the file; a repeat does nothing.
 
-        A thread that syncs never meets another file under the same descriptor: it has one of its own, or fails. While
-        one writes the file stays open, for a disk that hangs would hold up whoever closes.
+        While a thread writes, the file stays open: a disk that hangs would hold up the caller. A thread that syncs has
+        a descriptor of its own, or fails: it never writes into another file that got the same number.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -138,27 +164,44 @@ class EpochFile:
         finally:
             self._lock.release()
 
-    def _write(self) -> None:
-        while self._unwritten:
-            count = os.pwrite(self._descriptor, self._unwritten, self._written)
-            self._unwritten = self._unwritten[count:]
-            self._written += count
 
+class Lineage:
+    """The two files of this learner's epoch: ids of trained groups, and what is known of each.
 
-class TrainedLog(EpochFile):
-    """The log of the ids that this learner's epoch trained, in the run's `checkpoints` directory."""
+    Args:
+        run_dir: of the run; it has a folder `checkpoints`.
+        epoch: of this learner.
 
-    def __init__(self, folder: Path, epoch: int) -> None:
-        super().__init__(folder, trained_file(epoch))
+    Raises:
+        CannotCreate: as of `EpochFile`.
+    """
 
-    def append(self, gids: Iterable[int]) -> None:
-        """Add ids and try to write them; what the disk refuses waits for `sync`."""
-        with self._lock:
-            self._unwritten += b"".join(b"%d\n" % gid for gid in gids)
-            try:
-                self._write()
-            except OSError:
-                return
+    def __init__(self, run_dir: Path, epoch: int) -> None:
+        self._ids = EpochFile(run_dir / "checkpoints", trained_file(epoch))
+        self._groups = EpochFile(run_dir, record_file(epoch))
+
+    def add(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Add trained groups: each a frame with at least `gid`."""
+        for group in groups:
+            self._ids.append(b"%d\n" % group["gid"])
+            self._groups.append(pack_frame(group))
+
+    def mark(self) -> tuple[Link, Link]:
+        """As `sync`, for what the next one will write."""
+        return self._ids.mark(), self._groups.mark()
+
+    def sync(self) -> tuple[Link, Link]:
+        """Make all durable; returns the links of ids and of groups.
+
+        Raises:
+            OSError: as of `EpochFile.sync`.
+        """
+        return self._ids.sync(), self._groups.sync()
+
+    def close(self) -> None:
+        """Close both files; what is in no checkpoint does not count."""
+        self._ids.close()
+        self._groups.close()
 
 
 class VersionNote(NamedTuple):
