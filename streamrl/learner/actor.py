@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.aggregation import token_weights
 from streamrl.learner.algorithms.corrections import old_logprobs
-from streamrl.learner.algorithms.objective import objective
-from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums, skipped_sums
-from streamrl.learner.algorithms.tokens import Tokens
+from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
+from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
 from streamrl.learner.layers import set_up_layers

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clipped_value_loss
+from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.fit import check_fit
 from streamrl.learner.layers import set_up_layers

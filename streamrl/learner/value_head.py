@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.learner.actor import Actor
-from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clipped_value_loss
+from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.model import LogProbModel
 from streamrl.learner.ranks import Ranks
