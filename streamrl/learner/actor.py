@@ -19,9 +19,8 @@ from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
-from streamrl.learner.layers import set_up_layers
 from streamrl.learner.matmul import agreed_precision
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.row_limits import row_limits

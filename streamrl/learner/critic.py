@@ -11,7 +11,7 @@ from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.fit import check_fit
-from streamrl.learner.layers import set_up_layers
+from streamrl.learner.model import set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import CriticStats
 from streamrl.learner.row_limits import row_limits

@@ -26,14 +26,13 @@ from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_fin
 from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.intake import Intake
+from streamrl.learner.metrics import Sinks, StepMeter, group_frame
 from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import StepStats
 from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
-from streamrl.learner.sinks import Sinks
-from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
 from streamrl.queues.archive import Archive

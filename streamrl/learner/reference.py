@@ -13,11 +13,10 @@ from streamrl.config import RunConfig
 from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.fit import check_fit
-from streamrl.learner.layers import set_up_layers
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.offload import Offload
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.remote import Remote
+from streamrl.learner.reference_servers import Remote
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharded_module import ShardedModule
 from streamrl.learner.sharding import SMALL, load_model, shard

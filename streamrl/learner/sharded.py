@@ -19,13 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
-from streamrl.learner.batch import Microbatch
+from streamrl.learner.batch import Limits, Microbatch
 from streamrl.learner.export import full_tensors
 from streamrl.learner.offload import Offload
 from streamrl.learner.optimizer import ShardedAdamW
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import Applied
-from streamrl.learner.rows import Limits
 from streamrl.learner.sharded_module import ShardedModule
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.errors import StreamrlError
-from streamrl.learner.batch import Microbatch, TrainSample, dummy, layout
+from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSample, dummy, layout, work_of_prompt
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.rows import PADDING, Extent, Limits, work_of_prompt
 
 
 class ShardedModule:

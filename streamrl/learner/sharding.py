@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.layers import decoder_layers
-from streamrl.learner.model import Backbone
+from streamrl.learner.model import Backbone, decoder_layers
 
 SMALL = 1 << 26
 """Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,

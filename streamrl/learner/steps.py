@@ -23,7 +23,7 @@ from streamrl.learner.chain import TrainedDigest
 from streamrl.learner.checkpoint import Meta
 from streamrl.learner.collected import Collected
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.remote import NoReference
+from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.results import StepStats
 from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
 from streamrl.learner.state import Part, RankState, Tensors

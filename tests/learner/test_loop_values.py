@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_remote import Server, fails
+from test_reference_servers import Server, fails
 
 GAE = {"advantage": {"use": "gae"}, "mini_batches": 2}
 FROZEN = {"reference": {"kind": "frozen"}}

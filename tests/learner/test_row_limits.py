@@ -13,8 +13,7 @@ from streamrl.errors import ConfigError
 from streamrl.learner import row_limits as module
 from streamrl.learner.actor import Actor
 from streamrl.learner.critic import Critic
-from streamrl.learner.layers import decoder_layers
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import LogProbModel, decoder_layers
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharding import load_model
 

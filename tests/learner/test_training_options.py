@@ -10,7 +10,7 @@ from test_actor import assert_bits, assert_same, gradients, weights
 from tiny_policy import make_batch, run_config
 from transformers import AutoModelForCausalLM
 
-from streamrl.learner import layers
+from streamrl.learner import model
 from streamrl.learner.actor import Actor
 
 
@@ -34,12 +34,14 @@ def test_recomputed_activations_change_no_bit(make, small):
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(make, monkeypatch, caplog):
     """Traced and differentiated under FSDP as for a real compiler (test_layers.py has one), which runs operations."""
-    monkeypatch.setattr(layers, "compile_layers", functools.partial(layers.compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(
+        model_module, "compile_layers", functools.partial(model_module.compile_layers, backend="aot_eager")
+    )
     plainly, compiled = make("Llama", small=0), make("Llama", small=0, compile=True)
     with caplog.at_level(logging.WARNING, "streamrl"):
         for actor in (plainly, compiled):
             actor.accumulate(make_batch(0))
-    assert not [record for record in caplog.records if record.name == "streamrl.learner.layers"]
+    assert not [record for record in caplog.records if record.name == "streamrl.learner.model"]
     assert_same(gradients(compiled), gradients(plainly))
 
 
