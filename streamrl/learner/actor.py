@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,6 @@ from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
-from streamrl.learner.matmul import agreed_precision
 from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
@@ -30,6 +30,8 @@ from streamrl.weight_sync.manifest import Adapter
 
 if TYPE_CHECKING:
     from streamrl.learner.lora import Lora
+
+logger = logging.getLogger(__name__)
 
 
 class Actor(Sharded):
@@ -62,7 +64,9 @@ class Actor(Sharded):
         model, exact = self._wrap(base)
         model.check()
         limits = row_limits(config, model)
-        torch.set_float32_matmul_precision(agreed_precision(config, ranks, base))
+        if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
+            logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
+        torch.set_float32_matmul_precision(learner.matmul_precision)
         set_up_layers(base, learner)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         offload = "parameters" in learner.offload
