@@ -11,7 +11,7 @@ from tiny_policy import make_batch, run_config
 from transformers import AutoModelForCausalLM
 
 from streamrl.learner import model as model_module
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
 
 
 @pytest.fixture

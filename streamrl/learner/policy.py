@@ -1,4 +1,4 @@
-"""The actor: the causal language model that is trained, with streaming accumulation of gradients (sharded.py)."""
+"""The actor: the causal language model that is trained, with streaming accumulation of gradients."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharded import Sharded
-from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
 from streamrl.weight_sync.manifest import Adapter
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Actor(Sharded):
+class Actor(TrainableModel):
     """A causal language model in training, sharded over the ranks of the learner.
 
     Args:
@@ -191,7 +190,7 @@ class Actor(Sharded):
         return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Sharded.full_tensors`; an adapter is merged in."""
+        """See `TrainableModel.full_tensors`; an adapter is merged in."""
         if self.lora is None:
             return super().full_tensors(dtype)
         return full_tensors(self._frozen, dtype, self.lora.merged_rows(self._parameters))
