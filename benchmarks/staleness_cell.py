@@ -27,9 +27,9 @@ from train_lines import Lines
 
 from streamrl.config import RunConfig
 from streamrl.demo import task
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.groups import group_data
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import StepStats
 from streamrl.learner.steps import Trainer

@@ -204,9 +204,8 @@ class LearnerConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile the layers")
     head_float32: bool = Field(False, description="compute the output layer in float32 (model.dtype bfloat16)")
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = Field(
-        "highest",
-        description="torch float32 matmul precision; medium uses oneDNN on CPUs; auto: the faster, by a trial",
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="torch float32 matmul precision; medium uses oneDNN on CPUs, with model.attention eager"
     )
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"

@@ -179,7 +179,7 @@ def share(
     Args:
         groups: of one micro-batch.
         world: ranks.
-        work: of the samples of a group, in any unit (`ShardedModule.work`).
+        work: of the samples of a group, in any unit (`RowModel.work`).
         all_read: every group needs a rank that reads it, also one without a gradient (`Recipe.reads_all`).
     """
     loads = [(0, rank) for rank in range(world)]

@@ -1,4 +1,4 @@
-"""The critic: a value function for the states in which tokens were sampled, trained beside the actor (sharded.py)."""
+"""The critic: a value function for the states in which tokens were sampled, trained beside the actor."""
 
 from __future__ import annotations
 
@@ -6,23 +6,70 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clipped_value_loss
+from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
-from streamrl.learner.fit import check_fit
-from streamrl.learner.layers import set_up_layers
+from streamrl.learner.model import Backbone, set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import CriticStats
 from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharded import Sharded
-from streamrl.learner.sharded_module import ShardedModule
-from streamrl.learner.sharding import SMALL, load_model, shard
-from streamrl.learner.value_model import ValueModel
+from streamrl.learner.sharding import SMALL, RowModel, TrainableModel, check_fit, load_model, shard
 from streamrl.wire import Float32Array
 
 
-class Critic(Sharded):
+class ValueHead(nn.Linear):
+    """One number for each hidden state, computed in float32 whatever the type of the model is.
+
+    It begins at 0, so the first values are 0 on every rank and the first gradients go into the head alone.
+
+    Args:
+        width: of the hidden states.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, dtype=torch.float32)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Values of hidden states of shape (n, width); float32, shape (n,)."""
+        # Not a view of a wider result: FSDP hangs its backward hook on what a module returns.
+        return torch.addmv(self.bias, hidden.to(self.weight.dtype), self.weight[0]).float()
+
+
+class ValueModel(Backbone):
+    """Values of the states in which tokens were sampled.
+
+    Args:
+        model: a causal language model; its output layer is left out.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model.base_model)
+        self.value_head = ValueHead(self.hidden_width())
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        segments: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the value of the state before each target: that of the place which predicts it; float32, shape (n,).
+
+        For the arguments see `LogProbModel.forward`; `targets` are not used.
+        """
+        del targets
+        values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
+        return values
+
+
+class Critic(TrainableModel):
     """A value function of its own, sharded over the ranks of the learner (`learner.critic.kind: model`).
 
     It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
@@ -120,7 +167,7 @@ class Critic(Sharded):
         return loss.per_token.sum()
 
 
-def make_critic(config: RunConfig, ranks: Ranks, actor: ShardedModule) -> Critic:
+def make_critic(config: RunConfig, ranks: Ranks, actor: RowModel) -> Critic:
     """The critic of a run with `learner.critic.kind: model`. Collective.
 
     Raises:

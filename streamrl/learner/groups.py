@@ -10,10 +10,8 @@ import numpy as np
 
 from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
-from streamrl.learner.algorithms.advantages import KNOWN_EARLY
-from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.algorithms.token_texts import TokenTexts
 from streamrl.learner.batch import Int64Array, TrainSample
 from streamrl.learner.lineage import Branch
 from streamrl.queues.records import ClosedGroup

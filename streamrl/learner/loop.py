@@ -26,13 +26,12 @@ from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.intake import Intake
 from streamrl.learner.lineage import VersionsLog
+from streamrl.learner.metrics import Sinks, StepMeter, group_frame
 from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import StepStats
 from streamrl.learner.saving import Saver
-from streamrl.learner.sinks import Sinks
-from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
 from streamrl.queues.archive import Archive

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.critic import make_critic
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import make_reference
 from streamrl.learner.steps import Trainer

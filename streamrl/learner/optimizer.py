@@ -7,7 +7,8 @@ thing that ranks must agree on is the gradient norm, whose squares simply add up
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,8 +16,97 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
-from streamrl.learner.offload import Offload
-from streamrl.learner.schedule import learning_rate, updates_per_step
+
+
+class Offload:
+    """The storages of some tensors, which lie on their device or, as copies, in the host's memory.
+
+    The tensors stay the same objects with the same storages: whoever holds a view of them (FSDP, an optimizer) holds it
+    afterwards. While they are on the host their storages have no bytes: nobody may touch them.
+
+    Args:
+        tensors: on any device; views of one storage move together.
+        keep: the host's memory is kept, page-locked for a CUDA device, for the next time: for what moves often.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False) -> None:
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._storages = [storage for storage in storages.values() if storage.nbytes()]
+        self._copies: list[torch.UntypedStorage] | None = None
+        self._keep = keep
+        self._kept: list[torch.UntypedStorage] = []
+
+    @property
+    def away(self) -> bool:
+        """Whether the tensors are on the host."""
+        return self._copies is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return sum(storage.nbytes() for storage in self._copies or self._storages)
+
+    def to_host(self) -> None:
+        """Copy everything to the host, then free the device. Whole or not at all; a repeat does nothing."""
+        if self._copies is not None:
+            return
+        copies = self._kept or [self._room(storage) for storage in self._storages]
+        for storage, copy in zip(self._storages, copies, strict=True):
+            copy.copy_(storage)
+        if self._keep:
+            self._kept = copies
+        for storage in self._storages:
+            storage.resize_(0)
+        self._copies = copies
+
+    def to_device(self) -> None:
+        """Bring everything back. Whole or not at all (a device without room); a repeat does nothing."""
+        if self._copies is None:
+            return
+        grown = []
+        try:
+            for storage, copy in zip(self._storages, self._copies, strict=True):
+                grown.append(storage)
+                storage.resize_(copy.nbytes())
+                storage.copy_(copy)
+        except BaseException:
+            for storage in grown:
+                storage.resize_(0)
+            raise
+        self._copies = None
+
+    def _room(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        locked = self._keep and storage.device.type == "cuda"
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=locked).untyped_storage()
+
+
+def updates_per_step(config: LearnerConfig) -> int:
+    """Updates that one step makes: `passes` times `mini_batches`."""
+    return config.passes * config.mini_batches
+
+
+def learning_rate(config: LearnerConfig, updates: int) -> float:
+    """Rate of the next update, linear warm-up first, then the schedule.
+
+    The warm-up rises from `lr / warmup` to `lr`. After it, with x from 0 at its end to 1 after `steps` steps, the rate
+    is `lr` (constant), `lr (1 - (1 - floor) x)` (linear), or `lr (floor + (1 - floor) (1 + cos(pi x)) / 2)` (cosine,
+    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor.
+
+    Args:
+        config: `lr`, `schedule`, `lr_floor`, `warmup_steps` and `steps`; steps are turned into updates.
+        updates: made so far, at least 0.
+    """
+    each = updates_per_step(config)
+    warmup = config.warmup_steps * each
+    if updates < warmup:
+        return config.lr * (updates + 1) / warmup
+    if config.schedule == "constant" or config.steps is None:
+        return config.lr
+    span = config.steps * each - warmup
+    passed = min(1.0, (updates - warmup) / span) if span > 0 else 1.0
+    share = 1 - passed if config.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
+    return config.lr * (config.lr_floor + (1 - config.lr_floor) * share)
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _AVERAGE = "ema"

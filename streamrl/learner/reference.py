@@ -10,17 +10,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.fit import check_fit
-from streamrl.learner.layers import set_up_layers
-from streamrl.learner.model import LogProbModel
-from streamrl.learner.offload import Offload
+from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.optimizer import Offload
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.remote import Remote
+from streamrl.learner.reference_servers import Remote
 from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharded_module import ShardedModule
-from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.learner.sharding import SMALL, RowModel, check_fit, load_model, shard
 from streamrl.wire import Float32Array
 
 
@@ -47,7 +44,7 @@ class Reference(Protocol):
         ...
 
 
-class Frozen(ShardedModule):
+class Frozen(RowModel):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
     With `learner.reference.offload` its weights are in the host's memory but for the time of `compute_ref_log_prob`.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from streamrl.learner.algorithms.sums import TokenSums
-from streamrl.learner.algorithms.value_loss import ValueSums
+from streamrl.learner.algorithms.losses import ValueSums
+from streamrl.learner.algorithms.tokens import TokenSums
 from streamrl.wire import Float32Array
 
 

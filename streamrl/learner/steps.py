@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.checkpoint import Meta
 from streamrl.learner.collected import Collected
 from streamrl.learner.lineage import TrainedDigest
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.remote import NoReference
+from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.results import StepStats
 from streamrl.learner.snapshot import Copies, Snapshot
 from streamrl.learner.state import Part, RankState

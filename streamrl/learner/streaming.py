@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.policy import Actor
 from streamrl.learner.results import StepStats
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rank_process import STEP_OPTIONS, pieces, train
 from tiny_policy import run_config
 
 from streamrl.config import WeightsConfig
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.steps import Trainer
 from streamrl.weight_sync import Publisher

@@ -16,8 +16,8 @@ from tiny_policy import count_tokens, make_batch, run_config
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import StreamrlError
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync import Publisher

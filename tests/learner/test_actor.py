@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from streamrl.errors import ConfigError, Refused
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from tiny_policy import make_batch, run_config, train_sample
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.lineage import Branch
+from streamrl.learner.policy import Actor
 from streamrl.queues.records import ClosedGroup
 
 

@@ -10,8 +10,8 @@ from transformers import AutoModel
 from value_kit import plain_values, value_batch
 
 from streamrl.errors import ConfigError
-from streamrl.learner.actor import Actor
 from streamrl.learner.critic import Critic, make_critic
+from streamrl.learner.policy import Actor
 
 
 @pytest.fixture

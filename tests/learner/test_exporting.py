@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner import exporting
-from streamrl.learner.actor import Actor
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
 from streamrl.learner.exporting import choose_checkpoint, export_checkpoint
+from streamrl.learner.policy import Actor
 from streamrl.learner.shard_files import take_notes, write_shard
 from streamrl.learner.snapshot import rows_of
 from streamrl.learner.state import numbers_of, tensors_of

@@ -123,7 +123,7 @@ async def test_sigterm_leaves_everything_durable(run):
 
 KILLS = {
     "before a micro-batch": "streamrl.learner.steps:Trainer.train:before:4",
-    "after backward": "streamrl.learner.actor:Actor.accumulate:after:5",
+    "after backward": "streamrl.learner.policy:Actor.accumulate:after:5",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:3",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:7",
     "before the rename": "streamrl.learner.checkpoint:fsync_directory:before:3",
@@ -132,7 +132,7 @@ KILLS = {
 }
 MORE_KILLS = {
     "first publish": "streamrl.weight_sync.publisher:Publisher.publish:after:1",
-    "after the update": "streamrl.learner.actor:Actor.apply_update:after:3",
+    "after the update": "streamrl.learner.policy:Actor.apply_update:after:3",
     "version noted, not published": "streamrl.learner.lineage:VersionsLog.note:after:3",
     "shard written": "streamrl.learner.shard_files:write_shard:after:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",

@@ -48,7 +48,7 @@ async def test_versions_every_third_step_and_the_last(run):
 async def test_a_killed_learner_between_two_versions_goes_on(run):
     run.configure(publish_every=3, steps=6, checkpoint_every=1)
     async with run.play():
-        kill = "streamrl.learner.actor:Actor.apply_update:after:3"
+        kill = "streamrl.learner.policy:Actor.apply_update:after:3"
         assert await run.learn(kill) == -signal.SIGKILL, run.log()
         assert await run.learn() == 0, run.log()
     assert (await run.audit()).trained == 24
@@ -132,7 +132,7 @@ async def test_data_without_any_contrast_ends(run, monkeypatch):
 async def test_passes_and_mini_batches(run):
     run.configure(passes=2, mini_batches=2, steps=4)
     async with run.play():
-        kill = "streamrl.learner.actor:Actor.apply_update:after:6"
+        kill = "streamrl.learner.policy:Actor.apply_update:after:6"
         assert await run.learn(kill) == -signal.SIGKILL, run.log()
         assert await run.learn() == 0, run.log()
     steps = run.steps()

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_remote import Server, fails
+from test_reference_servers import Server, fails
 
 GAE = {"advantage": {"use": "gae"}, "mini_batches": 2}
 FROZEN = {"reference": {"kind": "frozen"}}
@@ -62,7 +62,7 @@ async def test_in_the_warm_up_the_policy_does_not_move_and_the_critic_is_saved(r
 
 
 KILLS = {
-    "the actor has learnt, its critic not": "streamrl.learner.actor:Actor.apply_update:after:4",
+    "the actor has learnt, its critic not": "streamrl.learner.policy:Actor.apply_update:after:4",
     "both have learnt": "streamrl.learner.critic:Critic.apply_update:after:4",
     "values are computed": "streamrl.learner.critic:Critic.compute_values:after:3",
 }

@@ -11,8 +11,8 @@ from tiny_policy import count_tokens, make_batch, run_config
 from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError, Refused
-from streamrl.learner.actor import Actor
 from streamrl.learner.lora import Lora
+from streamrl.learner.policy import Actor
 from streamrl.learner.sharding import load_model
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync import Publisher

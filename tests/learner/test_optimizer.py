@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
-from streamrl.learner.optimizer import ShardedAdamW
-from streamrl.learner.schedule import learning_rate
+from streamrl.learner.optimizer import ShardedAdamW, learning_rate
 
 
 def rates(count, **learner):

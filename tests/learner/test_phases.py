@@ -30,9 +30,9 @@ EVERYTHING = {
 """Several updates per step, and all parts that keep state: critic and controller of the KL as well."""
 FILES = "streamrl.learner.shard_files"
 PHASES = {
-    "after backward": "streamrl.learner.actor:Actor.accumulate:after:3",
+    "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
     "before the update": "streamrl.learner.steps:Trainer.apply:before:4",
-    "after the update": "streamrl.learner.actor:Actor.apply_update:after:4",
+    "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",

@@ -6,7 +6,7 @@ import torch
 from tiny_policy import make_batch, run_config
 
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
 from streamrl.learner.reference import make_reference
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from streamrl.learner.algorithms.sums import TokenSums
-from streamrl.learner.algorithms.value_loss import ValueSums
+from streamrl.learner.algorithms.losses import ValueSums
+from streamrl.learner.algorithms.tokens import TokenSums
 from streamrl.learner.results import CriticStats, StepStats, UpdateStats
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
+from streamrl.learner.batch import Extent, Limits, work_of_prompt
 from streamrl.learner.crew import NOBODY, share
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.rows import Extent, Limits, work_of_prompt
 
 (ONE,) = make_batch(0, groups=1, size=1)
 BOUNDS = Limits(tokens=1 << 20, shared=1024, hidden=64)

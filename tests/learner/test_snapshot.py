@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tiny_policy import make_batch, run_config
 
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
 from streamrl.learner.snapshot import Copies, rows_of
 
 

@@ -11,8 +11,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from way_kit import estimated, rewarded, step, way_of, weights
 
-from streamrl.learner.actor import Actor
-from streamrl.learner.algorithms.normalisation import normalise
+from streamrl.learner.algorithms.advantages import normalise
+from streamrl.learner.policy import Actor
 from streamrl.learner.results import LogProbs
 
 

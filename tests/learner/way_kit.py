@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from tiny_policy import make_batch
 
-from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.collected import Collected
 from streamrl.learner.groups import group_data
+from streamrl.learner.policy import Actor
 from streamrl.learner.results import StepStats
 from streamrl.learner.streaming import Models, Streaming
 

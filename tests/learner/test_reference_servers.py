@@ -13,8 +13,8 @@ from aiohttp import web
 from tiny_policy import VOCABULARY, make_batch, run_config
 
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
-from streamrl.learner import remote
-from streamrl.learner.remote import NoReference, Remote
+from streamrl.learner import reference_servers
+from streamrl.learner.reference_servers import NoReference, Remote
 
 KINDS = ["vllm", "sglang"]
 
@@ -114,8 +114,8 @@ async def other_tokens(whole):
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(remote, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(reference_servers, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(reference_servers, "_LONGEST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_servers_that_do_not_fit_are_refused_at_the_start(make, server, message)
 
 
 class OtherRank:
-    """A second rank that did as well as `outcome` says (remote.py), behind the one all-reduce of each call."""
+    """A second rank that did as well as `outcome` says, behind the one all-reduce of each call."""
 
     def __init__(self) -> None:
         self.outcome = 2

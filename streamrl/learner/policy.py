@@ -1,7 +1,8 @@
-"""The actor: the causal language model that is trained, with streaming accumulation of gradients (sharded.py)."""
+"""The actor: the causal language model that is trained, with streaming accumulation of gradients."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,29 +15,25 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.aggregation import token_weights
 from streamrl.learner.algorithms.corrections import old_logprobs
-from streamrl.learner.algorithms.objective import objective
-from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums, skipped_sums
-from streamrl.learner.algorithms.tokens import Tokens
+from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
+from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.export import Rows, full_tensors, write_model
-from streamrl.learner.layers import set_up_layers
-from streamrl.learner.matmul import agreed_precision
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharded import Sharded
-from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
 from streamrl.weight_sync.manifest import Adapter
 
 if TYPE_CHECKING:
     from streamrl.learner.lora import Lora
 
+logger = logging.getLogger(__name__)
 
-class Actor(Sharded):
+
+class Actor(TrainableModel):
     """A causal language model in training, sharded over the ranks of the learner.
 
     Args:
@@ -66,7 +63,9 @@ class Actor(Sharded):
         model, exact = self._wrap(base)
         model.check()
         limits = row_limits(config, model)
-        torch.set_float32_matmul_precision(agreed_precision(config, ranks, base))
+        if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
+            logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
+        torch.set_float32_matmul_precision(learner.matmul_precision)
         set_up_layers(base, learner)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         offload = "parameters" in learner.offload
@@ -191,7 +190,7 @@ class Actor(Sharded):
         return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Sharded.full_tensors`; an adapter is merged in."""
+        """See `TrainableModel.full_tensors`; an adapter is merged in."""
         if self.lora is None:
             return super().full_tensors(dtype)
         return full_tensors(self._frozen, dtype, self.lora.merged_rows(self._parameters))
