@@ -148,7 +148,8 @@ class Run:
 
     def _keep(self) -> None:
         """Put a copy of the present weights into the ring; the oldest falls out."""
-        self._ring.append((self._trainer.step, dict(self._actor.full_tensors(torch.float32))))
+        weights = {name: parameter.to_local().clone() for name, parameter in self._actor.parameters.items()}
+        self._ring.append((self._trainer.step, weights))
 
     def _step(self, step: int) -> tuple[float, StepStats]:
         cell = self._cell

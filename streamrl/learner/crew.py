@@ -42,8 +42,6 @@ class Command(IntEnum):
     """epoch, step: copy the state and begin to write this rank's shard of the checkpoint."""
     SAVED = 12
     """Say whether the shard is written."""
-    EXPORT = 7
-    """Gather the model for the final export."""
     UNLOAD = 10
     """Move weights and moments to the host: engines come onto the devices."""
     RELOAD = 11

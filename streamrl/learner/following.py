@@ -70,8 +70,6 @@ class FollowingRank:
             case Command.SAVE:
                 place = arguments[0], arguments[1]
                 await self._torch.run(trainer.state.save, self._checkpoints.draft(place))
-            case Command.EXPORT:
-                await self._torch.run(trainer.export, self._run_dir / "model")
             case Command.LOAD:
                 folder = self._checkpoints.path((arguments[0], arguments[1]))
                 await self._torch.run(trainer.load, folder, self._checkpoints.read_meta(folder))

@@ -22,6 +22,7 @@ from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreac
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.crew import NO_BASE, Command, Crew, TorchThread, share
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
+from streamrl.learner.export import export_model
 from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.intake import Intake
@@ -416,8 +417,10 @@ class Leader:
         await self._intake.release(self._intake.in_step, self._publishing.version)
 
     async def _finish(self, reason: Reason) -> None:
-        folder = self._role.run_dir / "model"
-        await self._crew.order(Command.EXPORT, [], lambda: self._trainer.export(folder))
+        if self._saver.newest is None:
+            logger.warning("no model exported: nothing was trained", extra={"model": self._config.model.path})
+        else:
+            await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
         write_finished(
             self._role.run_dir,
             Finished(

@@ -151,10 +151,6 @@ class Trainer:
         self.step = meta.step
         self.digest = TrainedDigest(meta.count, meta.digest)
 
-    def export(self, folder: Path) -> None:
-        """Write the Hugging Face directory of the trained model (rank 0)."""
-        self._actor.export(folder)
-
     def unload(self) -> None:
         """Move weights and moments to the host; not collective. A repeat does nothing."""
         for model in self._models.movable:

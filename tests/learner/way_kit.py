@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tiny_policy import make_batch
+from weights_kit import full_tensors
 
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.algorithms.kl import KlController
@@ -75,4 +76,4 @@ def step(
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
     """All weights."""
-    return dict(actor.full_tensors(torch.float32))
+    return full_tensors(actor)
