@@ -136,7 +136,8 @@ class Critic(TrainableModel):
         Args:
             tokens: sampled tokens of the batch over all ranks, at least 1 and the same on all ranks.
         """
-        applied = self._update(tokens, self._sums)
+        applied = self._optimizer.step(tokens, self._sums)
+        self._reshard()
         self._sums.zero_()
         return CriticStats(
             grad_norm=applied.grad_norm,
@@ -145,11 +146,18 @@ class Critic(TrainableModel):
             sums=ValueSums.from_tensor(applied.sums),
         )
 
-    def update_critic(self, batch: Sequence[TrainSample]) -> CriticStats:
-        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective."""
+    def update_critic(self, batch: Sequence[TrainSample], *, tokens: int | None = None) -> CriticStats:
+        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
+
+        Args:
+            batch: as of `accumulate`.
+            tokens: as of `apply_update`; None: those of all ranks' batches.
+        """
         self.accumulate(batch)
-        count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
-        return self.apply_update(max(1, int(self.ranks.all_sum(count))))
+        if tokens is None:
+            count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
+            tokens = max(1, int(self.ranks.all_sum(count)))
+        return self.apply_update(tokens)
 
     def discard(self) -> None:
         """Forget the accumulated gradient and its statistics."""

@@ -7,8 +7,9 @@ thing that ranks must agree on is the gradient norm, whose squares simply add up
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.results import Applied
+
+logger = logging.getLogger(__name__)
 
 
 class Offload:
@@ -124,16 +129,19 @@ class ShardedAdamW:
 
     Args:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
-        config: learning rate and its schedule, betas, weight decay, decay of the average.
+        config: learning rate and its schedule, betas, weight decay, clip norm, decay of the average.
+        ranks: the ranks of this learner.
         offload: moments and average lie on the host but for the time of an update.
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
     """
 
-    def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig, *, offload: bool = False) -> None:
+    def __init__(
+        self, parameters: Mapping[str, DTensor], config: LearnerConfig, ranks: Ranks, *, offload: bool = False
+    ) -> None:
         self.updates = 0
-        self._config = config
+        self._config, self._ranks = config, ranks
         self._parameters = dict(parameters)
         # A rank has no rows of a parameter with fewer rows than ranks.
         locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
@@ -161,7 +169,40 @@ class ShardedAdamW:
         return learning_rate(self._config, self.updates)
 
     @torch.no_grad()
-    def squared_norm(self) -> torch.Tensor:
+    def step(
+        self, normaliser: float, sums: torch.Tensor, lr_factor: Callable[[torch.Tensor], float] | None = None
+    ) -> Applied:
+        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+
+        The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
+        update is skipped and reported.
+
+        Args:
+            normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
+            sums: float64, shape (any,): statistics that are added up over the ranks on the way.
+            lr_factor: factor of the learning rate of this update by the sums of all ranks; None: 1.
+        """
+        packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
+        # FSDP averages over ranks, but the loss is a sum over all of them.
+        scale = self._ranks.world / normaliser
+        norm = math.sqrt(float(packet[0])) * scale
+        rate, skipped = self.lr, not math.isfinite(norm)
+        if skipped:
+            logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
+        else:
+            rate *= 1.0 if lr_factor is None else lr_factor(packet[1:])
+            clipped = scale * min(1.0, self._config.clip_norm / norm) if norm > 0 else scale
+            torch._foreach_mul_(self._gradients(), clipped)
+            self._adamw.param_groups[0]["lr"] = rate
+            with self._at_hand():
+                self._adamw.step()
+                if self._average:
+                    torch._foreach_lerp_(list(self._average.values()), list(self._shards.values()), 1 - self._decay)
+            self.updates += 1
+        self.zero()
+        return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])
+
+    def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.
 
         It hands the gradients over from the sharded parameters to the shards; a parameter without one counts as zero.
@@ -175,27 +216,6 @@ class ShardedAdamW:
                 shard.grad = gradient.to_local()
         norms = torch._foreach_norm(self._gradients())  # noqa: SLF001  as torch.nn.utils.clip_grad_norm_ does
         return torch.stack(norms).double().square().sum()
-
-    @torch.no_grad()
-    def step(self, scale: float, lr_scale: float = 1.0) -> float:
-        """Multiply the gradients by `scale`, update, forget the gradients; return the learning rate that was used.
-
-        `squared_norm` comes first.
-
-        Args:
-            scale: of the gradients, the same on all ranks.
-            lr_scale: factor on the learning rate of this update alone, at least 0, the same on all ranks.
-        """
-        rate = self.lr * lr_scale
-        torch._foreach_mul_(self._gradients(), scale)
-        self._adamw.param_groups[0]["lr"] = rate
-        with self._at_hand():
-            self._adamw.step()
-            if self._average:
-                torch._foreach_lerp_(list(self._average.values()), list(self._shards.values()), 1 - self._decay)
-        self.updates += 1
-        self.zero()
-        return rate
 
     def zero(self) -> None:
         """Forget the gradients."""

@@ -146,7 +146,10 @@ class Actor(TrainableModel):
         """
         if size < 1:
             raise ValueError(f"an update needs the token count of its step, got {size}")
-        applied = self._update(size, self._sums, lambda sums: self.recipe.lr_factor(TokenSums.from_tensor(sums)))
+        applied = self._optimizer.step(
+            size, self._sums, lambda sums: self.recipe.lr_factor(TokenSums.from_tensor(sums))
+        )
+        self._reshard()
         trained = TokenSums.from_tensor(applied.sums)
         self._sums.zero_()
         return UpdateStats(
@@ -158,12 +161,30 @@ class Actor(TrainableModel):
             trained=trained,
         )
 
-    def update_policy(self, batch: Sequence[TrainSample], *, step: int = 0) -> tuple[MicroStats, UpdateStats]:
-        """One whole step: `accumulate` and `apply_update` with the size of all ranks' batches. Collective."""
-        stats = self.accumulate(batch, step=step)
-        counts = torch.tensor(sizes(batch), device=self.ranks.device)
-        tokens, responses = self.ranks.all_sum(counts).tolist()
-        return stats, self.apply_update(self.recipe.normaliser(tokens=tokens, responses=responses))
+    def update_policy(
+        self,
+        batch: Sequence[TrainSample],
+        *,
+        size: int | None = None,
+        step: int = 0,
+        kl_coefficient: float = 0.0,
+        limits: Sequence[float | None] | None = None,
+    ) -> tuple[MicroStats, UpdateStats]:
+        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
+
+        Args:
+            batch: as of `accumulate`, and so are `step`, `kl_coefficient` and `limits`.
+            size: as of `apply_update`; None: that of all ranks' batches.
+            step: see `batch`.
+            kl_coefficient: see `batch`.
+            limits: see `batch`.
+        """
+        stats = self.accumulate(batch, step=step, kl_coefficient=kl_coefficient, limits=limits)
+        if size is None:
+            counts = torch.tensor(sizes(batch), device=self.ranks.device)
+            tokens, responses = self.ranks.all_sum(counts).tolist()
+            size = self.recipe.normaliser(tokens=tokens, responses=responses)
+        return stats, self.apply_update(size)
 
     def discard(self) -> None:
         """Forget the accumulated gradient and its statistics."""

@@ -14,7 +14,6 @@ Every method marked collective must be called by all ranks in the same order, fr
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,10 @@ from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSam
 from streamrl.learner.model import Backbone, decoder_layers
 from streamrl.learner.optimizer import Offload, ShardedAdamW
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import Applied
 
+logger = logging.getLogger(__name__)
+
+_PREFIX = "model."
 SMALL = 1 << 26
 """Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
 while each unit costs a gather and a scatter."""
@@ -201,7 +202,6 @@ class RowModel:
         return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
 
 
-logger = logging.getLogger(__name__)
 _PROBE = "Two plus 34 is thirty-six; naïve?"
 
 
@@ -257,9 +257,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-_PREFIX = "model."
-
-
 class TrainableModel(RowModel):
     """A module over rows of tokens, with its optimizer.
 
@@ -284,7 +281,7 @@ class TrainableModel(RowModel):
         whole: bool,
     ) -> None:
         super().__init__(module, ranks, limits, vocabulary=vocabulary)
-        self._learner, self._whole = config, whole
+        self._whole = whole
         self._fsdp.set_reshard_after_backward(not whole)
         named = {
             self._name_of(name.removeprefix(_PREFIX)): parameter
@@ -296,7 +293,7 @@ class TrainableModel(RowModel):
         frozen = (parameter.to_local() for parameter in self._frozen.values())
         # On a CPU there is no other memory to go to.
         offload = "optimizer" in config.offload and ranks.device.type != "cpu"
-        self._optimizer = ShardedAdamW(self._parameters, config, offload=offload)
+        self._optimizer = ShardedAdamW(self._parameters, config, ranks, offload=offload)
         there = (*self._optimizer.live().values(), *frozen)
         self._offload = Offload(tensor for tensor in there if tensor.device.type == ranks.device.type)
 
@@ -358,32 +355,3 @@ class TrainableModel(RowModel):
             # A whole model keeps its gradients unsharded between the passes and reduces them once.
             self._fsdp.set_requires_gradient_sync(not self._whole or place == len(parts) - 1)
             torch.autograd.backward(loss(part))
-
-    def _update(
-        self, normaliser: float, sums: torch.Tensor, lr_factor: Callable[[torch.Tensor], float] | None = None
-    ) -> Applied:
-        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
-
-        The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
-        update is skipped and reported.
-
-        Args:
-            normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
-            sums: float64, shape (any,): statistics that are added up over the ranks on the way.
-            lr_factor: factor of the learning rate by the sums of all ranks; None: 1.
-        """
-        squared = self._optimizer.squared_norm()[None].to(sums.device)
-        packet = self.ranks.all_sum(torch.cat([squared, sums])).cpu()
-        # FSDP averages over ranks, but the loss is a sum over all of them.
-        scale = self.ranks.world / normaliser
-        norm = math.sqrt(float(packet[0])) * scale
-        rate, skipped = self._optimizer.lr, not math.isfinite(norm)
-        if skipped:
-            logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
-            self._optimizer.zero()
-        else:
-            limit = self._learner.clip_norm
-            factor = 1.0 if lr_factor is None else lr_factor(packet[1:])
-            rate = self._optimizer.step(scale * min(1.0, limit / norm) if norm > 0 else scale, factor)
-            self._reshard()
-        return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])

@@ -76,19 +76,18 @@ def average(optimizer):
     return {name.removeprefix("ema/"): rows for name, rows in optimizer.state().items() if name.startswith("ema/")}
 
 
-def train(optimizer, parameters, steps, **options):
+def train(optimizer, parameters, steps, lr_factor=None):
     for step in range(steps):
         torch.manual_seed(step)
         for parameter in parameters.values():
             gradient = torch.randn(parameter.to_local().shape)
             parameter.grad = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements)
-        optimizer.squared_norm()
-        optimizer.step(1.0, **options)
+        optimizer.step(1, torch.zeros(0, dtype=torch.float64), lr_factor)
 
 
 def test_the_average_is_the_recurrence_and_begins_at_the_first_weights(one_rank):
     mine = parameters(one_rank)
-    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.9))
+    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.9), one_rank)
     expected = {name: parameter.to_local().double() for name, parameter in mine.items()}
     for name, tensor in average(optimizer).items():
         assert torch.equal(tensor.double(), expected[name])
@@ -102,26 +101,29 @@ def test_the_average_is_the_recurrence_and_begins_at_the_first_weights(one_rank)
 def test_the_decay_is_per_step_also_with_several_updates(one_rank):
     """Weights that jump once and stay: after one step the average has gone 1 - ema of the way."""
     mine = parameters(one_rank)
-    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.8, passes=3))
+    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.8, passes=3), one_rank)
     start = average(optimizer)
     with torch.no_grad():
         for parameter in mine.values():
             parameter.to_local().add_(1.0)
-    train(optimizer, mine, 3, lr_scale=0.0)
+    train(optimizer, mine, 3, lr_factor=lambda _: 0.0)
     for name, tensor in average(optimizer).items():
         torch.testing.assert_close(tensor, start[name] + 0.2)
 
 
 def test_none_is_kept_unless_asked_for(one_rank):
-    optimizer = ShardedAdamW(parameters(one_rank), LearnerConfig())
+    optimizer = ShardedAdamW(parameters(one_rank), LearnerConfig(), one_rank)
     assert average(optimizer) == {}
     assert not any(name.startswith("ema/") for name in optimizer.state())
 
 
 def test_the_scale_of_the_learning_rate_is_of_one_update(one_rank):
     halved, plain = parameters(one_rank), parameters(one_rank)
-    first, second = ShardedAdamW(halved, LearnerConfig(lr=0.2)), ShardedAdamW(plain, LearnerConfig(lr=0.1))
-    train(first, halved, 2, lr_scale=0.5)
+    first, second = (
+        ShardedAdamW(halved, LearnerConfig(lr=0.2), one_rank),
+        ShardedAdamW(plain, LearnerConfig(lr=0.1), one_rank),
+    )
+    train(first, halved, 2, lr_factor=lambda _: 0.5)
     train(second, plain, 2)
     for name in plain:
         assert torch.equal(halved[name].to_local(), plain[name].to_local())
@@ -132,7 +134,7 @@ def test_the_scale_of_the_learning_rate_is_of_one_update(one_rank):
 def test_state_goes_on_bit_for_bit(one_rank, ema):
     config = LearnerConfig(lr=0.1, ema=ema, schedule="cosine", steps=6, warmup_steps=2)
     mine, other = parameters(one_rank), parameters(one_rank, seed=1)
-    first, second = ShardedAdamW(mine, config), ShardedAdamW(other, config)
+    first, second = ShardedAdamW(mine, config, one_rank), ShardedAdamW(other, config, one_rank)
     train(first, mine, 3)
     second.load(first.state())
     for optimizer, weights in ((first, mine), (second, other)):
@@ -147,7 +149,10 @@ def same(left, right):
 
 def test_an_average_that_comes_later_begins_at_the_loaded_weights_and_one_that_goes_is_left_out(one_rank):
     mine, other = parameters(one_rank), parameters(one_rank, seed=1)
-    without, with_ = ShardedAdamW(mine, LearnerConfig(lr=0.1)), ShardedAdamW(other, LearnerConfig(lr=0.1, ema=0.9))
+    without, with_ = (
+        ShardedAdamW(mine, LearnerConfig(lr=0.1), one_rank),
+        ShardedAdamW(other, LearnerConfig(lr=0.1, ema=0.9), one_rank),
+    )
     train(without, mine, 2)
     with_.load(without.state())
     for name, tensor in average(with_).items():
@@ -158,7 +163,7 @@ def test_an_average_that_comes_later_begins_at_the_loaded_weights_and_one_that_g
 
 
 def test_half_an_average_is_refused(one_rank):
-    optimizer = ShardedAdamW(parameters(one_rank), LearnerConfig(ema=0.9))
+    optimizer = ShardedAdamW(parameters(one_rank), LearnerConfig(ema=0.9), one_rank)
     state = optimizer.state()
     del state["ema/bias"]
     with pytest.raises(Refused, match="ema/bias"):
@@ -168,7 +173,7 @@ def test_half_an_average_is_refused(one_rank):
 def test_a_checkpoint_of_weights_that_were_rolled_back_goes_on(one_rank):
     """Earlier code began the moments anew: the first update after that moves every weight by its learning rate."""
     mine = parameters(one_rank)
-    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1))
+    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1), one_rank)
     state = {name: torch.zeros_like(tensor) for name, tensor in optimizer.state().items()}
     for name, count in (("updates", 5), ("updates_before_moments", 5)):
         state[name] = torch.tensor(count)
@@ -186,7 +191,7 @@ def test_a_checkpoint_of_weights_that_were_rolled_back_goes_on(one_rank):
 def test_moments_on_the_host_change_nothing(one_rank):
     config = LearnerConfig(lr=0.1, ema=0.9)
     mine, other = parameters(one_rank), parameters(one_rank)
-    still, moved = ShardedAdamW(mine, config), ShardedAdamW(other, config, offload=True)
+    still, moved = ShardedAdamW(mine, config, one_rank), ShardedAdamW(other, config, one_rank, offload=True)
 
     def away():
         return {name for name, tensor in moved.live().items() if not tensor.untyped_storage().nbytes()}
