@@ -27,7 +27,7 @@ from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
 from streamrl.learner.crew import Command, Crew
 from streamrl.learner.intake import Intake
 from streamrl.learner.lineage import Lineage, greatest_logged_epoch
-from streamrl.learner.shard_files import Progress, take_notes
+from streamrl.learner.shards import Progress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.queues.budget import checkpoint_due
 

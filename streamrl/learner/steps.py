@@ -24,8 +24,8 @@ from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.results import StepStats
+from streamrl.learner.shards import Part, RankState
 from streamrl.learner.snapshot import Copies, Snapshot
-from streamrl.learner.state import Part, RankState
 from streamrl.learner.streaming import Models, Streaming, Way
 
 if TYPE_CHECKING:
