@@ -11,7 +11,6 @@ This module knows no torch: the audit reads `meta.json` and checksums without it
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
-from streamrl.atomic import fsync_directory
+from streamrl.atomic import finish_durably, write_synced
 from streamrl.errors import Refused, StreamrlError
 from streamrl.learner.lineage import Link, read_trained
 
@@ -192,13 +191,8 @@ class Checkpoints:
             InvalidCheckpoint: what is there is not what was written; nothing may be retired for it.
         """
         draft, final = self.draft(meta.position), self.path(meta.position)
-        with (draft / _META_FILE).open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(meta)))
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_directory(draft)
-        draft.rename(final)
-        fsync_directory(self.folder)
+        write_synced(draft / _META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
+        finish_durably(draft, final)
         found = self.read_meta(final)
         if (found.position, found.shards, found.chain) != (meta.position, meta.shards, meta.chain):
             raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
