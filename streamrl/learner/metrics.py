@@ -88,7 +88,7 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "groups": len(groups),
-        "zero_advantage_groups": sum(group.flat for group in groups),
+        "zero_advantage_groups": sum(group.zero_gradient for group in groups),
         "zero_variance_groups": sum(group.zero_variance for group in groups),
         "tokens": tokens,
         "prompt_tokens": sum(group.prompt_tokens for group in groups),
@@ -97,7 +97,7 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
         "staleness": {str(age): ages[age] for age in sorted(ages)},
         "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, tokens),
         "staleness_max": max(ages, default=0),
-        "samples_spanning_versions": sum(group.spanning for group in groups),
+        "samples_spanning_versions": sum(group.mixed_version for group in groups),
     }
 
 
