@@ -149,7 +149,8 @@ class Run:
 
     def _keep(self) -> None:
         """Put a copy of the present weights into the ring; the oldest falls out."""
-        self._ring.append((self._worker.step, dict(self._actor.full_tensors(torch.float32))))
+        weights = {name: parameter.to_local().clone() for name, parameter in self._actor.parameters.items()}
+        self._ring.append((self._worker.step, weights))
 
     def _step(self, step: int) -> tuple[float, StepStats]:
         cell = self._cell

@@ -97,7 +97,7 @@ class Critic(TrainableModel):
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
         self._clip = critic.clip
         self._sums = torch.zeros(len(VALUE_SUMS), dtype=torch.float64, device=ranks.device)
-        super().__init__(model, own, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)
+        super().__init__(model, own, ranks, limits, vocabulary=model.vocabulary, whole=whole)
 
     def compute_values(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """Return the value of the state before each sampled token, under the present weights. Collective.

@@ -23,6 +23,7 @@ from typing import Final
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
+from streamrl.learner.export import export_model
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.metrics import Sinks, StepMeter, group_frame
@@ -418,7 +419,10 @@ class Leader:
         await self._buffer.release(self._buffer.in_step)
 
     async def _finish(self, reason: Reason) -> None:
-        await self._ranks.order(Command.EXPORT)
+        if self._saver.newest is None:
+            logger.warning("no model exported: nothing was trained", extra={"model": self._config.model.path})
+        else:
+            await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
         write_finished(
             self._role.run_dir,
             Finished(

@@ -270,17 +270,6 @@ class ShardedAdamW:
         self.zero()
 
     @contextmanager
-    @torch.no_grad()
-    def averaged(self) -> Iterator[None]:
-        """Within the block the weights are their average (with `ema` only); afterwards they are what they were."""
-        with self._at_hand():
-            self._swap()
-            try:
-                yield
-            finally:
-                self._swap()
-
-    @contextmanager
     def _at_hand(self) -> Iterator[None]:
         """Moments and average on the device; afterwards they are where they were."""
         away = self._offload.away
@@ -290,13 +279,6 @@ class ShardedAdamW:
         finally:
             if away:
                 self._offload.to_host()
-
-    def _swap(self) -> None:
-        for name, average in self._average.items():
-            shard = self._shards[name]
-            weights = shard.clone()
-            shard.copy_(average)
-            average.copy_(weights)
 
     def _begin_average(self) -> None:
         for name, tensor in self._average.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +18,12 @@ from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
-from streamrl.learner.export import Rows, full_tensors, write_model
 from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
+from streamrl.learner.snapshot import Rows
 from streamrl.weight_sync.manifest import Adapter
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ class Actor(TrainableModel):
         offload = "parameters" in learner.offload
         whole = shard(model, ranks.mesh, dtype, small=small, exact=exact, offload=offload)
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
-        super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)
-        self._model = model
+        super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, whole=whole)
 
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:
         """Return log-probabilities of the sampled tokens under the present weights. Collective, without gradients.
@@ -210,41 +208,12 @@ class Actor(TrainableModel):
         """
         return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
 
-    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainableModel.full_tensors`; an adapter is merged in."""
-        if self.lora is None:
-            return super().full_tensors(dtype)
-        return full_tensors(self._frozen, dtype, self.lora.merged_rows(self._parameters))
-
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
         """Within the block log-probabilities are those of the base (LoRA only). Every rank does the same."""
         assert self.lora is not None, "no adapter is trained"
         with self.lora.disabled():
             yield
-
-    def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face directory with its tokenizer. Collective; rank 0 writes.
-
-        An adapter is merged in, and stands by itself in the folder `adapter` below, as peft reads it. With
-        `learner.ema` the average of the weights is written as well, to a directory with `-ema` behind its name.
-        """
-        self._export(folder)
-        if self.config.learner.ema:
-            with self.averaged():
-                self._export(folder.with_name(f"{folder.name}-ema"))
-
-    def _export(self, folder: Path) -> None:
-        adapter = None
-        if self.lora is not None:
-            adapter = self.lora.about, dict(full_tensors(self.parameters, self._dtype))
-        tensors = self.full_tensors(self._dtype)
-        if self.ranks.rank:
-            for _ in tensors:
-                pass
-            return
-        tokenizer = self.config.model.tokenizer or self.config.model.path
-        write_model(folder, self._model.model, dict(tensors), tokenizer=tokenizer, dtype=self._dtype, adapter=adapter)
 
     @property
     def _merges(self) -> bool:

@@ -58,8 +58,6 @@ class Command(IntEnum):
     """Forget the gradients of a step that will not be finished."""
     SAVE = 6
     """epoch, step: copy the state and begin to write this rank's shard of the checkpoint."""
-    EXPORT = 7
-    """Gather the model for the final export."""
     STOP = 8
     """Leave."""
     UNLOAD = 10
@@ -129,7 +127,7 @@ class RankWorker:
         self.step = 0
         self.digest = TrainedDigest()
         self.ranks, self.recipe = ranks, models.recipe
-        self._models, self._run_dir = models, run_dir
+        self._models = models
         self._checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
         parts: dict[str, Part] = {"actor": actor}
         if actor.lora is not None:
@@ -173,8 +171,6 @@ class RankWorker:
                 return self.state.save(self._checkpoints.draft((arguments[0], arguments[1])))
             case Command.SAVED:
                 return self.state.saved()
-            case Command.EXPORT:
-                return self._models.actor.export(self._run_dir / "model")
             case Command.UNLOAD:
                 return self.unload()
             case Command.RELOAD:

@@ -56,7 +56,7 @@ class Saver:
     cap of live groups stops admission, and it is tried again after a pause that doubles.
 
     Attributes:
-        saved_step: step of the newest checkpoint.
+        newest: meta data of the newest checkpoint that this learner wrote or loaded; None: there is none.
 
     Args:
         config: of the run.
@@ -84,7 +84,7 @@ class Saver:
         self._ranks, self._worker, self._tasks = ranks, ranks.worker, tasks
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
         self._lineage = Lineage(run_dir, start.epoch)
-        self.saved_step = start.step
+        self.newest = start.meta
         self._begun = start.step
         self._running: asyncio.Task[None] | None = None
         self._pause, self._retry_at = 0.0, 0.0
@@ -184,7 +184,7 @@ class Saver:
             return
         self._check_alone()
         await self._buffer.saved(meta.name, saving.gids)
-        self._pause, self.saved_step = 0.0, meta.step
+        self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
         seconds = round(time.monotonic() - saving.started, 3)
@@ -214,7 +214,7 @@ class Saver:
         shutil.rmtree(self._checkpoints.path(meta.position), ignore_errors=True)
 
     def _failed(self, meta: Meta, error: Exception) -> None:
-        self._begun = self.saved_step
+        self._begun = self.newest.step if self.newest else 0
         self._pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * self._pause))
         self._retry_at = time.monotonic() + self._pause
         logger.error(

@@ -14,8 +14,7 @@ Every method marked collective must be called by all ranks in the same order, fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSample, dummy, layout, work_of_prompt
-from streamrl.learner.export import full_tensors
 from streamrl.learner.model import Backbone, decoder_layers
 from streamrl.learner.optimizer import Offload, ShardedAdamW
 from streamrl.learner.ranks import Ranks
@@ -269,7 +267,6 @@ class TrainableModel(RowModel):
         ranks: the ranks of this learner.
         limits: of rows and micro-batches.
         vocabulary: token ids are below.
-        dtype: type of forward and backward.
         whole: the module is one FSDP unit that stays whole between forward and backward.
     """
 
@@ -281,11 +278,10 @@ class TrainableModel(RowModel):
         limits: Limits,
         *,
         vocabulary: int,
-        dtype: torch.dtype,
         whole: bool,
     ) -> None:
         super().__init__(module, ranks, limits, vocabulary=vocabulary)
-        self._dtype, self._whole = dtype, whole
+        self._whole = whole
         self._fsdp.set_reshard_after_backward(not whole)
         named = {
             self._name_of(name.removeprefix(_PREFIX)): parameter
@@ -326,28 +322,6 @@ class TrainableModel(RowModel):
     def to_device(self) -> None:
         """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""
         self._offload.to_device()
-
-    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield Hugging Face name and whole tensor of each parameter, cast to `dtype`, as copies on the CPU.
-
-        Collective: all ranks must go through all items; see `export.full_tensors`.
-        """
-        if self._whole and self._dtype in (torch.float32, dtype):
-            # One gather for all, which the next forward needs anyway.
-            self._fsdp.unshard()
-            return (
-                (name.removeprefix(_PREFIX), parameter.detach().to(device="cpu", dtype=dtype, copy=True))
-                for name, parameter in self._module.named_parameters()
-            )
-        return full_tensors(self._parameters, dtype)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within the block the weights are their average (`learner.ema`). Every rank does the same."""
-        with self._optimizer.averaged():
-            self._reshard()
-            yield
-        self._reshard()
 
     def shard_state(self) -> dict[str, torch.Tensor]:
         """Copies on the CPU of this rank's weights, AdamW moments and update counter, by flat name.

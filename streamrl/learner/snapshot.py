@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from streamrl.learner.export import Rows
 from streamrl.weight_sync.manifest import Adapter
+
+Rows: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes the name of a parameter and this rank's rows of it, and returns the rows that others are to see."""
 
 
 @dataclass(frozen=True)

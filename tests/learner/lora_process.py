@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import orjson
-import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_process import STEP_OPTIONS, pieces, train
 from tiny_policy import run_config
+from weights_kit import export, full_tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.learner.policy import Actor
@@ -28,7 +28,7 @@ WEIGHTS = WeightsConfig(transport="directory", shard_bytes=4096)
 
 
 def play(model: Path, out: Path, ranks: Ranks) -> None:
-    """Train each kind of adapter, publish a version, go back to it, go on; keep what a test asks for."""
+    """Train each kind of adapter, publish a version, export it; keep what a test asks for."""
     found = {}
     for name, lora in KINDS.items():
         for small in (1 << 26, 0):
@@ -60,16 +60,16 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
             world=ranks.world,
             adapter=snapshot.adapter,
         )
-        save_file(dict(actor.full_tensors(torch.float32)), out / "merged.safetensors")
     else:
         RankWriter(WEIGHTS, out, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
-        for _ in actor.full_tensors(torch.float32):
-            pass
+    merged = full_tensors(actor)
+    if ranks.rank == 0:
+        save_file(merged, out / "merged.safetensors")
     if ranks.rank:
         actor.published_rows()
     else:
         worker.snapshot()
-    actor.export(out / "export")
+    export(actor, out / "export")
     return {
         "records": records,
         "base_unchanged": fresh == base,

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_policy import count_tokens, make_batch, run_config
+from weights_kit import export, full_tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import StreamrlError
@@ -55,11 +56,6 @@ def train(actor: Actor, steps: range) -> list[dict[str, float]]:
     return records
 
 
-def weights(actor: Actor, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """All weights, on this rank."""
-    return dict(actor.full_tensors(dtype))
-
-
 def play(model: Path, out: Path, ranks: Ranks) -> None:
     """Train with one unit and with one unit per layer; keep everything a test could ask for."""
     found: dict[str, object] = {}
@@ -70,8 +66,7 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
             key: [list(p.to_local().shape), list(p.shape), str(p.placements)] for key, p in actor.parameters.items()
         }
         found[f"{name}.records"] = train(actor, range(STEPS))
-        save_file(weights(actor), out / f"{name}-{ranks.rank}.safetensors")
-        save_file(weights(actor, torch.bfloat16), out / f"{name}-{ranks.rank}-bf16.safetensors")
+        save_file(full_tensors(actor), out / f"{name}-{ranks.rank}.safetensors")
         found[f"{name}.logprobs"] = [
             values.tolist() for values in actor.compute_log_prob(pieces(0, ranks.world)[0][ranks.rank]).logprobs
         ]
@@ -83,7 +78,7 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
             torch.equal(tensor, actor.shard_state()[key]) for key, tensor in again.shard_state().items()
         )
     publish(actor, ranks, out)
-    actor.export(out / "export")
+    export(actor, out / "export")
     if ranks.world > 1:
         found |= disagreements(actor, ranks)
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
@@ -92,16 +87,15 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
 def publish(actor: Actor, ranks: Ranks, out: Path) -> None:
     """Each rank writes its share of a version."""
     config = WeightsConfig(transport="directory", shard_bytes=8192)
-    snapshot = Copies(actor.parameters, torch.float32).take()
+    snapshot, whole = Copies(actor.parameters, torch.float32).take(), full_tensors(actor)
     if ranks.rank == 0:
         publisher = Publisher(config, "r", out / "run")
         publisher.publish(
             epoch=1, version=1, step=1, tensors=snapshot.tensors, shapes=snapshot.shapes, world=ranks.world
         )
-        save_file(weights(actor), out / "published.safetensors")
+        save_file(whole, out / "published.safetensors")
     else:
         RankWriter(config, out / "run", ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
-        weights(actor)
 
 
 def disagreements(actor: Actor, ranks: Ranks) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from tiny_policy import make_batch
+from weights_kit import full_tensors
 
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.batch import TrainSample, sizes
@@ -74,4 +75,4 @@ def step(worker: RankWorker, batch: Sequence[TrainSample], cuts: Sequence[int] =
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
     """All weights."""
-    return dict(actor.full_tensors(torch.float32))
+    return full_tensors(actor)

@@ -9,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_policy import count_tokens, make_batch, run_config
 from transformers import AutoModelForCausalLM
+from weights_kit import export, full_tensors
 
 from streamrl.errors import ConfigError, Refused
 from streamrl.learner.lora import Lora
@@ -73,7 +74,7 @@ def test_merged_weights_are_those_of_pefts_own_merge(make, model_of, tmp_path, k
     write_adapter(tmp_path / "adapter", actor.lora.about, adapter_of(actor))
     theirs = PeftModel.from_pretrained(plain(model_of(kind)), tmp_path / "adapter").merge_and_unload()
     expected = dict(theirs.named_parameters())
-    ours = dict(actor.full_tensors(torch.float32))
+    ours = full_tensors(actor)
     assert ours.keys() == expected.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6, msg=name)
@@ -87,7 +88,7 @@ def test_merged_weights_are_those_of_pefts_own_merge(make, model_of, tmp_path, k
 def test_log_probabilities_in_training_are_those_of_the_merged_model(make, model_of, tmp_path, dora):
     actor, batch = make(lora={**LORA, "dora": dora}), make_batch(5)
     train(actor)
-    actor.export(tmp_path / "model")
+    export(actor, tmp_path / "model")
     merged = Actor(run_config(tmp_path / "model"), actor.ranks)
     np.testing.assert_allclose(logprobs(actor, batch), logprobs(merged, batch), rtol=1e-4, atol=1e-5)
 
@@ -202,7 +203,7 @@ def test_a_merged_version_holds_all_weights(make, tmp_path):
     manifest = read_manifest(folder)
     assert manifest.kind == "full"
     held = map_version(folder, manifest).tensors
-    for name, tensor in actor.full_tensors(torch.float32):
+    for name, tensor in full_tensors(actor).items():
         torch.testing.assert_close(held[name], tensor, rtol=0, atol=0)
 
 
@@ -220,8 +221,8 @@ def test_an_adapter_version_holds_the_adapter_and_says_which(make, tmp_path):
 def test_an_export_holds_the_merged_model_and_the_adapter(make, model_of, tmp_path):
     actor = make()
     train(actor)
-    actor.export(tmp_path / "out")
-    merged = dict(actor.full_tensors(torch.float32))
+    export(actor, tmp_path / "out")
+    merged = full_tensors(actor)
     loaded = dict(plain(tmp_path / "out").named_parameters())
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in merged.items())
     theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out" / "adapter")
@@ -246,12 +247,11 @@ def test_the_average_of_an_adapter_is_exported_merged(make, model_of, tmp_path):
     actor = make(ema=0.5)
     train(actor)
     now = adapter_of(actor)
-    actor.export(tmp_path / "out")
-    assert all(torch.equal(tensor, now[name]) for name, tensor in adapter_of(actor).items())
-    held = load_file(tmp_path / "out-ema" / "adapter" / "adapter_model.safetensors")
+    export(actor, tmp_path / "out", average=True)
+    held = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
     assert all(not torch.equal(held[name], tensor) for name, tensor in now.items())
-    theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out-ema" / "adapter").merge_and_unload()
-    for name, tensor in plain(tmp_path / "out-ema").named_parameters():
+    theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out" / "adapter").merge_and_unload()
+    for name, tensor in plain(tmp_path / "out").named_parameters():
         torch.testing.assert_close(tensor, theirs.get_parameter(name), rtol=1e-6, atol=1e-6, msg=name)
 
 

@@ -206,15 +206,3 @@ def test_moments_on_the_host_change_nothing(one_rank):
         assert torch.equal(tensor, average(still)[name])
     moved.load(still.state())
     assert away() == everything
-
-
-def test_the_weights_are_their_average_for_a_while(one_rank):
-    mine = parameters(one_rank)
-    optimizer = ShardedAdamW(mine, LearnerConfig(lr=0.1, ema=0.9), one_rank, offload=True)
-    train(optimizer, mine, 3)
-    before, expected = optimizer.state(), average(optimizer)
-    with pytest.raises(RuntimeError, match="stop"), optimizer.averaged():
-        assert all(torch.equal(mine[name].to_local(), expected[name]) for name in mine)
-        optimizer.state()
-        raise RuntimeError("stop")
-    assert same(optimizer.state(), before)

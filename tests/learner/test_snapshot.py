@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from tiny_policy import make_batch, run_config
+from weights_kit import full_tensors
 
 from streamrl.learner.policy import Actor
 from streamrl.learner.snapshot import Copies, rows_of
@@ -13,7 +14,7 @@ def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
     policy = Actor(run_config(model_of("Qwen2")), one_rank)
     for dtype in (torch.float32, torch.bfloat16):
         snapshot = Copies(policy.parameters, dtype).take()
-        expected = dict(policy.full_tensors(dtype))
+        expected = full_tensors(policy, dtype)
         found = dict(snapshot.tensors)
         assert found.keys() == expected.keys() == snapshot.shapes.keys()
         assert all(torch.equal(found[name], tensor) and found[name].dtype == dtype for name, tensor in expected.items())
@@ -27,7 +28,7 @@ def test_training_goes_on_beside_a_copy_and_memory_comes_round(one_rank, model_o
     taken, values = [], []
     for step in range(4):
         taken.append(dict(copies.take().tensors))
-        values.append({name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32)})
+        values.append(full_tensors(policy))
         for age in (0, 1):  # this one and the one before are still what they were
             if step >= age:
                 found, expected = taken[step - age], values[step - age]

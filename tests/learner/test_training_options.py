@@ -9,8 +9,10 @@ import torch
 from test_actor import assert_bits, assert_same, gradients, weights
 from tiny_policy import make_batch, run_config
 from transformers import AutoModelForCausalLM
+from weights_kit import save
 
 from streamrl.learner import model as model_module
+from streamrl.learner.export import export_model
 from streamrl.learner.policy import Actor
 
 
@@ -45,22 +47,19 @@ def test_compiled_layers_train_the_same(make, monkeypatch, caplog):
     assert_same(gradients(compiled), gradients(plainly))
 
 
-def test_the_average_is_exported_beside_the_model_and_the_model_goes_on_as_before(make, tmp_path):
+def test_the_average_is_exported_beside_the_model(make, tmp_path):
     averaging, plainly = make(ema=0.5), make()
     start = weights(averaging)
     for actor in (averaging, plainly):
         actor.update_policy(make_batch(0))
     middle = weights(averaging)
-    averaging.export(tmp_path / "model")
-    for actor in (averaging, plainly):
-        actor.update_policy(make_batch(1))
-    assert_same(weights(averaging), weights(plainly), tolerance=0)
+    export_model(averaging.config, tmp_path, save(tmp_path / "checkpoints", averaging))
     model, average = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "model-ema"))
     assert_same(dict(model.named_parameters()), middle, tolerance=0)
     expected = {name: (start[name] + middle[name]) / 2 for name in start}
     assert_same(dict(average.named_parameters()), expected, tolerance=1e-6)
-    plainly.export(tmp_path / "other")
-    assert not (tmp_path / "other-ema").exists()
+    export_model(plainly.config, tmp_path / "other", save(tmp_path / "other" / "checkpoints", plainly))
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["checkpoints", "model"]
 
 
 def test_a_checkpoint_with_its_average_goes_on_bit_for_bit(make):

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_policy import run_config
 from value_kit import value_batch
+from weights_kit import full_tensors
 
 from streamrl.errors import StreamrlError
 from streamrl.learner.batch import TrainSample
@@ -71,7 +72,7 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
         again.load_shard_state(critic.shard_state())
         first, second = (part.update_critic(own) for part in (critic, again))
         found[f"{units}.continued"] = first == second
-        save_file(dict(critic.full_tensors(torch.float32)), out / f"{units}-critic-{rank}.safetensors")
+        save_file(full_tensors(critic), out / f"{units}-critic-{rank}.safetensors")
     if world > 1:
         found["refused"] = refused(critic, own, rank)
     (out / f"found-{rank}.json").write_bytes(orjson.dumps(found))

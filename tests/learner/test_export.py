@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import orjson
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_policy import make_batch, run_config
 from transformers import AutoModelForCausalLM
+from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
-from streamrl.learner import exporting
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.exporting import choose_checkpoint, export_checkpoint
+from streamrl.learner.export import choose_checkpoint, export_checkpoint
 from streamrl.learner.policy import Actor
 from streamrl.learner.shard_files import take_notes, write_shard
 from streamrl.learner.snapshot import rows_of
@@ -66,11 +68,11 @@ def test_plain_transformers_loads_what_was_trained(tmp_path, model_of, one_rank,
     config = run_config(model_of(kind))
     actor = train(config, one_rank)
     if several:
-        monkeypatch.setattr(exporting, "_FILE_BYTES", 20_000)
+        monkeypatch.setattr("streamrl.learner.export._FILE_BYTES", 20_000)
     found = export(save(tmp_path / "c", actor, config, world=3 if several else 1), config, tmp_path / "out")
     assert (len(found.files) > 1) == several
     assert found.checkpoint == "1-2"
-    same(tmp_path / "out", dict(actor.full_tensors(torch.float32)))
+    same(tmp_path / "out", full_tensors(actor))
     assert not list(tmp_path.glob("*.draft"))
 
 
@@ -81,10 +83,10 @@ def test_files_hold_the_names_that_other_programs_know(tmp_path, model_of, one_r
     config = run_config(model_of("Qwen3Moe"))
     actor = train(config, one_rank)
     export(save(tmp_path / "c", actor, config), config, tmp_path / "out")
-    actor.export(tmp_path / "live")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "saved")
     with (
         safe_open(tmp_path / "out" / "model.safetensors", "pt") as ours,
-        safe_open(tmp_path / "live" / "model.safetensors", "pt") as theirs,
+        safe_open(tmp_path / "saved" / "model.safetensors", "pt") as theirs,
     ):
         assert sorted(ours.keys()) == sorted(theirs.keys())
         assert all(torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in ours.keys())  # noqa: SIM118
@@ -95,9 +97,8 @@ def test_the_average_of_the_weights(tmp_path, model_of, one_rank):
     actor = train(config, one_rank)
     checkpoints = save(tmp_path / "c", actor, config)
     export(checkpoints, config, tmp_path / "out", average=True)
-    with actor.averaged():
-        average = {name: tensor.clone() for name, tensor in actor.full_tensors(torch.float32)}
-    same(tmp_path / "out", average)
+    state = actor.shard_state()
+    same(tmp_path / "out", {name: state[f"ema/{name}"] for name in actor.parameters})
     plain = run_config(model_of("Qwen2"))
     without = save(tmp_path / "d", train(plain, one_rank), plain)
     with pytest.raises(ConfigError, match="no average"):
@@ -109,12 +110,12 @@ def test_an_adapter_is_merged_and_stands_by_itself(tmp_path, model_of, one_rank,
     config = run_config(model_of("Qwen2"), lora={"rank": 4, "dora": dora})
     actor = train(config, one_rank)
     export(save(tmp_path / "c", actor, config, world=2), config, tmp_path / "out")
-    actor.export(tmp_path / "live")
-    live = AutoModelForCausalLM.from_pretrained(tmp_path / "live", dtype=torch.float32)
-    same(tmp_path / "out", dict(live.named_parameters()))
-    files = ("adapter_config.json", "adapter_model.safetensors")
-    for file in files:
-        assert (tmp_path / "out" / "adapter" / file).read_bytes() == (tmp_path / "live" / "adapter" / file).read_bytes()
+    same(tmp_path / "out", full_tensors(actor))
+    held = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert held.keys() == actor.parameters.keys()
+    assert all(torch.equal(held[name], parameter.to_local()) for name, parameter in actor.parameters.items())
+    about = orjson.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_bytes())
+    assert (about["r"], about["use_dora"]) == (4, dora)
 
 
 def test_bfloat16_is_what_a_run_in_bfloat16_exports(tmp_path, model_of, one_rank):
@@ -123,7 +124,7 @@ def test_bfloat16_is_what_a_run_in_bfloat16_exports(tmp_path, model_of, one_rank
     export(save(tmp_path / "c", actor, config), config, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    tensors = dict(actor.full_tensors(torch.bfloat16))
+    tensors = full_tensors(actor, torch.bfloat16)
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
 
 
@@ -174,7 +175,7 @@ def test_what_was_there_stays_when_there_is_no_room(tmp_path, saved, monkeypatch
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "save_file", full)
+    monkeypatch.setattr("streamrl.learner.export.save_file", full)
     with pytest.raises(CannotCreate, match="No space"):
         export(checkpoints, config, out)
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
