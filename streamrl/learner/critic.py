@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
@@ -159,8 +160,8 @@ class Critic(TrainableModel):
             tokens = max(1, int(self.ranks.all_sum(count)))
         return self.apply_update(tokens)
 
+    @override
     def discard(self) -> None:
-        """Forget the accumulated gradient and its statistics."""
         super().discard()
         self._sums.zero_()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -184,7 +185,7 @@ class Sink(Protocol):
         """Write what is left."""
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files in `RUN_DIR/tensorboard`."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
@@ -193,17 +194,17 @@ class TensorBoard:
         del config
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
 
+    @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See `Sink.log`."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`."""
         self._writer.close()
 
 
-class Tracker:
+class Tracker(Sink):
     """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
 
     Args:
@@ -217,12 +218,13 @@ class Tracker:
         self._library = library
         library.init(project=PROJECT, name=config.name, config=about, **options)
 
+    @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See `Sink.log`; the step is a figure of its own, since it goes back when a checkpoint is loaded."""
+        # The step is a figure of its own, since it goes back when a checkpoint is loaded.
         self._library.log({**figures, "step": step})
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`."""
         self._library.finish()
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
@@ -32,6 +33,9 @@ class Reference(Protocol):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         ...
 
@@ -44,7 +48,7 @@ class Reference(Protocol):
         ...
 
 
-class Frozen(RowModel):
+class Frozen(RowModel, Reference):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
     With `learner.reference.offload` its weights are in the host's memory but for the time of `compute_ref_log_prob`.
@@ -85,12 +89,8 @@ class Frozen(RowModel):
         if self._offloads:
             self._offload.to_host()
 
+    @override
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """See `Reference.compute_ref_log_prob`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
-        """
         logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
         parts = self._agree(batch)
         self._offload.to_device()
@@ -105,17 +105,17 @@ class Frozen(RowModel):
                 self._offload.to_host()
         return logprobs
 
+    @override
     def to_host(self) -> None:
-        """See `Reference.to_host`."""
         self._offload.to_host()
 
+    @override
     def to_device(self) -> None:
-        """See `Reference.to_device`; what is offloaded between its uses stays where it is."""
         if not self._offloads:
             self._offload.to_device()
 
 
-class Base:
+class Base(Reference):
     """The policy without its adapter (`learner.reference.kind: base`): no second copy of any weight.
 
     Args:
@@ -125,20 +125,18 @@ class Base:
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
 
+    @override
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """See `Reference.compute_ref_log_prob`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
-        """
         with self._actor.adapter_disabled():
             return self._actor.compute_log_prob(batch).logprobs
 
+    @override
     def to_host(self) -> None:
-        """The actor's weights are the actor's to move."""
+        pass  # the actor moves its weights
 
+    @override
     def to_device(self) -> None:
-        """The actor's weights are the actor's to move."""
+        pass
 
 
 def make_reference(config: RunConfig, ranks: Ranks, actor: Actor) -> Reference | None:
