@@ -1,6 +1,6 @@
 """Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
 
-Every rank writes its shard into `draft-EPOCH-STEP` (shard_files.py); when all are there rank 0 writes `meta.json`,
+Every rank writes its shard into `draft-EPOCH-STEP` (shards.py); when all are there rank 0 writes `meta.json`,
 makes everything durable and renames the directory. There is no "latest": the name carries epoch and step, so that a
 paused old learner which wakes up cannot put its file over a newer one, and Redis says which files are void
 (`Checkpoints.greatest`).
@@ -21,9 +21,9 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
+from streamrl.atomic import fsync_directory
 from streamrl.errors import Refused, StreamrlError
 from streamrl.learner.lineage import Link, read_trained
-from streamrl.queues.durable import fsync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
     `kind` is `recording` where groups were recorded and not trained: there are no weights, and `recording` names the
     files in the run directory, with their lengths, that hold them. `model` is `model.path`. `parts` are the parts of
-    the learner whose tensors are in the shards, and `numbers` what they keep besides, by part (state.py).
+    the learner whose tensors are in the shards, and `numbers` what they keep besides, by part (shards.py).
     """
 
     format: int = 1

@@ -18,8 +18,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
-from streamrl.learner.shard_files import ShardReader, open_shards
 from streamrl.learner.sharding import load_model
+from streamrl.learner.shards import ShardReader, open_shards
 from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter
 

@@ -28,8 +28,8 @@ from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import make_reference
 from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.results import StepStats
+from streamrl.learner.shards import Part, RankState
 from streamrl.learner.snapshot import Copies, Snapshot
-from streamrl.learner.state import Part, RankState
 from streamrl.learner.step import Models, collect, stream, update_collected, update_streamed
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.rank_writer import RankWriter

@@ -27,7 +27,7 @@ from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
 from streamrl.learner.lineage import Lineage, greatest_logged_epoch
 from streamrl.learner.rank_group import RankGroup
 from streamrl.learner.rank_worker import Command
-from streamrl.learner.shard_files import Progress, take_notes
+from streamrl.learner.shards import Progress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.queues.budget import checkpoint_due

@@ -77,9 +77,3 @@ class Copies:
 
     def _room(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows.shape, dtype=self._dtype, pin_memory=rows.device.type == "cuda")
-
-
-def rows_of(size: int, rank: int, world: int) -> slice:
-    """Rows of a tensor with `size` of them that a rank holds: equal pieces, the last ones shorter or empty (FSDP2)."""
-    piece = -(-size // world)
-    return slice(min(rank * piece, size), min((rank + 1) * piece, size))

@@ -22,8 +22,7 @@ from streamrl.learner.checkpoint import (
     shard_name,
 )
 from streamrl.learner.lineage import EpochFile, trained_file
-from streamrl.learner.shard_files import open_shards, take_notes, write_shard
-from streamrl.learner.snapshot import rows_of
+from streamrl.learner.shards import open_shards, rows_of, take_notes, write_shard
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),

@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM
 from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
-from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
+from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, shard_name
 from streamrl.learner.export import choose_checkpoint, export_checkpoint
 from streamrl.learner.policy import Actor
-from streamrl.learner.shard_files import take_notes, write_shard
-from streamrl.learner.snapshot import rows_of
-from streamrl.learner.state import numbers_of, tensors_of
+from streamrl.learner.shards import RankState, rows_of, take_notes, write_shard
 
 
 def train(config, ranks):
@@ -30,17 +28,16 @@ def train(config, ranks):
 def save(folder, actor, config, *, world=1, step=2, **changed):
     """A checkpoint of an actor, as `world` ranks would have written it."""
     parts = {"actor": actor} | ({} if actor.lora is None else {"lora": actor.lora})
-    whole = tensors_of(parts)
+    state = RankState(actor.ranks, parts)
+    whole = state.tensors()
     checkpoints = Checkpoints(folder)
     draft = checkpoints.begin((1, step))
     for rank in range(world):
         mine = {n: t[rows_of(t.shape[0], rank, world)] if t.dim() else t for n, t in whole.items()}
         write_shard(draft / shard_name(rank, world), {n: t for n, t in mine.items() if t.numel()})
-    meta = Meta(
-        epoch=1, step=step, version=3, world=world, format=FORMAT, model=config.model.path, parts=sorted(parts),
-        numbers=numbers_of(parts), shards=take_notes(draft, world),
-    )  # fmt: skip
-    checkpoints.finish(msgspec.structs.replace(meta, **changed))
+    meta = state.describe(Meta(epoch=1, step=step, version=3, model=config.model.path))
+    written = {"world": world, "shards": take_notes(draft, world)}
+    checkpoints.finish(msgspec.structs.replace(meta, **written, **changed))
     return checkpoints
 
 

@@ -18,7 +18,7 @@ from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, shard_name
 from streamrl.learner.lineage import read_record
-from streamrl.learner.shard_files import open_shards
+from streamrl.learner.shards import open_shards
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.manifest import decode
 
@@ -134,7 +134,7 @@ MORE_KILLS = {
     "first publish": "streamrl.weight_sync.publisher:Publisher.publish:after:1",
     "after the update": "streamrl.learner.policy:Actor.apply_update:after:3",
     "version noted, not published": "streamrl.learner.lineage:VersionsLog.note:after:3",
-    "shard written": "streamrl.learner.shard_files:write_shard:after:2",
+    "shard written": "streamrl.learner.shards:write_shard:after:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
     "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:2",
     "exported, not finished": "streamrl.learner.leader:write_finished:before:1",

@@ -14,7 +14,7 @@ from leader_kit import DEADLINE
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
 from streamrl.learner.rank_worker import PartWriter
-from streamrl.learner.shard_files import open_shards
+from streamrl.learner.shards import open_shards
 from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync import Follower

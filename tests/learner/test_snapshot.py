@@ -7,7 +7,7 @@ from tiny_policy import make_batch, run_config
 from weights_kit import full_tensors
 
 from streamrl.learner.policy import Actor
-from streamrl.learner.snapshot import Copies, rows_of
+from streamrl.learner.snapshot import Copies
 
 
 def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
@@ -37,14 +37,3 @@ def test_training_goes_on_beside_a_copy_and_memory_comes_round(one_rank, model_o
     places = [{tensor.data_ptr() for tensor in found.values()} for found in taken]
     assert places[0] == places[2] != places[1] == places[3]
     assert not places[0] & places[1]
-
-
-def test_rows_of_a_rank_are_equal_pieces():
-    for size in (0, 1, 2, 5, 61, 64):
-        for world in (1, 2, 3, 7):
-            pieces = [rows_of(size, rank, world) for rank in range(world)]
-            rows = torch.arange(size)
-            assert torch.cat([rows[piece] for piece in pieces]).tolist() == rows.tolist()
-            assert [len(rows[piece]) for piece in pieces] == [
-                len(chunk) for chunk in [*rows.chunk(world), *[rows[:0]] * world][:world]
-            ]

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.export import export_checkpoint
 from streamrl.learner.policy import Actor
-from streamrl.learner.shard_files import Progress, take_notes
 from streamrl.learner.sharding import TrainableModel
-from streamrl.learner.state import RankState
+from streamrl.learner.shards import Progress, RankState, take_notes
 
 
 def full_tensors(model: TrainableModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -8,8 +8,7 @@ import torch
 
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.shard_files import Progress, ShardWriter, take_notes
-from streamrl.learner.state import RankState, check_parts
+from streamrl.learner.shards import Progress, RankState, rows_of, take_notes
 from streamrl.learner.takeover import check_fit
 
 
@@ -109,7 +108,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(one_rank, tmp_path, lacks, wo
     with pytest.raises(Refused, match=word):
         RankState(one_rank, parts()).load(tmp_path, meta)
     with pytest.raises(Refused, match=f"state of {lacks}, which this learner has not"):
-        check_parts(held, written(one_rank, tmp_path, parts()))
+        RankState(one_rank, held).check(written(one_rank, tmp_path, parts()))
 
 
 def test_a_part_that_has_numbers_now_and_had_none_is_refused(one_rank, tmp_path):
@@ -153,14 +152,14 @@ def test_meta_data_of_the_first_format_is_known_as_such():
     assert msgspec.json.decode(msgspec.json.encode(old), type=Meta).format == 1
 
 
-def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(tmp_path):
-    writer = ShardWriter()
-    assert writer.progress() is Progress.FAILED  # nothing was begun
+def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(one_rank, tmp_path):
+    state = RankState(one_rank, parts())
+    assert state.saved() is Progress.FAILED  # nothing was begun
     for folder, expected in ((tmp_path / "none", Progress.FAILED), (tmp_path, Progress.WRITTEN)):
-        writer.start(folder / "rank-0-of-1.safetensors", {"a": torch.ones(2)})
-        while writer.progress() is Progress.WRITING:
+        state.save(folder)
+        while state.saved() is Progress.WRITING:
             pass
-        assert writer.progress() is expected
+        assert state.saved() is expected
 
 
 @pytest.mark.parametrize("damage", ["missing", "rubbish", "short"])
@@ -178,3 +177,14 @@ def test_notes_that_do_not_fit_are_no_checkpoint(one_rank, tmp_path, damage):
         shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises((OSError, InvalidCheckpoint)):
         take_notes(tmp_path, 1)
+
+
+def test_rows_of_a_rank_are_equal_pieces():
+    for size in (0, 1, 2, 5, 61, 64):
+        for world in (1, 2, 3, 7):
+            pieces = [rows_of(size, rank, world) for rank in range(world)]
+            rows = torch.arange(size)
+            assert torch.cat([rows[piece] for piece in pieces]).tolist() == rows.tolist()
+            assert [len(rows[piece]) for piece in pieces] == [
+                len(chunk) for chunk in [*rows.chunk(world), *[rows[:0]] * world][:world]
+            ]
