@@ -30,10 +30,9 @@ from streamrl.demo import task
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_worker import RankWorker
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import StepStats
-from streamrl.learner.step import Models
+from streamrl.learner.step import Models, StepStats
 from streamrl.producers.engines.decoder import Job, Outcome
 from streamrl.producers.engines.model import load_model, stop_tokens
 from streamrl.producers.engines.slots import SlotBatch

@@ -28,12 +28,11 @@ from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.metrics import Sinks, StepMeter, group_frame
 from streamrl.learner.publishing import Publishing
-from streamrl.learner.rank_group import RankGroup, TorchThread, follow
-from streamrl.learner.rank_worker import NO_BASE, Command, RankWorker, make_models
+from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import StepStats
 from streamrl.learner.saving import Saver
 from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.step import StepStats, make_models
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.queues.archive import Archive

@@ -22,8 +22,9 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.learner.critic import CriticStats
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.results import CriticStats, StepStats
+from streamrl.learner.step import StepStats
 
 
 class StepMeter:

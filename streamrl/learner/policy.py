@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,13 +19,66 @@ from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, sk
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
 from streamrl.learner.snapshot import Rows
 from streamrl.weight_sync.manifest import Adapter
+from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStats:
+    """What one `accumulate` did on this rank.
+
+    Attributes:
+        samples: samples that went through the model.
+        skipped: samples with a zero advantage, whose gradient is zero; they are not computed.
+        tokens: sampled tokens with a gradient.
+        computed: tokens that went through the model, prompts and padding included.
+        passes: forward and backward passes, dummy ones included; the same on all ranks.
+    """
+
+    samples: int
+    skipped: int
+    tokens: int
+    computed: int
+    passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateStats:
+    """What one `apply_update` did; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        loss: sum of the loss over the tokens of the step, divided by their global number.
+        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        trained: sums over the tokens that had a gradient, of all ranks.
+    """
+
+    update: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    trained: TokenSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
+
+    Attributes:
+        logprobs: float32, shape (completion tokens,) each.
+        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
+    """
+
+    logprobs: list[Float32Array]
+    entropy: list[Float32Array] | None
 
 
 class Actor(TrainableModel):
@@ -206,6 +260,11 @@ class Actor(TrainableModel):
         Valid until the next update.
         """
         return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
+
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """The policy without its adapter as a `Reference` (`learner.reference.kind: base`): no copy of any weight."""
+        with self.adapter_disabled():
+            return self.compute_log_prob(batch).logprobs
 
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:

@@ -14,7 +14,6 @@ from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.optimizer import Offload
-from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote
 from streamrl.learner.row_limits import row_limits
@@ -115,47 +114,20 @@ class Frozen(RowModel, Reference):
             self._offload.to_device()
 
 
-class Base(Reference):
-    """The policy without its adapter (`learner.reference.kind: base`): no second copy of any weight.
+def make_reference(config: RunConfig, ranks: Ranks, policy: RowModel) -> Reference | None:
+    """The frozen or remote reference that `learner.reference` asks for; None for none, or the policy's own base.
 
-    Args:
-        actor: the policy, which trains an adapter.
-    """
-
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-
-    @override
-    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        with self._actor.adapter_disabled():
-            return self._actor.compute_log_prob(batch).logprobs
-
-    @override
-    def to_host(self) -> None:
-        pass  # the actor moves its weights
-
-    @override
-    def to_device(self) -> None:
-        pass
-
-
-def make_reference(config: RunConfig, ranks: Ranks, actor: Actor) -> Reference | None:
-    """The reference that `learner.reference` asks for, None without one. Collective.
+    Collective.
 
     Raises:
         ConfigError: it cannot be had, or cannot read what the policy reads.
         Unreachable: no reference server answers.
     """
     reference = config.learner.reference
-    match reference.kind:
-        case "frozen":
-            frozen = Frozen(config, ranks)
-            path = reference.path or config.model.path
-            check_fit("learner.reference.path", path, frozen, actor, config.model)
-            return frozen
-        case "base":
-            return Base(actor)
-        case "remote":
-            return Remote(config, ranks)
-        case _:
-            return None
+    if reference.kind == "remote":
+        return Remote(config, ranks)
+    if reference.kind != "frozen":
+        return None
+    frozen = Frozen(config, ranks)
+    check_fit("learner.reference.path", reference.path or config.model.path, frozen, policy, config.model)
+    return frozen

@@ -25,8 +25,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
 from streamrl.learner.lineage import Lineage, greatest_logged_epoch
-from streamrl.learner.rank_group import RankGroup
-from streamrl.learner.rank_worker import Command
+from streamrl.learner.rank_group import Command, RankGroup
 from streamrl.learner.shards import Progress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer

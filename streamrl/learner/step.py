@@ -20,17 +20,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamrl.config import RunConfig
 from streamrl.learner.algorithms.advantages import normalise
 from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.kl import KlController, penalties
 from streamrl.learner.algorithms.recipe import Recipe
+from streamrl.learner.algorithms.tokens import TokenSums
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.critic import Critic
+from streamrl.learner.critic import Critic, CriticStats, make_critic
 from streamrl.learner.groups import group_data
-from streamrl.learner.policy import Actor
+from streamrl.learner.policy import Actor, UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.reference import Reference
-from streamrl.learner.results import CriticStats, StepStats, UpdateStats
+from streamrl.learner.reference import Reference, make_reference
 from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,83 @@ class Models:
         self.actor.discard()
         if self.critic is not None:
             self.critic.discard()
+
+
+def make_models(config: RunConfig, ranks: Ranks) -> Models:
+    """Load actor, critic and reference as configured. Collective.
+
+    Raises:
+        ConfigError: a model is missing, cannot be trained, or cannot read what the policy reads; or the algorithm is
+            none.
+        Unreachable: no reference server answers.
+    """
+    actor = Actor(config, ranks)
+    critic = make_critic(config, ranks, actor) if config.learner.critic.kind == "model" else None
+    base = config.learner.reference.kind == "base"
+    reference: Reference | None = actor if base else make_reference(config, ranks, actor)
+    return Models(actor=actor, critic=critic, reference=reference)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """What all updates of a step did; the same on all ranks. Means are over the updates that were applied.
+
+    Attributes:
+        updates: updates of the actor that were applied.
+        skipped_updates: of actor and critic, whose gradient was not finite.
+        skipped: nothing of the step is in the weights.
+        diverged: actor or critic had updates and none could be applied, or the step could not be computed.
+        loss: mean loss.
+        grad_norm: mean norm of the gradient before clipping.
+        lr: mean learning rate.
+        kl_coefficient: factor of the KL term in this step.
+        trained: sums over all trained tokens; a token counts in each update that it had a part in.
+        critic: updates of the critic that were applied.
+    """
+
+    updates: int
+    skipped_updates: int
+    skipped: bool
+    diverged: bool
+    loss: float
+    grad_norm: float
+    lr: float
+    kl_coefficient: float
+    trained: TokenSums
+    critic: tuple[CriticStats, ...]
+
+    @classmethod
+    def of(
+        cls,
+        updates: Sequence[UpdateStats],
+        *,
+        kl_coefficient: float,
+        critic: Sequence[CriticStats] = (),
+        failed: bool = False,
+    ) -> StepStats:
+        """Put the updates of a step together.
+
+        Args:
+            updates: of the actor, applied or not; none while only the critic learns.
+            kl_coefficient: factor of the KL term.
+            critic: updates of the critic, applied or not.
+            failed: the step could not be computed.
+        """
+        applied = [stats for stats in updates if not stats.skipped]
+        learnt = tuple(stats for stats in critic if not stats.skipped)
+        count = max(1, len(applied))
+        return cls(
+            updates=len(applied),
+            skipped_updates=len(updates) - len(applied) + len(critic) - len(learnt),
+            skipped=failed or not (applied or learnt),
+            diverged=failed or (bool(updates) and not applied) or (bool(critic) and not learnt),
+            loss=sum(stats.loss for stats in applied) / count,
+            grad_norm=sum(stats.grad_norm for stats in applied) / count,
+            lr=sum(stats.lr for stats in applied) / count,
+            kl_coefficient=kl_coefficient,
+            trained=sum((stats.trained for stats in applied), TokenSums()),
+            critic=learnt,
+        )
 
 
 # ---- streaming

@@ -16,7 +16,7 @@ from weights_kit import export, full_tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_worker import RankWorker
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.step import Models
 from streamrl.weight_sync import Publisher

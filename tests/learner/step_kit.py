@@ -16,9 +16,8 @@ from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_worker import RankWorker
-from streamrl.learner.results import StepStats
-from streamrl.learner.step import Models
+from streamrl.learner.rank_group import RankWorker
+from streamrl.learner.step import Models, StepStats
 
 
 def rewarded(seed: int, groups: int = 6, size: int = 4, *, near: Actor | None = None) -> list[TrainSample]:

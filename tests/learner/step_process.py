@@ -15,8 +15,9 @@ from step_kit import estimated, rewarded, weights
 from tiny_policy import run_config
 
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.rank_worker import RankWorker, make_models
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.step import make_models
 
 STEPS = 2
 RECIPES: dict[str, dict[str, Any]] = {

@@ -122,7 +122,7 @@ async def test_sigterm_leaves_everything_durable(run):
 
 
 KILLS = {
-    "before a micro-batch": "streamrl.learner.rank_worker:RankWorker.train:before:4",
+    "before a micro-batch": "streamrl.learner.rank_group:RankWorker.train:before:4",
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:5",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:3",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:7",
@@ -367,7 +367,7 @@ async def test_a_training_that_diverges_ends_with_its_reason(run):
 async def test_two_ranks_train_and_resume(run, tmp_path):
     run.configure(ranks=2, steps=4)
     async with run.play():
-        for attempt, kill in enumerate(["streamrl.learner.rank_worker:RankWorker.apply:before:3", None]):
+        for attempt, kill in enumerate(["streamrl.learner.rank_group:RankWorker.apply:before:3", None]):
             environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{tmp_path}/meet-{attempt}"}
             pids = [
                 run.start(kill, name=f"learner.{rank}", environ={**environ, "RANK": str(rank)}) for rank in range(2)

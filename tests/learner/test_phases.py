@@ -31,7 +31,7 @@ EVERYTHING = {
 FILES = "streamrl.learner.shards"
 PHASES = {
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
-    "before the update": "streamrl.learner.rank_worker:RankWorker.apply:before:4",
+    "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
     "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",

@@ -11,8 +11,7 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.learner import leader
-from streamrl.learner.rank_group import RankGroup, TorchThread
-from streamrl.learner.rank_worker import NOBODY, Command, MicrobatchOrder
+from streamrl.learner.rank_group import NOBODY, Command, MicrobatchOrder, RankGroup, TorchThread
 
 
 class Line:

@@ -13,7 +13,7 @@ from leader_kit import DEADLINE
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
-from streamrl.learner.rank_worker import PartWriter
+from streamrl.learner.rank_group import PartWriter
 from streamrl.learner.shards import open_shards
 from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers

@@ -5,8 +5,10 @@ import pytest
 from tiny_policy import make_batch, run_config
 
 from streamrl.learner.critic import Critic
-from streamrl.learner.rank_worker import RankWorker, make_models
-from streamrl.learner.reference import Base, Frozen
+from streamrl.learner.policy import Actor
+from streamrl.learner.rank_group import RankWorker
+from streamrl.learner.reference import Frozen
+from streamrl.learner.step import make_models
 
 GAE = {"advantage": {"use": "gae"}}
 KL = {"kl": {"where": "loss"}}
@@ -18,7 +20,7 @@ CASES = {
         Frozen,
         ["actor", "critic"],
     ),
-    "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Base, ["actor", "lora"]),
+    "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Actor, ["actor", "lora"]),
 }
 
 

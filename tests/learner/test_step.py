@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.learner.algorithms.advantages import normalise
-from streamrl.learner.policy import Actor
-from streamrl.learner.results import LogProbs
+from streamrl.learner.policy import Actor, LogProbs
 
 
 @pytest.fixture
