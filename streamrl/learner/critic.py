@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.model import Backbone, set_up_layers
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import CriticStats
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharding import SMALL, RowModel, TrainableModel, check_fit, load_model, shard
 from streamrl.wire import Float32Array
@@ -67,6 +68,23 @@ class ValueModel(Backbone):
         del targets
         values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
         return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticStats:
+    """One update of the critic; the same on all ranks.
+
+    Attributes:
+        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        sums: over the tokens of the batch, of all ranks.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: ValueSums
 
 
 class Critic(TrainableModel):
@@ -159,8 +177,8 @@ class Critic(TrainableModel):
             tokens = max(1, int(self.ranks.all_sum(count)))
         return self.apply_update(tokens)
 
+    @override
     def discard(self) -> None:
-        """Forget the accumulated gradient and its statistics."""
         super().discard()
         self._sums.zero_()
 

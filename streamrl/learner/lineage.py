@@ -293,11 +293,6 @@ class Branch:
         return self._steps[self._order[place - 1]] if place else 0
 
     @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Every version with its step, ascending; `note` them one by one to have the same branch elsewhere."""
-        return [(version, self._steps[version]) for version in self._order]
-
-    @property
     def greatest(self) -> int:
         """Greatest version known, 0 when none."""
         return self._order[-1] if self._order else 0

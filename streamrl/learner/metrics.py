@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.learner.critic import CriticStats
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.results import CriticStats, StepStats
+from streamrl.learner.step import StepStats
 
 
 class StepMeter:
@@ -88,7 +90,7 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "groups": len(groups),
-        "zero_advantage_groups": sum(group.flat for group in groups),
+        "zero_advantage_groups": sum(group.zero_gradient for group in groups),
         "zero_variance_groups": sum(group.zero_variance for group in groups),
         "tokens": tokens,
         "prompt_tokens": sum(group.prompt_tokens for group in groups),
@@ -97,7 +99,7 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
         "staleness": {str(age): ages[age] for age in sorted(ages)},
         "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, tokens),
         "staleness_max": max(ages, default=0),
-        "samples_spanning_versions": sum(group.spanning for group in groups),
+        "samples_spanning_versions": sum(group.mixed_version for group in groups),
     }
 
 
@@ -184,7 +186,7 @@ class Sink(Protocol):
         """Write what is left."""
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files in `RUN_DIR/tensorboard`."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
@@ -193,17 +195,17 @@ class TensorBoard:
         del config
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
 
+    @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See `Sink.log`."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`."""
         self._writer.close()
 
 
-class Tracker:
+class Tracker(Sink):
     """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
 
     Args:
@@ -217,12 +219,13 @@ class Tracker:
         self._library = library
         library.init(project=PROJECT, name=config.name, config=about, **options)
 
+    @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See `Sink.log`; the step is a figure of its own, since it goes back when a checkpoint is loaded."""
+        # The step is a figure of its own, since it goes back when a checkpoint is loaded.
         self._library.log({**figures, "step": step})
 
+    @override
     def close(self) -> None:
-        """See `Sink.close`."""
         self._library.finish()
 
 

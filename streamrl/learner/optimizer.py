@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import Applied
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,25 @@ _SKIPPED = "updates_before_moments"
 """Updates that the moments have not seen; above 0 only where earlier code rolled the weights of this run back."""
 _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of_head_alone_before_moments"})
 """Counters that checkpoints hold; earlier code wrote those of the head, which are 0 in a checkpoint that fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """One update of a sharded model; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        sums: what was added up over the ranks, float64, on the CPU.
+    """
+
+    update: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: torch.Tensor
 
 
 class ShardedAdamW:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.corrections import old_logprobs
@@ -20,16 +19,66 @@ from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, sk
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import LogProbModel, set_up_layers
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import LogProbs, MicroStats, UpdateStats
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
 from streamrl.learner.snapshot import Rows
 from streamrl.weight_sync.manifest import Adapter
-
-if TYPE_CHECKING:
-    from streamrl.learner.lora import Lora
+from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStats:
+    """What one `accumulate` did on this rank.
+
+    Attributes:
+        samples: samples that went through the model.
+        skipped: samples with a zero advantage, whose gradient is zero; they are not computed.
+        tokens: sampled tokens with a gradient.
+        computed: tokens that went through the model, prompts and padding included.
+        passes: forward and backward passes, dummy ones included; the same on all ranks.
+    """
+
+    samples: int
+    skipped: int
+    tokens: int
+    computed: int
+    passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateStats:
+    """What one `apply_update` did; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        loss: sum of the loss over the tokens of the step, divided by their global number.
+        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        trained: sums over the tokens that had a gradient, of all ranks.
+    """
+
+    update: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    trained: TokenSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
+
+    Attributes:
+        logprobs: float32, shape (completion tokens,) each.
+        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
+    """
+
+    logprobs: list[Float32Array]
+    entropy: list[Float32Array] | None
 
 
 class Actor(TrainableModel):
@@ -58,8 +107,12 @@ class Actor(TrainableModel):
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
         base = load_model(config.model)
-        self.lora = self._adapt(base) if learner.lora.rank else None
-        model, exact = self._wrap(base)
+        self.lora = None
+        if learner.lora.rank:
+            from streamrl.learner.lora import Lora
+
+            self.lora = Lora(base, config)
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
         model.check()
         limits = row_limits(config, model)
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
@@ -68,7 +121,7 @@ class Actor(TrainableModel):
         set_up_layers(base, learner)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         offload = "parameters" in learner.offload
-        whole = shard(model, ranks.mesh, dtype, small=small, exact=exact, offload=offload)
+        whole = shard(model, ranks.mesh, dtype, small=small, offload=offload)
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
         super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, whole=whole)
 
@@ -186,8 +239,8 @@ class Actor(TrainableModel):
             size = self.recipe.normaliser(tokens=tokens, responses=responses)
         return stats, self.apply_update(size)
 
+    @override
     def discard(self) -> None:
-        """Forget the accumulated gradient and its statistics."""
         super().discard()
         self._sums.zero_()
 
@@ -208,6 +261,11 @@ class Actor(TrainableModel):
         """
         return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
 
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """The policy without its adapter as a `Reference` (`learner.reference.kind: base`): no copy of any weight."""
+        with self.adapter_disabled():
+            return self.compute_log_prob(batch).logprobs
+
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
         """Within the block log-probabilities are those of the base (LoRA only). Every rank does the same."""
@@ -219,18 +277,9 @@ class Actor(TrainableModel):
     def _merges(self) -> bool:
         return self.lora is not None and not self.config.learner.lora.alone
 
-    def _adapt(self, model: PreTrainedModel) -> Lora:
-        from streamrl.learner.lora import Lora
-
-        return Lora(model, self.config)
-
+    @override
     def _name_of(self, name: str) -> str:
         return name if self.lora is None else self.lora.name_of(name)
-
-    def _wrap(self, base: PreTrainedModel) -> tuple[LogProbModel, Sequence[nn.Module]]:
-        """The module of a model, and its parts that run in float32 whatever the type of the model is."""
-        sampling, learner = self.config.sampling, self.config.learner
-        return LogProbModel(base, temperature=sampling.temperature, chunk=learner.logprob_chunk), ()
 
     def _loss(
         self, part: Microbatch, step: int, kl_coefficient: float, limits: Sequence[float | None] | None
@@ -239,21 +288,8 @@ class Actor(TrainableModel):
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
             return total
-        return self._objective(part, logprobs, entropy, step=step, kl_coefficient=kl_coefficient, limits=limits)
-
-    def _objective(
-        self,
-        part: Microbatch,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        *,
-        step: int,
-        kl_coefficient: float,
-        limits: Sequence[float | None] | None,
-    ) -> torch.Tensor:
-        tokens = self._tokens(part, logprobs, entropy, step)
         found = objective(
-            tokens,
+            self._tokens(part, logprobs, entropy, step),
             self.recipe,
             kl_coefficient,
             weights=self._weights(part),
@@ -261,8 +297,7 @@ class Actor(TrainableModel):
             measure_all=self.recipe.measures_all,
         )
         self._sums += found.sums
-        total: torch.Tensor = found.per_token.sum()
-        return total
+        return found.per_token.sum()
 
     def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, step: int) -> Tokens:
         behaviour = self._to_device(part.behaviour)

@@ -24,11 +24,11 @@ import msgspec
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
-from streamrl.learner.crew import Command, Crew
-from streamrl.learner.intake import Intake
 from streamrl.learner.lineage import Lineage, greatest_logged_epoch
+from streamrl.learner.rank_group import Command, RankGroup
 from streamrl.learner.shards import Progress, take_notes
 from streamrl.learner.takeover import Start
+from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.queues.budget import checkpoint_due
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Saver:
         config: of the run.
         run_dir: of the run.
         start: where this learner went on.
-        intake: retires.
-        crew: this rank's share of the policy, and the other ranks.
+        buffer: retires.
+        ranks: of the learner.
         tasks: owns the background task; an error there ends the learner.
 
     Raises:
@@ -70,10 +70,17 @@ class Saver:
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, start: Start, intake: Intake, *, crew: Crew, tasks: asyncio.TaskGroup
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        start: Start,
+        buffer: TrainBuffer,
+        *,
+        ranks: RankGroup,
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        self._config, self._start, self._intake = config, start, intake
-        self._crew, self._trainer, self._tasks = crew, crew.trainer, tasks
+        self._config, self._start, self._buffer = config, start, buffer
+        self._ranks, self._worker, self._tasks = ranks, ranks.worker, tasks
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
         self._lineage = Lineage(run_dir, start.epoch)
         self.newest = start.meta
@@ -88,8 +95,8 @@ class Saver:
     @property
     def due(self) -> bool:
         """Whether a checkpoint should be begun now."""
-        config, steps = self._config, self._trainer.step - self._begun
-        due = checkpoint_due(steps, config.checkpoint.every, self._intake.held, config.budget, config.hard_cap)
+        config, steps = self._config, self._worker.step - self._begun
+        due = checkpoint_due(steps, config.checkpoint.every, self._buffer.held, config.budget, config.hard_cap)
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:
@@ -106,18 +113,18 @@ class Saver:
             Fenced: a newer learner has begun its log. Redis may have forgotten it, the disk has not.
         """
         await self.settle()
-        if not self._intake.fresh:
+        if not self._buffer.fresh:
             return
         self._check_alone()
-        saving = _Saving(self._describe(version), frozenset(self._intake.fresh), time.monotonic())
+        saving = _Saving(self._describe(version), frozenset(self._buffer.fresh), time.monotonic())
         place = saving.meta.position
         try:
-            draft = await asyncio.to_thread(self._checkpoints.begin, place)
+            await asyncio.to_thread(self._checkpoints.begin, place)
         except OSError as error:
             self._failed(saving.meta, error)
             return
-        await self._crew.order(Command.SAVE, place, lambda: self._trainer.state.save(draft))
-        self._begun = self._trainer.step
+        await self._ranks.order(Command.SAVE, *place)
+        self._begun = self._worker.step
         self._running = self._tasks.create_task(self._complete(saving), name=f"checkpoint {saving.meta.name}")
         if not self._config.checkpoint.background:
             await self.settle()
@@ -131,7 +138,7 @@ class Saver:
         """Make a checkpoint of the present weights now, unless there is one; False when it failed."""
         await self.begin(version)
         await self.settle()
-        return not self._intake.fresh
+        return not self._buffer.fresh
 
     def close(self) -> None:
         """Close the files; what is not in a checkpoint does not count."""
@@ -139,13 +146,13 @@ class Saver:
 
     def _describe(self, version: int) -> Meta:
         meta = self._start.next_checkpoint(
-            step=self._trainer.step,
+            step=self._worker.step,
             version=version,
-            digest=self._trainer.digest,
+            digest=self._worker.digest,
             links=self._lineage.mark(),
             model=self._config.model.path,
         )
-        return self._trainer.state.describe(meta)
+        return self._worker.state.describe(meta)
 
     def _check_alone(self) -> None:
         newer = greatest_logged_epoch(self._checkpoints.folder)
@@ -175,7 +182,7 @@ class Saver:
             await self._withdraw(meta, error)
             return
         self._check_alone()
-        await self._intake.saved(meta.name, saving.gids)
+        await self._buffer.saved(meta.name, saving.gids)
         self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
@@ -183,10 +190,10 @@ class Saver:
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:
-        await self._intake.archive.sync()
+        await self._buffer.archive.sync()
         await asyncio.to_thread(self._lineage.sync)
         pause = _ASK_SECONDS
-        while (progress := await self._crew.ask(Command.SAVED, self._trainer.state.saved)) is Progress.WRITING:
+        while (progress := await self._ranks.order(Command.SAVED)) is Progress.WRITING:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_ASK, 2 * pause)
         if progress is not Progress.WRITTEN:

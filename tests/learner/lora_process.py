@@ -16,8 +16,9 @@ from weights_kit import export, full_tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.learner.policy import Actor
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.steps import Trainer
+from streamrl.learner.step import Models
 from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
 
@@ -46,8 +47,8 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.adapter_disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    trainer = Trainer(actor.config, ranks, actor)
-    snapshot = trainer.snapshot()
+    worker = RankWorker(actor.config, ranks, Models(actor=actor), out)
+    snapshot = worker.snapshot()
     if ranks.rank == 0:
         publisher = Publisher(WEIGHTS, "r", out)
         publisher.publish(
@@ -65,9 +66,9 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     if ranks.rank == 0:
         save_file(merged, out / "merged.safetensors")
     if ranks.rank:
-        trainer.skip_snapshot()
+        actor.published_rows()
     else:
-        trainer.snapshot()
+        worker.snapshot()
     export(actor, out / "export")
     return {
         "records": records,

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from loop_kit import Run
+from leader_kit import Run
 from playing import reward
 
 from streamrl.config import ArchiveConfig, RecordingConfig
@@ -59,7 +59,7 @@ async def check(run) -> set[int]:
 
 
 KILLS = {
-    "groups read, nothing trained": "streamrl.learner.steps:Trainer.train:before:2",
+    "groups read, nothing trained": "streamrl.learner.rank_group:RankWorker.train:before:2",
     "archived, no checkpoint": "streamrl.queues.archive:Archive.sync:after:3",
     "not archived, checkpoint begun": "streamrl.learner.shards:RankState.save:after:1",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from step_kit import estimated, rewarded
 from tiny_policy import run_config, without_key_biases
-from way_kit import estimated, rewarded
 
 from streamrl.learner.algorithms.losses import LOSSES
 from streamrl.learner.algorithms.recipe import Recipe

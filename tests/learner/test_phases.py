@@ -11,7 +11,7 @@ import signal
 
 import pytest
 import torch
-from loop_kit import Run
+from leader_kit import Run
 
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.shards import open_shards
@@ -31,7 +31,7 @@ EVERYTHING = {
 FILES = "streamrl.learner.shards"
 PHASES = {
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
-    "before the update": "streamrl.learner.steps:Trainer.apply:before:4",
+    "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
     "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
@@ -48,7 +48,7 @@ PHASES = {
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
     "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:3",
     "while the last checkpoint is written": f"{FILES}:write_shard:before:4",
-    "before the end is written": "streamrl.learner.loop:write_finished:before:1",
+    "before the end is written": "streamrl.learner.leader:write_finished:before:1",
 }
 QUICK = ("after backward", "in the background write, before the file", "after the rename")
 

@@ -8,8 +8,8 @@ Three policies appear (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298,
 
 The loss works with `u = theta / old`, gates with `rho = old / behaviour`, and `rho u` is the whole importance ratio.
 With base bypass old is behaviour, u is the whole ratio, and rho would count it a second time; there gates look at
-theta / behaviour, and may drop tokens but not weigh them. `check_combination` refuses what would count a ratio twice or
-not at all.
+theta / behaviour, and may drop tokens but not weigh them. `recipe.check_combination` refuses what would count a
+ratio twice or not at all.
 
 A gate looks at `log rho` and gives each token a weight, or drops tokens, or both. `rho > 1` means that the policy likes
 the token more than it did when the token was sampled. Gates carry no gradient: the ratios come in detached. Everything
@@ -37,9 +37,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
+from streamrl.config.learner import CorrectionConfig, GateConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.losses import LossResult, uses_ratio
 from streamrl.learner.algorithms.registry import Registry
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
@@ -547,48 +546,3 @@ def correct(tokens: Tokens, corrections: Corrections, limits: Sequence[float | N
         factor, keep, cut = factor * weight, keep & kept, cut | bounded
     moved = gated if bypass else (tokens.proximal - tokens.behaviour).clamp(-_ABSURD, _ABSURD)
     return Correction(factor=factor * keep, keep=keep, cut=cut, log_ratio=moved)
-
-
-def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
-    """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
-
-    Args:
-        learner: the section of the configuration.
-        corrections: its correction, resolved.
-        loss: its policy loss, resolved. Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no
-            ratio, because something else in it keeps the policy near the one that sampled, as in `kimi`.
-
-    Raises:
-        ConfigError: what is counted twice or not at all, and what to write instead.
-    """
-    base, name = corrections.base, learner.loss.use
-    weighing = [gate.config.use for gate in corrections.gates if gate.traits.weighs]
-    restricting = any(gate.traits.restricts for gate in corrections.gates)
-    any_data = getattr(getattr(loss, "func", loss), "any_data", name == "kimi")
-    where = f"learner.correction.base {base} with learner.loss.use {name}"
-    if len(weighing) > 1:
-        raise ConfigError(
-            f"learner.correction.gates: {' and '.join(weighing)} both weigh by the same ratio, which would be squared",
-            "keep one of them; mask, veto, opsm and m2po drop tokens without a weight",
-        )
-    if base == "bypass" and weighing and uses_ratio(loss):
-        raise ConfigError(
-            f"{where}: the loss contains policy / behaviour already, gate {weighing[0]} would count it twice",
-            "take gates that only drop tokens (mask in place of icepop), or base: decoupled",
-        )
-    if base == "bypass" and not (weighing or restricting or any_data or uses_ratio(loss)):
-        raise ConfigError(
-            f"{where}: neither the loss nor a gate contains policy / behaviour, so stale tokens count as fresh ones",
-            "add tis to learner.correction.gates, or say so with base: uncorrected",
-        )
-    if base in {"decoupled", "prox_approx"} and not (weighing or restricting):
-        raise ConfigError(
-            f"{where}: no gate corrects for old / behaviour, outliers apart",
-            "add tis, icepop, mask or m2po to learner.correction.gates, or say so with base: uncorrected",
-        )
-    if learner.kl.where == "reward" and (learner.kl.unbiased or learner.kl.estimator.endswith("+")):
-        raise ConfigError(
-            "learner.kl: unbiased and estimators with + are about the gradient of a KL term in the loss; in the reward"
-            " it has none",
-            "take k1, k2, k3 or abs, or learner.kl.where: loss",
-        )

@@ -29,9 +29,9 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator, TokenTexts
-from streamrl.learner.algorithms.corrections import Corrections, Level, check_combination, correct
+from streamrl.learner.algorithms.corrections import Corrections, Level, correct
 from streamrl.learner.algorithms.kl import kl_term
-from streamrl.learner.algorithms.losses import LOSSES, LossResult
+from streamrl.learner.algorithms.losses import LOSSES, LossResult, uses_ratio
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, token_sums
 
 Aggregate = Literal["token_mean", "sequence_mean", "constant_length"]
@@ -304,6 +304,51 @@ class Recipe:
     def lr_factor(self, sums: TokenSums) -> float:
         """Factor of the learning rate of an update with these statistics of all ranks, in (0, 1]."""
         return lr_factor(self.lr_scale, sums, self.corrections.level)
+
+
+def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
+    """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
+
+    Args:
+        learner: the section of the configuration.
+        corrections: its correction, resolved.
+        loss: its policy loss, resolved. Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no
+            ratio, because something else in it keeps the policy near the one that sampled, as in `kimi`.
+
+    Raises:
+        ConfigError: what is counted twice or not at all, and what to write instead.
+    """
+    base, name = corrections.base, learner.loss.use
+    weighing = [gate.config.use for gate in corrections.gates if gate.traits.weighs]
+    restricting = any(gate.traits.restricts for gate in corrections.gates)
+    any_data = getattr(getattr(loss, "func", loss), "any_data", name == "kimi")
+    where = f"learner.correction.base {base} with learner.loss.use {name}"
+    if len(weighing) > 1:
+        raise ConfigError(
+            f"learner.correction.gates: {' and '.join(weighing)} both weigh by the same ratio, which would be squared",
+            "keep one of them; mask, veto, opsm and m2po drop tokens without a weight",
+        )
+    if base == "bypass" and weighing and uses_ratio(loss):
+        raise ConfigError(
+            f"{where}: the loss contains policy / behaviour already, gate {weighing[0]} would count it twice",
+            "take gates that only drop tokens (mask in place of icepop), or base: decoupled",
+        )
+    if base == "bypass" and not (weighing or restricting or any_data or uses_ratio(loss)):
+        raise ConfigError(
+            f"{where}: neither the loss nor a gate contains policy / behaviour, so stale tokens count as fresh ones",
+            "add tis to learner.correction.gates, or say so with base: uncorrected",
+        )
+    if base in {"decoupled", "prox_approx"} and not (weighing or restricting):
+        raise ConfigError(
+            f"{where}: no gate corrects for old / behaviour, outliers apart",
+            "add tis, icepop, mask or m2po to learner.correction.gates, or say so with base: uncorrected",
+        )
+    if learner.kl.where == "reward" and (learner.kl.unbiased or learner.kl.estimator.endswith("+")):
+        raise ConfigError(
+            "learner.kl: unbiased and estimators with + are about the gradient of a KL term in the loss; in the reward"
+            " it has none",
+            "take k1, k2, k3 or abs, or learner.kl.where: loss",
+        )
 
 
 def _check_needs(estimator: Estimator, config: RunConfig) -> None:

@@ -15,12 +15,12 @@ from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.corrections import (
     Corrections,
     GateResult,
-    check_combination,
     correct,
     old_logprobs,
     traits,
 )
 from streamrl.learner.algorithms.losses import LOSSES, LossResult
+from streamrl.learner.algorithms.recipe import check_combination
 from streamrl.learner.algorithms.tokens import Tokens
 
 LOG_RATIOS = st.floats(-1000, 1000, width=32)

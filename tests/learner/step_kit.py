@@ -1,9 +1,10 @@
-"""Steps of one rank, micro-batch by micro-batch, for the tests of both ways through a step."""
+"""Steps of one rank, micro-batch by micro-batch, for the tests of both kinds of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,11 @@ from tiny_policy import make_batch
 from weights_kit import full_tensors
 
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY
-from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.collected import Collected
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
-from streamrl.learner.results import StepStats
-from streamrl.learner.streaming import Models, Streaming
+from streamrl.learner.rank_group import RankWorker
+from streamrl.learner.step import Models, StepStats
 
 
 def rewarded(seed: int, groups: int = 6, size: int = 4, *, near: Actor | None = None) -> list[TrainSample]:
@@ -56,22 +55,21 @@ def estimated(batch: Sequence[TrainSample], actor: Actor) -> list[TrainSample]:
     return done
 
 
-def way_of(actor: Actor, collected: bool, **models: Any) -> Streaming | Collected:
-    """A way through a step with this actor."""
-    both = Models(actor=actor, kl=KlController(actor.config.learner.kl), **models)
-    return Collected(both, actor.ranks) if collected else Streaming(both)
+def worker_of(actor: Actor, collected: bool, **models: Any) -> RankWorker:
+    """A worker with this actor that streams or collects, whatever its recipe says."""
+    worker = RankWorker(actor.config, actor.ranks, Models(actor=actor, **models), Path("unused"))
+    worker._streams = not collected
+    return worker
 
 
-def step(
-    way: Streaming | Collected, batch: Sequence[TrainSample], cuts: Sequence[int] = (), *, at: int = 10
-) -> StepStats:
+def step(worker: RankWorker, batch: Sequence[TrainSample], cuts: Sequence[int] = (), *, at: int = 10) -> StepStats:
     """One step with the groups of a batch in micro-batches that end before the groups numbered `cuts`."""
+    worker.step = at
     gids = list(dict.fromkeys(sample.gid for sample in batch))
     for start, end in zip([0, *cuts], [*cuts, len(gids)], strict=True):
         part = gids[start:end]
-        way.add(part, [sample for sample in batch if sample.gid in part], at)
-    tokens, responses = sizes(batch)
-    return way.apply(at, tokens=tokens, responses=responses)
+        assert worker.train(part, [sample for sample in batch if sample.gid in part])
+    return worker.apply(*sizes(batch))
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import signal
 
 import orjson
 import pytest
-from loop_kit import DEADLINE, stopped
+from leader_kit import DEADLINE, stopped
 from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, shard_name
@@ -122,7 +122,7 @@ async def test_sigterm_leaves_everything_durable(run):
 
 
 KILLS = {
-    "before a micro-batch": "streamrl.learner.steps:Trainer.train:before:4",
+    "before a micro-batch": "streamrl.learner.rank_group:RankWorker.train:before:4",
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:5",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:3",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:7",
@@ -137,7 +137,7 @@ MORE_KILLS = {
     "shard written": "streamrl.learner.shards:write_shard:after:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
     "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:2",
-    "exported, not finished": "streamrl.learner.loop:write_finished:before:1",
+    "exported, not finished": "streamrl.learner.leader:write_finished:before:1",
 }
 
 
@@ -160,7 +160,7 @@ async def test_killed_learner_loses_nothing(run, point):
 async def test_killed_five_times_in_a_row(run):
     async with run.play():
         for step in range(5):
-            point = ("actor:Actor.apply_update:after:2", "saving:Checkpoints.remove_older:before:1")[step % 2]
+            point = ("policy:Actor.apply_update:after:2", "saving:Checkpoints.remove_older:before:1")[step % 2]
             assert await run.learn(f"streamrl.learner.{point}") == -signal.SIGKILL, run.log()
             await run.audit()
         assert await run.learn() == 0, run.log()
@@ -177,7 +177,7 @@ async def test_redis_goes_back_while_the_learner_is_away(run):
     shutil.copytree(redis, run.run_dir / "earlier")
     run.redis_run.start()
     async with run.play(end=24):
-        assert await run.learn("streamrl.learner.loop:write_finished:before:1") == -signal.SIGKILL, run.log()
+        assert await run.learn("streamrl.learner.leader:write_finished:before:1") == -signal.SIGKILL, run.log()
     run.redis_run.kill()
     shutil.rmtree(redis)
     (run.run_dir / "earlier").rename(redis)
@@ -367,7 +367,7 @@ async def test_a_training_that_diverges_ends_with_its_reason(run):
 async def test_two_ranks_train_and_resume(run, tmp_path):
     run.configure(ranks=2, steps=4)
     async with run.play():
-        for attempt, kill in enumerate(["streamrl.learner.steps:Trainer.apply:before:3", None]):
+        for attempt, kill in enumerate(["streamrl.learner.rank_group:RankWorker.apply:before:3", None]):
             environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{tmp_path}/meet-{attempt}"}
             pids = [
                 run.start(kill, name=f"learner.{rank}", environ={**environ, "RANK": str(rank)}) for rank in range(2)
@@ -392,7 +392,7 @@ async def test_a_rank_that_cannot_read_its_groups_is_waited_for_a_few_times(run,
     async with run.play():
         for attempt, (fault, code) in enumerate([("never:3", 69), ("none:2", 0)]):
             environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{tmp_path}/meet-{attempt}"}
-            faults = [None, f"streamrl.learner.following:FollowingRank._read:{fault}"]
+            faults = [None, f"streamrl.learner.rank_group:read_share:{fault}"]
             pids = [
                 run.start(kill, name=f"learner.{rank}", environ={**environ, "RANK": str(rank)})
                 for rank, kill in enumerate(faults)

@@ -1,12 +1,14 @@
-"""The trainer of a run holds what its algorithm needs, and all of it leaves the devices and comes back."""
+"""A worker holds what its algorithm needs, and all of it leaves the devices and comes back."""
 
 import numpy as np
 import pytest
 from tiny_policy import make_batch, run_config
 
 from streamrl.learner.critic import Critic
-from streamrl.learner.models import make_trainer
-from streamrl.learner.reference import Base, Frozen
+from streamrl.learner.policy import Actor
+from streamrl.learner.rank_group import RankWorker
+from streamrl.learner.reference import Frozen
+from streamrl.learner.step import make_models
 
 GAE = {"advantage": {"use": "gae"}}
 KL = {"kl": {"where": "loss"}}
@@ -18,27 +20,31 @@ CASES = {
         Frozen,
         ["actor", "critic"],
     ),
-    "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Base, ["actor", "lora"]),
+    "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Actor, ["actor", "lora"]),
 }
 
 
 @pytest.fixture
-def make(one_rank, model_of):
-    return lambda case: make_trainer(run_config(model_of("Llama"), **CASES[case][0]), one_rank)
+def make(one_rank, model_of, tmp_path):
+    def worker(case):
+        config = run_config(model_of("Llama"), **CASES[case][0])
+        return RankWorker(config, one_rank, make_models(config, one_rank), tmp_path)
+
+    return worker
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_has_what_the_algorithm_needs(make, case):
+def test_a_worker_has_what_the_algorithm_needs(make, case):
     _, critic, reference, parts = CASES[case]
-    trainer = make(case)
-    models = trainer._models
+    worker = make(case)
+    models = worker._models
     assert type(models.critic) is critic
     assert type(models.reference) is reference
-    assert sorted(trainer.state.parts) == parts
+    assert sorted(worker.state.parts) == parts
 
 
-def shards(trainer):
-    models = (trainer._models.actor, trainer._models.critic, trainer._models.reference)
+def shards(worker):
+    models = (worker._models.actor, worker._models.critic, worker._models.reference)
     modules = [model._module for model in models if hasattr(model, "_module")]
     return [parameter.to_local() for module in modules for parameter in module.parameters()]
 
@@ -47,8 +53,8 @@ def shards(trainer):
 def test_everything_leaves_the_devices_and_comes_back(make, case):
     stays, leaves = make(case), make(case)
     held, batch = shards(leaves), make_batch(0)
-    for trainer in (stays, leaves):
-        assert trainer.train([0, 1, 2, 3], batch, idle=False)
+    for worker in (stays, leaves):
+        assert worker.train([0, 1, 2, 3], batch, idle=False)
     for _ in range(2):
         leaves.unload()
     assert sum(shard.untyped_storage().nbytes() for shard in held) == 0
@@ -56,5 +62,5 @@ def test_everything_leaves_the_devices_and_comes_back(make, case):
         leaves.reload()
     tokens = sum(len(sample.tokens) for sample in batch)
     assert stays.apply(tokens, len(batch)) == leaves.apply(tokens, len(batch))
-    ours, theirs = (trainer._models.actor.compute_log_prob(make_batch(1)).logprobs for trainer in (stays, leaves))
+    ours, theirs = (worker._models.actor.compute_log_prob(make_batch(1)).logprobs for worker in (stays, leaves))
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -5,7 +5,9 @@ import pytest
 
 from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.tokens import TokenSums
-from streamrl.learner.results import CriticStats, StepStats, UpdateStats
+from streamrl.learner.critic import CriticStats
+from streamrl.learner.policy import UpdateStats
+from streamrl.learner.step import StepStats
 
 
 def actor(*, skipped: bool) -> UpdateStats:

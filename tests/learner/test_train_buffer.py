@@ -15,9 +15,9 @@ from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, is_over, write_finished
 from streamrl.learner.groups import GroupOpener, Unusable
-from streamrl.learner.intake import Intake
 from streamrl.learner.lineage import Branch, EpochFile, TrainedDigest, trained_file
 from streamrl.learner.takeover import Start, take_over
+from streamrl.learner.train_buffer import Stage, TrainBuffer
 from streamrl.queues.archive import Archive
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.records import ClosedGroup
@@ -42,10 +42,10 @@ class Table:
         section = self.config.learner.model_copy(update=learner)
         self.config = self.config.model_copy(update={"learner": section})
 
-    async def intake(self, misfit=lambda _: None) -> Intake:
+    async def buffer(self, misfit=lambda _: None) -> TrainBuffer:
         start = await self.start()
-        opener = GroupOpener(start.branch, Recipe.of(self.config), misfit)
-        return Intake(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
+        opener = GroupOpener(Recipe.of(self.config), misfit)
+        return TrainBuffer(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
 
     async def start(self) -> Start:
         return await take_over(self.ledger, self.checkpoints, kind="model", model="tiny")
@@ -76,6 +76,10 @@ class Table:
         return meta
 
 
+def set_aside(buffer: TrainBuffer) -> set[int]:
+    return {group.gid for group in buffer._at(Stage.EQUAL_REWARDS)}
+
+
 def ids(groups) -> list[int]:
     return [group.gid for group in groups]
 
@@ -86,122 +90,122 @@ def equal(gid: int) -> bool:
 
 
 async def test_a_step_from_candidates_to_retirement(table):
-    intake = await table.intake()
+    buffer = await table.buffer()
     await table.play()
-    await intake.refresh()
-    first = intake.choose(4, 10**9, last=False)
+    await buffer.refresh()
+    first = buffer.choose(4, 10**9, last=False)
     assert ids(first) == [0, 1, 2, 3]  # the budget of 8 is full; the four oldest fill the step
-    await intake.begin(first)
-    await intake.refresh()
-    assert ids(intake.choose(4, 0, last=False)) == [4, 5, 6, 7]
-    assert ids(intake.applied()) == [0, 1, 2, 3]
-    await intake.consume(0, None, [0, 1, 2, 3])
+    await buffer.begin(first)
+    await buffer.refresh()
+    assert ids(buffer.choose(4, 0, last=False)) == [4, 5, 6, 7]
+    assert ids(buffer.applied()) == [0, 1, 2, 3]
+    await buffer.free_places([0, 1, 2, 3])
     state = await table.ledger.state()
     assert (state.held, state.live) == (4, 8)
     await table.play()
     assert (await table.ledger.state()).live == 12  # four places were free
-    await intake.saved("1-1", [0, 1, 2, 3])
+    await buffer.saved("1-1", [0, 1, 2, 3])
     state = await table.ledger.state()
     assert (state.held, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
-    await intake.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
+    await buffer.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
     assert (await table.ledger.state()).retired == 4
 
 
 async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room_for_its_step(table):
-    intake = await table.intake()
+    buffer = await table.buffer()
 
     async def train() -> list[int]:
         await table.play()
-        await intake.refresh()
-        await intake.begin(intake.choose(4, 0, last=False))
-        return ids(intake.applied())
+        await buffer.refresh()
+        await buffer.begin(buffer.choose(4, 0, last=False))
+        return ids(buffer.applied())
 
-    await intake.consume(1, None, await train())
+    await buffer.free_places(await train())
     trained = await train()
-    await intake.saved(table.save(1, 1, range(4)).name, range(4))
-    await intake.consume(2, b"{}")  # the new version is shown, its step not consumed yet
+    await buffer.saved(table.save(1, 1, range(4)).name, range(4))
+    await buffer.announce(2, b"{}")  # the new version is shown, its step not consumed yet
     await table.play()
     state = await table.ledger.state()
     assert (state.held, state.live, state.version) == (0, 8, 2)
-    await intake.consume(2, None, trained)
+    await buffer.free_places(trained)
     await table.play()
     state = await table.ledger.state()
     assert (state.held, state.live) == (4, 12)
-    again = await table.intake()  # one that knows the checkpoint only
-    await again.consume(2, None)
+    again = await table.buffer()  # one that knows the checkpoint only
+    await again.free_places([])
     assert (await table.ledger.state()).held == 0
 
 
 async def test_equal_rewards_keep_their_places_until_they_are_dropped(table):
-    intake = await table.intake()
+    buffer = await table.buffer()
     await table.play()
-    await intake.refresh()
+    await buffer.refresh()
     assert equal(0)
     lost = [gid for gid in range(4) if equal(gid)]
-    assert intake.lose_equal(4) == len(lost)
+    assert buffer.set_equal_aside(4) == len(lost)
     await table.play()
-    await intake.refresh()
-    assert intake.lost == set(lost)
-    assert not intake.lost & set(ids(intake.choose(8, 0, last=True)))
+    await buffer.refresh()
+    assert set_aside(buffer) == set(lost)
+    assert not set_aside(buffer) & set(ids(buffer.choose(8, 0, last=True)))
     state = await table.ledger.state()
     assert (state.live, state.cursor, state.dropped) == (8, 8, 0)  # nobody took a place
-    assert intake.untrained == 8 - len(lost)
-    again = await table.intake()  # one that died here loses nothing
+    assert buffer.untrained == 8 - len(lost)
+    again = await table.buffer()  # one that died here loses nothing
     await again.refresh()
     assert ids(again.choose(4, 0, last=True)) == [0, 1, 2, 3]
-    again.lose_equal(4)
-    await again.drop_lost()
-    await again.drop_lost()  # a repeat drops nothing
+    again.set_equal_aside(4)
+    await again.drop_equal()
+    await again.drop_equal()  # a repeat drops nothing
     assert await table.ledger.dropped() == lost
-    assert (again.zero_variance, again.dropped, again.lost) == (len(lost), len(lost), set())
+    assert (again.zero_variance, again.dropped, set_aside(again)) == (len(lost), len(lost), set())
 
 
 async def test_in_strict_order_only_the_oldest_live_groups_are_lost_to_equal_rewards(table):
     table.configure(order="strict")
-    intake = await table.intake()
+    buffer = await table.buffer()
     table.player.open_only = {1, 2, 3}
     await table.play()
-    await intake.refresh()
+    await buffer.refresh()
     assert equal(4)
-    assert intake.lose_equal(4) == 1  # group 0: 4 is closed, and not among the first four
-    await intake.drop_lost()
+    assert buffer.set_equal_aside(4) == 1  # group 0: 4 is closed, and not among the first four
+    await buffer.drop_equal()
     # A new place is there at once, without another reading: what is dropped is not waited for.
-    assert ids(intake.choose(4, 0, last=False)) == [4]
+    assert ids(buffer.choose(4, 0, last=False)) == [4]
 
 
 async def test_micro_batches_wait_for_tokens_or_the_last_group(table):
-    intake = await table.intake()
+    buffer = await table.buffer()
     table.player.open_only = {2}
     await table.play()
-    await intake.refresh()
-    cost = sum(group.cost for group in intake.choose(8, 0, last=False))
-    assert ids(intake.choose(8, cost, last=False)) == [0, 1, 3, 4, 5, 6, 7]
-    assert intake.choose(8, cost + 1, last=False) == []
-    assert ids(intake.choose(8, cost + 1, last=True)) == [0, 1, 3, 4, 5, 6, 7]
-    assert ids(intake.choose(2, cost + 1, last=False)) == [0, 1]
+    await buffer.refresh()
+    cost = sum(group.cost for group in buffer.choose(8, 0, last=False))
+    assert ids(buffer.choose(8, cost, last=False)) == [0, 1, 3, 4, 5, 6, 7]
+    assert buffer.choose(8, cost + 1, last=False) == []
+    assert ids(buffer.choose(8, cost + 1, last=True)) == [0, 1, 3, 4, 5, 6, 7]
+    assert ids(buffer.choose(2, cost + 1, last=False)) == [0, 1]
 
 
 async def test_strict_order_waits_for_the_oldest_live_group(table):
     table.configure(order="strict")
-    intake = await table.intake()
+    buffer = await table.buffer()
     table.player.open_only = {1}
     await table.play()
-    await intake.refresh()
-    assert ids(intake.choose(4, 0, last=False)) == [0, 2, 3]
-    await intake.begin(intake.choose(4, 0, last=False))
-    assert intake.choose(1, 0, last=True) == []
+    await buffer.refresh()
+    assert ids(buffer.choose(4, 0, last=False)) == [0, 2, 3]
+    await buffer.begin(buffer.choose(4, 0, last=False))
+    assert buffer.choose(1, 0, last=True) == []
     table.player.open_only = set()
     await table.play()
-    await intake.refresh()
-    assert ids(intake.choose(1, 0, last=False)) == [1]
+    await buffer.refresh()
+    assert ids(buffer.choose(1, 0, last=False)) == [1]
 
 
 async def test_ids_of_the_chain_come_back_and_are_retired_untrained(table):
-    first = await table.intake()
+    first = await table.buffer()
     await table.play()
     await first.refresh()
     meta = table.save(1, 1, [1, 2])
-    again = await table.intake()
+    again = await table.buffer()
     assert again.durable == {1, 2}
     await again.refresh()
     state = await table.ledger.state()
@@ -211,15 +215,15 @@ async def test_ids_of_the_chain_come_back_and_are_retired_untrained(table):
 
 async def test_old_tokens_are_dropped_not_trained(table):
     table.configure(max_token_staleness=2)
-    intake = await table.intake()
+    buffer = await table.buffer()
     for version in range(1, 4):
-        intake._opener.branch.note(version, version - 1)
+        buffer._branch.note(version, version - 1)
     await table.play()  # sampled by version 0: step 0
-    await intake.refresh()
-    await intake.drop_stale(2)
-    assert intake.dropped == 0
-    await intake.drop_stale(3)
-    assert intake.dropped == 8
+    await buffer.refresh()
+    await buffer.drop_stale(2)
+    assert buffer.dropped == 0
+    await buffer.drop_stale(3)
+    assert buffer.dropped == 8
     assert await table.ledger.dropped() == list(range(8))
     assert (await table.ledger.state()).live == 0
 
@@ -227,43 +231,45 @@ async def test_old_tokens_are_dropped_not_trained(table):
 async def test_a_group_that_kills_learners_is_tried_alone_and_then_dead(table):
     await table.play()
     for _ in range(table.config.learner.max_group_crashes):
-        intake = await table.intake()
-        await intake.refresh()
-        tried = intake.choose(4, 0, last=False)
-        await intake.begin([group for group in tried if group.gid == 0])
+        buffer = await table.buffer()
+        await buffer.refresh()
+        tried = buffer.choose(4, 0, last=False)
+        await buffer.begin([group for group in tried if group.gid == 0])
     assert ids(tried) == [0]  # from the second time on alone
-    intake = await table.intake()
-    await intake.refresh()
+    buffer = await table.buffer()
+    await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
     assert [letter.gid for letter in letters] == [0]
-    assert ids(intake.choose(4, 0, last=False)) == [1, 2, 3, 4]
+    assert ids(buffer.choose(4, 0, last=False)) == [1, 2, 3, 4]
 
 
-async def test_acquitted_and_released_groups_are_not_suspects(table):
-    intake = await table.intake()
+async def test_computed_and_released_groups_are_not_suspects(table):
+    buffer = await table.buffer()
     await table.play()
-    await intake.refresh()
-    groups = intake.choose(2, 0, last=False)
-    await intake.begin(groups)
-    await intake.acquit(groups[:1], 0)
-    await intake.release(groups[1:], 0)
-    assert ids(intake.in_step) == [0]
-    again = await table.intake()
+    await buffer.refresh()
+    groups = buffer.choose(2, 0, last=False)
+    await buffer.begin(groups)
+    buffer.computed(groups[:1])
+    await buffer.clear_crash_counts()
+    await buffer.release(groups[1:])
+    assert ids(buffer.in_step) == [0]
+    again = await table.buffer()
     await again.refresh()
     assert [group.crashes for group in again.choose(4, 0, last=False)] == [0, 0, 0, 0]
 
 
-async def test_an_acquittal_makes_no_room_with_groups_that_have_gone(table):
+async def test_clearing_crash_counts_makes_no_room_with_groups_that_have_gone(table):
     """Redis went back, or retired, after the last reading: what is held then is not what was read."""
-    intake = await table.intake()
+    buffer = await table.buffer()
     await table.play()
-    await intake.refresh()
-    await intake.begin(intake.choose(4, 0, last=False))
-    await intake.consume(1, None, ids(intake.applied()))
-    groups = intake.choose(4, 0, last=False)
-    await intake.begin(groups)
+    await buffer.refresh()
+    await buffer.begin(buffer.choose(4, 0, last=False))
+    await buffer.free_places(ids(buffer.applied()))
+    groups = buffer.choose(4, 0, last=False)
+    await buffer.begin(groups)
     await table.ledger.connection.read("HSET", table.ledger.keys.state, "held", 0)
-    await intake.acquit(groups, 1)
+    buffer.computed(groups)
+    await buffer.clear_crash_counts()
     await table.play()
     state = await table.ledger.state()
     assert (state.held, state.live) == (0, 8)
@@ -272,62 +278,62 @@ async def test_an_acquittal_makes_no_room_with_groups_that_have_gone(table):
 @pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.Score(value=1.0))])
 async def test_a_foreign_message_is_a_dead_letter(table, payload):
     table.player.spoil[0, 1] = payload
-    intake = await table.intake()
+    buffer = await table.buffer()
     await table.play()
     # The played reward worker scores without looking, so the learner is the first to decode.
-    await intake.refresh()
+    await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
     assert [letter.gid for letter in letters] == [0]
-    assert ids(intake.choose(2, 0, last=False)) == [1, 2]
+    assert ids(buffer.choose(2, 0, last=False)) == [1, 2]
 
 
 async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
-    intake = await table.intake(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
+    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
     await table.play()
-    await intake.refresh()
+    await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
     assert [(letter.gid, "too long" in letter.why) for letter in letters] == [(1, True)]
 
 
 async def test_dead_groups_that_are_to_be_replayed_are_more_data(table):
     table.player.end = 2
-    intake = await table.intake(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
+    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
     await table.play()
-    assert await intake.ended()
+    assert await buffer.ended()
     ended = Finished(reason="data", step=1, version=1, epoch=1, epochs=1)
     write_finished(table.redis_run.run_dir, ended)
-    await table.ledger.retire(intake._nonce, "1-1", 0, [0])
+    await table.ledger.retire(buffer._nonce, "1-1", 0, [0])
     assert await is_over(table.config, table.redis_run.run_dir, table.ledger)
     await table.ledger.queue_replays([1])
-    assert not await intake.ended()
+    assert not await buffer.ended()
     assert not await is_over(table.config, table.redis_run.run_dir, table.ledger)
 
 
 async def test_end_of_data(table):
     table.player.end = 6
     table.player.open_only = {5}
-    intake = await table.intake()
+    buffer = await table.buffer()
     await table.play()
-    assert not await intake.ended()  # one group is still open
+    assert not await buffer.ended()  # one group is still open
     table.player.open_only = set()
     await table.play()
-    assert await intake.ended()
-    assert intake.untrained == 6
+    assert await buffer.ended()
+    assert buffer.untrained == 6
     more = table.config.data.model_copy(update={"epochs": 2})
     table.config = table.config.model_copy(update={"data": more})
-    assert not await (await table.intake()).ended()  # somebody wants another epoch: the feeder has not gone on yet
+    assert not await (await table.buffer()).ended()  # somebody wants another epoch: the feeder has not gone on yet
 
 
 async def test_a_fenced_learner_writes_nothing(table):
-    old = await table.intake()
+    old = await table.buffer()
     await table.play()
     await old.refresh()
-    new = await table.intake()
+    new = await table.buffer()
     await new.refresh()
     groups = old.choose(4, 0, last=False)
     for write in (
         old.begin(groups),
-        old.consume(9, b"{}"),
+        old.announce(9, b"{}"),
         old.saved("1-9", []),
         old.drop_stale(100),
     ):
@@ -338,16 +344,16 @@ async def test_a_fenced_learner_writes_nothing(table):
 
 
 async def test_an_older_checkpoint_than_redis_retired_for_is_refused(table):
-    intake = await table.intake()
+    buffer = await table.buffer()
     await table.play()
-    await intake.refresh()
+    await buffer.refresh()
     table.save(1, 1, [0])
     newest = table.save(2, 2, [0, 1])
-    again = await table.intake()
+    again = await table.buffer()
     await again.refresh()
     table.checkpoints.path(newest.position).rename(table.redis_run.run_dir / "elsewhere")
     with pytest.raises(Refused, match="ckpt-2-2"):
-        await table.intake()
+        await table.buffer()
 
 
 async def test_weights_that_do_not_fit_the_log_are_refused(table):
@@ -355,16 +361,16 @@ async def test_weights_that_do_not_fit_the_log_are_refused(table):
     path = table.checkpoints.path(meta.position) / "meta.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, count=3)))
     with pytest.raises(Refused, match="does not fit"):
-        await table.intake()
+        await table.buffer()
 
 
 async def test_a_wiped_redis_goes_on_behind_what_was_trained(table):
     table.save(1, 1, [0, 1, 2, 4])
-    intake = await table.intake()
+    buffer = await table.buffer()
     assert (await table.ledger.state()).cursor == 3
     await table.play()
-    await intake.refresh()
-    assert ids(intake.choose(2, 0, last=False)) == [3, 5]  # 4 came again and was retired
+    await buffer.refresh()
+    assert ids(buffer.choose(2, 0, last=False)) == [3, 5]  # 4 came again and was retired
 
 
 async def test_a_learner_that_is_fenced_while_it_starts_takes_nothing_back(table, monkeypatch):
@@ -379,26 +385,26 @@ async def test_a_learner_that_is_fenced_while_it_starts_takes_nothing_back(table
 
     monkeypatch.setattr(table.ledger, "fence", overtaken)
     with pytest.raises(Fenced):
-        await table.intake()
+        await table.buffer()
     await table.ledger.resume("newer", "1-1", calls[0].epoch)
 
 
 async def test_the_doorbell_rings(table):
-    intake = await table.intake()
-    following = asyncio.create_task(intake.follow())
+    buffer = await table.buffer()
+    following = asyncio.create_task(buffer.follow())
     try:
-        await asyncio.wait_for(intake.changed.wait(), 10)
+        await asyncio.wait_for(buffer.changed.wait(), 10)
         await table.play()
-        while len(intake.choose(8, 10**9, last=True)) < 8:
-            intake.changed.clear()
-            await asyncio.wait_for(intake.changed.wait(), 10)
+        while len(buffer.choose(8, 10**9, last=True)) < 8:
+            buffer.changed.clear()
+            await asyncio.wait_for(buffer.changed.wait(), 10)
     finally:
         following.cancel()
 
 
 def opened(closed, branch, **advantage):
     config = RunConfig.model_validate({"model": {"path": "none"}, "learner": {"advantage": advantage}})
-    return GroupOpener(branch, Recipe.of(config), lambda _: None)(closed)
+    return GroupOpener(Recipe.of(config), lambda _: None)(closed, branch.step)
 
 
 def test_a_group_is_opened_with_its_numbers():
@@ -421,7 +427,7 @@ def test_a_group_is_opened_with_its_numbers():
     branch.note(3, 10)
     branch.note(5, 20)
     group = opened(closed, branch, use="dr_grpo")
-    assert (group.tokens, group.prompt_tokens, group.spanning) == (4, 4, 1)
+    assert (group.tokens, group.prompt_tokens, group.mixed_version) == (4, 4, 1)
     assert [sample.steps.tolist() for sample in group.samples] == [[10, 20, 20], [20]]
     assert group.staleness(22) == {12: 1, 2: 3}
     assert group.staleness(15) == {5: 1, 0: 3}
@@ -433,7 +439,7 @@ def test_a_group_is_opened_with_its_numbers():
         number: (payload, wire.encode(wire.Score(value=next(equal)))) for number, (payload, _) in closed.samples.items()
     }
     flat = opened(ClosedGroup(**{**vars(closed), "samples": same}), branch)
-    assert flat.flat
+    assert flat.zero_gradient
     assert flat.zero_variance
     assert flat.cost == 0
     broken = ClosedGroup(**{**vars(closed), "prompt": wire.encode(wire.Prompt(tokens=b""))})

@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from step_kit import estimated, rewarded, step, weights, worker_of
 from tiny_policy import count_tokens, run_config, with_advantage, without_key_biases
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from way_kit import estimated, rewarded, step, way_of, weights
 
 from streamrl.learner.algorithms.advantages import normalise
-from streamrl.learner.policy import Actor
-from streamrl.learner.results import LogProbs
+from streamrl.learner.policy import Actor, LogProbs
 
 
 @pytest.fixture
@@ -53,8 +52,8 @@ def test_a_step_that_could_stream_gives_the_same_weights_collected(make, learner
     for seed in range(2):
         batch = estimated(rewarded(seed, near=streaming), streaming)
         batch[:4] = [with_advantage(sample, 0.0) for sample in batch[:4]]
-        first = step(way_of(streaming, collected=False), batch, cuts=[2, 3])
-        second = step(way_of(collected, collected=True), batch, cuts=[4])
+        first = step(worker_of(streaming, collected=False), batch, cuts=[2, 3])
+        second = step(worker_of(collected, collected=True), batch, cuts=[4])
         for name in ("loss", "grad_norm", "lr"):
             assert getattr(second, name) == pytest.approx(getattr(first, name), rel=1e-4)
         assert second.trained.ess == pytest.approx(first.trained.ess, rel=1e-4)
@@ -84,7 +83,7 @@ def test_leaving_responses_without_an_advantage_out_changes_nothing(make, lr_sca
     ours, whole = make(**settings), make(**settings, loss={"entropy": 1e-30})
     assert not whole.recipe.skips_zero
     batch = five_groups(ours)
-    done = [step(way_of(actor, collected=collected), batch, cuts=[1, 4]) for actor in (ours, whole)]
+    done = [step(worker_of(actor, collected=collected), batch, cuts=[1, 4]) for actor in (ours, whole)]
     ages = np.concatenate([10 - sample.steps for sample in batch])
     if lr_scale == "staleness":
         assert done[0].lr == pytest.approx(1e-3 / np.sqrt(1 + ages.mean()), rel=1e-9)
@@ -106,7 +105,7 @@ def test_a_reference_is_measured_on_the_same_responses(make):
     ours, whole = make(**settings), make(**settings, loss={"entropy": 1e-30})
     batch = five_groups(ours)
     far = [
-        step(way_of(actor, collected=False, reference=Other(actor, 0.5)), batch).trained.mean("kl_reference")
+        step(worker_of(actor, collected=False, reference=Other(actor, 0.5)), batch).trained.mean("kl_reference")
         for actor in (ours, whole)
     ]
     assert far[0] == pytest.approx(far[1], rel=1e-6)
@@ -118,7 +117,7 @@ def test_several_passes_keep_the_policy_of_the_start_of_the_step(make):
     settings = {"passes": 2, "mini_batches": 3, "lr": 3e-3}
     ours, plain = make(**settings), make(**settings)
     batch = estimated(rewarded(0, near=ours), ours)
-    stats = step(way_of(ours, collected=True), batch, cuts=[1, 4])
+    stats = step(worker_of(ours, collected=True), batch, cuts=[1, 4])
     assert (stats.updates, stats.skipped_updates, stats.skipped) == (6, 0, False)
     assert stats.trained.tokens == 2 * count_tokens(batch)
     assert stats.trained.measured == 2 * sum(len(sample.tokens) for sample in batch if sample.has_advantage)
@@ -139,9 +138,9 @@ def test_the_order_in_which_groups_come_does_not_matter(make):
     settings = {"passes": 2, "mini_batches": 2, "advantage": {"use": "reinforce_plus_plus_baseline"}}
     ours, other = make(**settings), make(**settings)
     batch = estimated(rewarded(1, near=ours), ours)
-    step(way_of(ours, collected=True), batch, cuts=[2])
+    step(worker_of(ours, collected=True), batch, cuts=[2])
     shuffled = sorted(batch, key=lambda sample: -sample.gid)
-    step(way_of(other, collected=True), shuffled, cuts=[1, 5])
+    step(worker_of(other, collected=True), shuffled, cuts=[1, 5])
     assert_same(weights(ours), weights(other))
 
 
@@ -153,7 +152,7 @@ def test_advantages_are_normalised_over_the_step(make, use):
     batch = estimated(rewarded(2, near=ours), ours)
     batch[4:8] = [replace(sample, reward=1.0) for sample in batch[4:8]]
     batch = estimated(batch, ours)
-    step(way_of(ours, collected=True), batch, cuts=[1, 2])
+    step(worker_of(ours, collected=True), batch, cuts=[1, 2])
     arrays = [sample.advantages.astype(np.float64) for sample in batch]
     done = normalise(arrays, ours.recipe.estimator.normalise, lambda values: values)
     ready = [replace(sample, advantages=array.astype(np.float32)) for sample, array in zip(batch, done, strict=True)]
@@ -180,10 +179,10 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages(make):
     }
     ours, plain = make(**settings), make(advantage={"use": "dr_grpo"})
     batch = rewarded(3, near=ours)
-    stats = step(way_of(ours, collected=True, reference=Other(ours, 0.5)), batch)
+    stats = step(worker_of(ours, collected=True, reference=Other(ours, 0.5)), batch)
     assert stats.trained.mean("kl_reference") == pytest.approx(0.5, rel=1e-3)
     paid = [replace(sample, reward=sample.reward - 0.05 * len(sample.tokens)) for sample in batch]
-    step(way_of(plain, collected=False), estimated(paid, plain))
+    step(worker_of(plain, collected=False), estimated(paid, plain))
     assert_same(weights(ours), weights(plain))
 
 
@@ -218,7 +217,7 @@ def test_the_bonus_of_egpo_is_the_entropy_between_the_tags(make, one_rank, model
         bonus = min(entropy[place][2:5].mean(), abs(known) / 2) if place % 3 else 0.0
         ready.append(with_advantage(sample, known + 0.4 * bonus))
     assert not ours.recipe.streams
-    step(way_of(ours, collected=True), batch)
+    step(worker_of(ours, collected=True), batch)
     plain.update_policy(ready, step=10)
     assert_same(weights(ours), weights(plain))
 
@@ -229,7 +228,7 @@ def test_kl_in_the_loss_streams_with_its_reference(make):
     assert ours.recipe.streams
     batch = [with_advantage(sample, 0.0) for sample in rewarded(4)]
     before = weights(ours)
-    stats = step(way_of(ours, collected=False, reference=Other(ours, 0.5)), batch, cuts=[2])
+    stats = step(worker_of(ours, collected=False, reference=Other(ours, 0.5)), batch, cuts=[2])
     assert stats.trained.kl_tokens == count_tokens(batch), "without an advantage, too"
     assert stats.trained.mean("kl_reference") == pytest.approx(0.125, rel=1e-3)
     assert stats.loss == pytest.approx(0.3 * 0.125, rel=1e-3)
@@ -242,8 +241,8 @@ def test_the_limit_of_a_gate_is_that_of_the_whole_step(make):
     ours, other = make(**settings), make(**settings, tokens_per_microbatch=64)
     assert not ours.recipe.streams
     batch = estimated(rewarded(5, near=ours), ours)
-    first = step(way_of(ours, collected=True), batch)
-    second = step(way_of(other, collected=True), batch, cuts=[1, 2, 3, 4])
+    first = step(worker_of(ours, collected=True), batch)
+    second = step(worker_of(other, collected=True), batch, cuts=[1, 2, 3, 4])
     assert 0 < first.trained.masked == second.trained.masked < first.trained.tokens
     assert_same(weights(ours), weights(other))
 
@@ -253,12 +252,12 @@ def test_one_update_that_is_not_finite_is_left_out_and_counted(make):
     ours = make(**settings)
     batch = estimated(rewarded(6, near=ours), ours)
     batch[0] = with_advantage(batch[0], 3e38)
-    stats = step(way_of(ours, collected=True), batch)
+    stats = step(worker_of(ours, collected=True), batch)
     assert (stats.updates, stats.skipped_updates, stats.skipped) == (2, 1, False)
     assert np.isfinite([stats.loss, stats.grad_norm, stats.trained.loss]).all()
     all_of_them = [with_advantage(sample, 3e38) for sample in batch]
     before = weights(ours)
-    stats = step(way_of(ours, collected=True), all_of_them)
+    stats = step(worker_of(ours, collected=True), all_of_them)
     assert (stats.updates, stats.skipped_updates, stats.skipped) == (0, 3, True)
     assert not differ(before, weights(ours))
 
@@ -275,19 +274,19 @@ def test_advantages_that_cannot_be_computed_skip_the_step(make, monkeypatch):
 
     monkeypatch.setattr(Actor, "compute_log_prob", broken)
     monkeypatch.setattr(type(ours.recipe.estimator), "__call__", lambda *_: (_ for _ in ()).throw(ValueError("no")))
-    way = way_of(ours, collected=True)
-    assert step(way, batch).skipped
+    worker = worker_of(ours, collected=True)
+    assert step(worker, batch).skipped
     assert not differ(before, weights(ours))
     monkeypatch.undo()
-    assert not step(way, batch).skipped, "nothing of the step before is left"
+    assert not step(worker, batch).skipped, "nothing of the step before is left"
 
 
 def test_a_discarded_step_leaves_nothing(make):
     ours, clean = make(passes=2), make(passes=2)
     batch = estimated(rewarded(8, near=ours), ours)
-    way = way_of(ours, collected=True)
-    way.add([0, 1], [sample for sample in batch if sample.gid < 2], 10)
-    way.discard()
-    for one, one_way in ((ours, way), (clean, way_of(clean, collected=True))):
-        step(one_way, estimated(rewarded(9, near=clean), one), at=11)
+    worker = worker_of(ours, collected=True)
+    assert worker.train([0, 1], [sample for sample in batch if sample.gid < 2])
+    worker.discard()
+    for one, its_worker in ((ours, worker), (clean, worker_of(clean, collected=True))):
+        step(its_worker, estimated(rewarded(9, near=clean), one), at=11)
     assert_same(weights(ours), weights(clean))

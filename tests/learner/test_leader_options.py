@@ -8,7 +8,7 @@ import resource
 import signal
 
 import pytest
-from loop_kit import DEADLINE
+from leader_kit import DEADLINE
 from playing import reward
 
 from streamrl.queues.ledger import ZERO_VARIANCE

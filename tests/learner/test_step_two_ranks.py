@@ -1,8 +1,8 @@
 """Both ways through a step on two real processes under FSDP against one: the same weights and figures."""
 
 import pytest
+import step_process
 import torch
-import way_process
 from safetensors.torch import load_file
 from tiny_policy import without_key_biases
 from world_kit import one_and_two
@@ -12,12 +12,12 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model_of, one_rank):
-    return one_and_two(way_process, model_of("Qwen2"), one_rank, tmp_path_factory, 360)
+    return one_and_two(step_process, model_of("Qwen2"), one_rank, tmp_path_factory, 360)
 
 
-@pytest.mark.parametrize("name", way_process.RECIPES)
+@pytest.mark.parametrize("name", step_process.RECIPES)
 def test_two_ranks_learn_what_one_learns(runs, name):
-    number = list(way_process.RECIPES).index(name)
+    number = list(step_process.RECIPES).index(name)
     assert runs.two[0][name] == runs.two[1][name]
     for ours, theirs in zip(runs.two[0][name], runs.one[name], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)

@@ -15,28 +15,29 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
 from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.crew import NO_BASE, Command, Crew, TorchThread, share
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.export import export_model
-from streamrl.learner.following import FollowingRank
 from streamrl.learner.groups import GroupOpener, TrainGroup
-from streamrl.learner.intake import Intake
 from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.metrics import Sinks, StepMeter, group_frame
-from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
+from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import StepStats
 from streamrl.learner.saving import Saver
+from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.step import StepStats, make_models
 from streamrl.learner.takeover import Start, take_over
-from streamrl.learner.turns import on_devices
+from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.queues.archive import Archive
 from streamrl.queues.role import Role
+from streamrl.queues.turn import LearnerSwitch
 from streamrl.weight_sync.outlets import open_outlet
 from streamrl.weight_sync.publisher import Publisher
 
@@ -80,36 +81,58 @@ async def run_learner(role: Role) -> None:
 
 
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
-    async with on_devices(role, ranks.rank) as switch:
+    async with _on_devices(role, ranks.rank) as switch:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
-        trainer = await torch.run(make_trainer, role.config, ranks)
+        models = await torch.run(make_models, role.config, ranks)
+        worker = await torch.run(RankWorker, role.config, ranks, models, role.run_dir)
         if ranks.rank == 0:
-            await _lead(role, Crew(trainer, torch, switch))
+            await _lead(role, RankGroup(worker, torch, switch))
             return
         role.ready()
-        await FollowingRank(role.config, role.run_dir, role.ledgers.train, trainer, torch).run()
+        await follow(worker, torch, role.ledgers.train)
 
 
-async def _lead(role: Role, crew: Crew) -> None:
+@asynccontextmanager
+async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | None]:
+    """Have devices that are shared with engines (`rollout.placement: colocated`) when the block begins.
+
+    None when they are the learner's own, or another rank takes care of it.
+
+    Raises:
+        DeadlineExceeded: engines did not leave.
+        ExceptionGroup: also when the turn was lost; the block is cancelled then, and the process has to end.
+    """
+    if role.config.rollout.placement != "colocated" or rank:
+        yield None
+        return
+    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.turn_deadline)
+    async with asyncio.TaskGroup() as tasks:
+        renewing = tasks.create_task(switch.run(), name="turn on the devices")
+        await switch.take()
+        yield switch
+        renewing.cancel()
+
+
+async def _lead(role: Role, ranks: RankGroup) -> None:
     start: Start | None = None
     try:
         try:
-            start = await _begin(role, crew)
-            await Leader(role, crew, start).run()
+            start = await _begin(role, ranks)
+            await Leader(role, ranks, start).run()
         except BaseExceptionGroup as group:
             raise unwrap(group) from group
     except Fenced as error:
-        await crew.tell(Command.STOP)
+        await ranks.order(Command.STOP)
         if start is not None and (await role.ledgers.train.state()).epoch < start.epoch:
             raise Forgotten(f"Redis forgot epoch {start.epoch} of the learner", "start the learner again") from error
         raise
 
 
-async def _begin(role: Role, crew: Crew) -> Start:
+async def _begin(role: Role, ranks: RankGroup) -> Start:
     """Take over. A large checkpoint is read for longer than the other ranks wait for a word: they get one meanwhile."""
     checkpoints = Checkpoints(role.run_dir / "checkpoints")
     async with asyncio.TaskGroup() as tasks:
-        talking = tasks.create_task(crew.keep_alive(role.config.learner.collective_deadline), name="keep alive")
+        talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
         start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
         talking.cancel()
     return start
@@ -118,20 +141,18 @@ async def _begin(role: Role, crew: Crew) -> Start:
 class Leader:
     """Rank 0: decides what is trained, writes the ledger, publishes and saves."""
 
-    def __init__(self, role: Role, crew: Crew, start: Start) -> None:
+    def __init__(self, role: Role, ranks: RankGroup, start: Start) -> None:
         self._role, self._config = role, role.config
-        self._crew, self._trainer, self._torch = crew, crew.trainer, crew.torch
+        self._ranks, self._worker = ranks, ranks.worker
         self._ending = Ending(role.config, role.ledgers.roles)
         self._meter = StepMeter()
-        self._acquittable: list[TrainGroup] = []
         self._repeat_at = 0.0
         self._version = start.version
         self._diverged, self._unread, self._skipped_updates = 0, 0, 0
-        self._places_lost = 0  # in this step, to groups with equal rewards
         self._published_step = -1
         self._starved_since: float | None = None
         self._start = start
-        self._intake: Intake
+        self._buffer: TrainBuffer
         self._publishing: Publishing
         self._saver: Saver
         self._sinks: Sinks
@@ -141,11 +162,10 @@ class Leader:
         checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
         start = self._start
         if start.meta is not None:
-            meta, folder = start.meta, checkpoints.path(start.meta.position)
-            await self._crew.order(Command.LOAD, meta.position, lambda: self._trainer.load(folder, meta))
-        opener = GroupOpener(start.branch, self._trainer.recipe, self._trainer.misfit)
+            await self._ranks.order(Command.LOAD, *start.meta.position)
+        opener = GroupOpener(self._worker.recipe, self._worker.misfit)
         archive = Archive(self._config, self._role.run_dir)
-        self._intake = Intake(self._role.ledgers.train, self._config, start, opener, archive)
+        self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         sinks = self._sinks = Sinks(self._config, self._role.run_dir)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
@@ -154,14 +174,16 @@ class Leader:
                 open_outlet(self._config, self._role.run_dir, publisher.root) as outlet,
                 asyncio.TaskGroup() as tasks,
             ):
-                self._saver = Saver(self._config, self._role.run_dir, start, self._intake, crew=self._crew, tasks=tasks)
+                self._saver = Saver(
+                    self._config, self._role.run_dir, start, self._buffer, ranks=self._ranks, tasks=tasks
+                )
                 self._publishing = Publishing(
                     publisher,
                     outlet,
                     versions,
-                    self._intake,
+                    self._buffer,
                     epoch=start.epoch,
-                    world=self._trainer.ranks.world,
+                    world=self._worker.ranks.world,
                     deadline=self._config.weights.deadline,
                     tasks=tasks,
                 )
@@ -176,18 +198,16 @@ class Leader:
             await asyncio.to_thread(sinks.close)
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
-        talking = tasks.create_task(self._crew.keep_alive(self._config.learner.collective_deadline), name="keep alive")
-        history = [number for pair in self._start.branch.pairs for number in pair]
-        await self._crew.order(Command.HISTORY, history, lambda: None)
+        talking = tasks.create_task(self._ranks.keep_alive(self._config.learner.collective_deadline), name="keep alive")
         await self._publish()
         await self._publishing.settle()
         self._role.ready()
-        following = tasks.create_task(self._intake.follow(), name="intake")
-        archiving = tasks.create_task(self._intake.archive.run(), name="archive")
+        following = tasks.create_task(self._buffer.follow(), name="train buffer")
+        archiving = tasks.create_task(self._buffer.archive.run(), name="archive")
         reason = await self._train()
-        if self._intake.in_step:
+        if self._buffer.in_step:
             await self._abandon()
-        if self._trainer.step != self._published_step:
+        if self._worker.step != self._published_step:
             await self._publish()  # the last steps, where not each is published
         if not await self._saver.save(self._version):
             raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
@@ -197,62 +217,58 @@ class Leader:
         if reason is not None:
             await self._finish(reason)
         talking.cancel()
-        await self._crew.release()
-        await self._crew.tell(Command.STOP)
+        await self._ranks.release()
+        await self._ranks.order(Command.STOP)
 
     async def _train(self) -> Reason | None:
         """Train until the run is over (returns why) or the role is to stop (returns None)."""
         while not self._role.stop.is_set():
-            in_step = self._intake.in_step
-            if not in_step and (reason := await self._ending.reason(self._trainer.step)):
+            in_step = self._buffer.in_step
+            if not in_step and (reason := await self._ending.reason(self._worker.step)):
                 return reason
-            if self._room <= 0:
+            if self._buffer.room <= 0:
                 await self._update()
                 continue
             groups = await self._choose(last=False)
-            if not groups and self._room > 0 and await self._intake.ended():
+            if not groups and self._buffer.room > 0 and await self._buffer.ended():
                 groups = await self._choose(last=True)
                 if not groups and in_step:
                     await self._update()
                     continue
-                if not groups and not self._intake.untrained:
-                    await self._intake.drop_lost()
+                if not groups and not self._buffer.untrained:
+                    await self._buffer.drop_equal()
                     return "data"
             if groups:
                 await self._micro_batch(groups)
-            elif self._room > 0:
+            elif self._buffer.room > 0:
                 await self._starve()
         return None
 
-    @property
-    def _room(self) -> int:
-        """Free places in the step."""
-        return self._config.learner.groups_per_step - self._places_lost - len(self._intake.in_step)
-
     async def _choose(self, *, last: bool) -> list[TrainGroup]:
-        self._intake.changed.clear()
-        await self._intake.drop_stale(self._trainer.step)
-        zero_variance = self._trainer.recipe.zero_variance
+        self._buffer.changed.clear()
+        await self._buffer.drop_stale(self._worker.step)
+        zero_variance = self._worker.recipe.zero_variance
         if zero_variance == "drop":
-            self._places_lost += self._intake.lose_equal(self._room)
+            self._buffer.set_equal_aside(self._buffer.room)
         elif zero_variance == "resample":
-            self._intake.lose_equal(sys.maxsize)
-            await self._intake.drop_lost()
-        cost = self._config.learner.tokens_per_microbatch * self._trainer.ranks.world
-        if self._crew.alternates:
+            self._buffer.set_equal_aside(sys.maxsize)
+            await self._buffer.drop_equal()
+        cost = self._config.learner.tokens_per_microbatch * self._worker.ranks.world
+        if self._ranks.alternates:
             cost = sys.maxsize  # engines stand still from the first micro-batch on: begin with all of the step
-        return self._intake.choose(self._room, cost, last=last) if self._room > 0 else []
+        room = self._buffer.room
+        return self._buffer.choose(room, cost, last=last) if room > 0 else []
 
     async def _starve(self) -> None:
         """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
         now = time.monotonic()
         self._starved_since = self._starved_since or now
-        if self._trainer.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
+        if self._worker.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
             # Engines may wait for it: what they sample with older weights may be too old to be trained.
             await self._publish()
         if self._saver.due:
             await self._save_between_steps()
-        await self._crew.release()
+        await self._ranks.release()
         if time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + _REPEAT_SECONDS
             if not await self._publishing.repeat():
@@ -263,16 +279,16 @@ class Leader:
                 self._publishing.begin_anew()
                 await self._publish()
         stopped = asyncio.create_task(self._role.stop.wait())
-        changed = asyncio.create_task(self._intake.changed.wait())
+        changed = asyncio.create_task(self._buffer.changed.wait())
         await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         changed.cancel()
 
     async def _save_between_steps(self) -> None:
         """Save unless the step is open: then only when nothing else makes room for the groups that it lacks."""
-        if self._intake.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
+        if self._buffer.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
             await self._abandon()
-        if not self._intake.in_step:
+        if not self._buffer.in_step:
             await self._saver.begin(self._version)
 
     async def _nobody_has_it(self) -> bool:
@@ -287,27 +303,17 @@ class Leader:
         return bool(held) and max(held) < self._publishing.version
 
     async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
-        """Train one micro-batch; meanwhile the groups of the one before are acquitted."""
-        world = self._trainer.ranks.world
-        owners = share(groups, world, self._trainer.work, all_read=self._trainer.recipe.reads_all)
-        gids = [group.gid for group in groups]
-        mine = [sample for group, owner in zip(groups, owners, strict=True) if owner == 0 for sample in group.samples]
+        """Train one micro-batch; meanwhile the crash counters of the one before are cleared."""
         self._meter.begin()
         self._starved_since = None
-        await self._intake.begin(groups)
-        pairs = [number for pair in zip(gids, owners, strict=True) for number in pair]
-
-        def train() -> bool:
-            return self._trainer.train(gids, mine, idle=max(owners) < 0)
-
+        await self._buffer.begin(groups)
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(self._crew.order(Command.TRAIN, pairs, train, computes=True))
-            if self._acquittable:
-                tasks.create_task(self._intake.acquit(self._acquittable, self._publishing.version))
+            work = tasks.create_task(self._ranks.train(groups))
+            tasks.create_task(self._buffer.clear_crash_counts())
         if work.result():
-            self._acquittable, self._unread = list(groups), 0
+            self._buffer.computed(groups)
+            self._unread = 0
         else:
-            self._acquittable = []
             await self._give_back(groups)
 
     async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
@@ -316,7 +322,7 @@ class Leader:
         Raises:
             Unreachable: that happened too often in a row.
         """
-        await self._intake.release(groups, self._publishing.version)
+        await self._buffer.release(groups)
         self._unread += 1
         logger.warning("micro-batch skipped: a rank lacks its groups or their reference", extra={"groups": len(groups)})
         if self._unread >= _MAX_UNREAD:
@@ -334,19 +340,18 @@ class Leader:
 
     async def _update(self) -> None:
         """Apply the step, write it down, free its places, publish when it is its turn, and save when due."""
-        done = await self._apply() if self._intake.in_step else None
-        self._places_lost = 0
-        await self._intake.drop_lost()
+        done = await self._apply() if self._buffer.in_step else None
+        await self._buffer.drop_equal()
         if done is None:
             return
         groups, stats = done
-        step = self._trainer.step
-        line = self._meter.line(groups, stats, step, self._torch.take_busy(), self._intake.take_lengths())
+        step = self._worker.step
+        line = self._meter.line(groups, stats, step, self._ranks.torch.take_busy(), self._buffer.take_lengths())
         counts = {
             "skipped_updates": self._skipped_updates,
-            "dropped": self._intake.dropped,
-            "dropped_zero_variance": self._intake.zero_variance,
-            **self._intake.archive.counts,
+            "dropped": self._buffer.dropped,
+            "dropped_zero_variance": self._buffer.zero_variance,
+            **self._buffer.archive.counts,
         }
         self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:
@@ -359,16 +364,13 @@ class Leader:
             ConfigError: a model had no finite gradient in too many steps in a row: the weights have diverged, and each
                 step would cost more groups.
         """
-        tokens = max(1, sum(group.tokens for group in self._intake.in_step))
-        responses = sum(group.responses for group in self._intake.in_step)
-        stats = await self._crew.order(
-            Command.APPLY, [tokens, responses], lambda: self._trainer.apply(tokens, responses), computes=True
-        )
-        self._acquittable = []
+        tokens = max(1, sum(group.tokens for group in self._buffer.in_step))
+        responses = sum(group.responses for group in self._buffer.in_step)
+        stats: StepStats = await self._ranks.order(Command.APPLY, tokens, responses)
         self._skipped_updates += stats.skipped_updates
-        step = self._trainer.step
+        step = self._worker.step
         if stats.skipped:
-            await self._intake.discard(self._intake.in_step, "the gradient was not finite")
+            await self._buffer.discard(self._buffer.in_step, "the gradient was not finite")
         self._diverged = self._diverged + 1 if stats.diverged else 0
         if self._diverged >= _MAX_DIVERGED:
             raise ConfigError(
@@ -378,7 +380,7 @@ class Leader:
             )
         if stats.skipped:
             return None
-        groups = self._intake.applied()
+        groups = self._buffer.applied()
         epoch, number = self._start.epoch, self._version + 1
         gids = [group.gid for group in groups]
         self._saver.trained(group_frame(group, epoch=epoch, step=step, version=number) for group in groups)
@@ -387,15 +389,15 @@ class Leader:
 
     async def _make_room(self, gids: Sequence[int]) -> None:
         """Free the places of trained groups, and publish when it is this step's turn."""
-        due = self._trainer.step - self._published_step >= self._config.learner.publish_every
+        due = self._worker.step - self._published_step >= self._config.learner.publish_every
         if due and not self._config.max_staleness:
             # Nobody may begin the next step with the weights before: they have to know of the new ones first.
             await self._publish()
             await self._publishing.settle()
-            await self._intake.consume(self._publishing.version, None, gids)
+            await self._buffer.free_places(gids)
             return
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._intake.consume(self._publishing.version, None, gids))
+            tasks.create_task(self._buffer.free_places(gids))
             if due:
                 tasks.create_task(self._publish())
 
@@ -403,18 +405,17 @@ class Leader:
         """Give the present weights a number and publish them in the background; waits for the version before."""
         await self._publishing.settle()
         self._version += 1
-        self._published_step = self._trainer.step
+        self._published_step = self._worker.step
         self._start.branch.note(self._version, self._published_step)
         base = self._publishing.next_base()
-        numbers = [self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))]
-        snapshot = await self._crew.order(Command.PUBLISH, numbers, self._trainer.snapshot, computes=True)
-        await self._publishing.start(self._version, self._trainer.step, base, snapshot)
+        numbers = self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))
+        snapshot: Snapshot = await self._ranks.order(Command.PUBLISH, *numbers)
+        await self._publishing.start(self._version, self._worker.step, base, snapshot)
 
     async def _abandon(self) -> None:
         """Forget a partial step: its groups stay closed in Redis, for this learner or the next one."""
-        self._acquittable = []
-        await self._crew.order(Command.DISCARD, [], self._trainer.discard)
-        await self._intake.release(self._intake.in_step, self._publishing.version)
+        await self._ranks.order(Command.DISCARD)
+        await self._buffer.release(self._buffer.in_step)
 
     async def _finish(self, reason: Reason) -> None:
         if self._saver.newest is None:
@@ -425,14 +426,14 @@ class Leader:
             self._role.run_dir,
             Finished(
                 reason=reason,
-                step=self._trainer.step,
+                step=self._worker.step,
                 version=self._version,
                 epoch=self._start.epoch,
                 accuracy=self._ending.accuracy,
                 epochs=self._config.data.epochs,
             ),
         )
-        logger.info("the run is over", extra={"reason": reason, "step": self._trainer.step})
+        logger.info("the run is over", extra={"reason": reason, "step": self._worker.step})
 
     def _show(self, step: int, line: dict[str, object]) -> None:
         head = {"step": step, "epoch": self._start.epoch, "version": self._version}

@@ -1,4 +1,4 @@
-"""One rank that goes both ways through steps: `way_process.py MODEL OUT`; test_ways_two_ranks.py judges it."""
+"""One rank that goes both ways through steps: `step_process.py MODEL OUT`; test_ways_two_ranks.py judges it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import orjson
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from step_kit import estimated, rewarded, weights
 from tiny_policy import run_config
-from way_kit import estimated, rewarded, weights
 
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.models import make_trainer
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.step import make_models
 
 STEPS = 2
 RECIPES: dict[str, dict[str, Any]] = {
@@ -53,17 +54,17 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
     found: dict[str, Any] = {}
     for number, (name, learner) in enumerate(RECIPES.items()):
         config = run_config(model, ranks=ranks.world, **{"lr": 1e-3, "tokens_per_microbatch": 128, **learner})
-        trainer = make_trainer(config, ranks)
-        actor = trainer._actor
+        models = make_models(config, ranks)
+        worker, actor = RankWorker(config, ranks, models, out), models.actor
         records = []
         for step in range(STEPS):
-            trainer.step = step + 10 if step else step
+            worker.step = step + 10 if step else step
             batch = estimated(rewarded(step), actor)
             first = [sample for sample in batch if sample.gid < 4]
             rest = [sample for sample in batch if sample.gid >= 4]
-            trainer.train([0, 1, 2, 3], share(first, ranks), idle=False)
-            trainer.train([4, 5], rest if ranks.rank == 0 else [], idle=False)
-            stats = trainer.apply(*sizes(batch))
+            worker.train([0, 1, 2, 3], share(first, ranks), idle=False)
+            worker.train([4, 5], rest if ranks.rank == 0 else [], idle=False)
+            stats = worker.apply(*sizes(batch))
             critic = [one.sums.loss for one in stats.critic]
             records.append([stats.loss, stats.grad_norm, stats.lr, stats.kl_coefficient, stats.trained.masked, *critic])
         found[name] = records
