@@ -80,7 +80,8 @@ async def test_end_of_data_trains_a_short_batch(run):
     assert (found.admitted, found.trained, found.live) == (10, 10, 0)
 
 
-async def test_accuracy_ends_the_run(run):
+def end_at_accuracy(run) -> None:
+    """Have the run end when held-out accuracy reaches 0.9."""
     run.configure(steps=None)
     config = run.config
     evaluation = config.evaluation.model_copy(update={"every": 1})
@@ -91,6 +92,10 @@ async def test_accuracy_ends_the_run(run):
     saved["config"]["evaluation"]["every"] = 1
     saved["config"]["data"]["held_out"] = "held_out.jsonl"
     (run.run_dir / "run.json").write_bytes(orjson.dumps(saved))
+
+
+async def test_accuracy_ends_the_run(run):
+    end_at_accuracy(run)
     async with run.play():
         pid = run.start()
         await run.until(lambda: len(run.steps()) >= 2)
@@ -100,6 +105,18 @@ async def test_accuracy_ends_the_run(run):
     assert run.finished()["reason"] == "accuracy"
     assert run.finished()["accuracy"] == 0.91
     await run.audit()
+
+
+async def test_a_run_that_ends_before_its_first_step_exports_no_model(run):
+    end_at_accuracy(run)
+    async with run.play():
+        async with open_ledgers(run.config, run.run_dir) as ledgers:
+            await ledgers.roles.beat("feeder.0", {"accuracy": 0.91, "accuracy_version": 1}, 60)
+        assert await run.learn() == 0, run.log()
+        await run.audit()
+    assert (run.finished()["reason"], run.finished()["step"]) == ("accuracy", 0)
+    assert "no model exported" in run.log()
+    assert not (run.run_dir / "model").exists()
 
 
 async def test_sigterm_leaves_everything_durable(run):
