@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from streamrl.atomic import whole_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
@@ -112,25 +112,18 @@ def export_checkpoint(
         InvalidCheckpoint: a file of the checkpoint went away.
         CannotCreate: no room, or no permission; what was there before is still there.
     """
-    draft = out.with_name(f"{out.name}.draft")
     model = _skeleton(config)
     with open_shards(folder, meta.world) as shards:
         source = _Source(config, shards, meta, "ema" if average else "weight")
+        names = [name for name, _ in model.named_parameters()]
+        source.check(names)
         try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            names = [name for name, _ in model.named_parameters()]
-            source.check(names)
-            files = _write(draft, model, source, names, on_progress)
-            _write_rest(draft, model, config, files)
-            source.write_adapter(draft / "adapter")
-            if out.exists():
-                shutil.rmtree(out)
-            draft.rename(out)
+            with whole_directory(out) as draft:
+                files = _write(draft, model, source, names, on_progress)
+                _write_rest(draft, model, config, files)
+                source.write_adapter(draft / "adapter")
         except OSError as error:
             raise CannotCreate(f"{out} cannot be written: {error}", "make room and export again") from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
     written = [name for name in sorted(files) if name.endswith(".safetensors")]
     return Exported(meta.name, written, sum((out / name).stat().st_size for name in written))
 

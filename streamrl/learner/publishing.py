@@ -28,9 +28,9 @@ class Publishing:
     Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop; the
     same thread waits for the files of the other ranks. Engines are told when all is there; none is waited for.
 
-    A version that cannot be written is logged and left out, the next one is tried. When those of three steps in a row
-    failed, or all for the deadline, the learner gives up: engines that never get new weights make training worse with
-    every step.
+    A version that cannot be written is logged and left out, and the next one is tried. When the versions of three steps
+    in a row failed, or all within the deadline, the learner gives up: without new weights in the engines, each step
+    makes training worse.
 
     Attributes:
         version: newest version that engines can see, 0 when none.

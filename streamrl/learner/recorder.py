@@ -1,10 +1,10 @@
-"""The recorder: what stands in the learner's place in a run that records rollouts and trains nothing.
+"""The recorder: it takes the learner's place in a run that records rollouts and trains nothing.
 
 ```
 take over -> publish the model once -> { closed groups -> files -> fsync -> checkpoint without weights -> retire }
 ```
-To the ledger it is a learner: it fences, its epochs have logs of ids, and its checkpoints say which groups are durable
-and are what `retire` names. So the audit proves of a recording what it proves of a training.
+To the ledger it is a learner: it fences, writes the lineage of its epoch, and retires groups for checkpoints that say
+which of them are durable. So the audit proves of a recording what it proves of a training.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Recorder:
             if revived or (self._fresh and time.monotonic() >= self._saved_at + _SAVE_SECONDS):
                 await self._save()
             # Also where nothing is new: engines that come back find the version again after Redis lost seconds.
-            held = sum(gid in self._fresh for gid in closed)
-            await self._ledger.consume(self._start.nonce, held, self._version, self._manifest)
+            unretired = sum(gid in self._fresh for gid in closed)
+            await self._ledger.consume(self._start.nonce, unretired, self._version, self._manifest)
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
         await self._save()
         if self._digest.count >= self._goal:

@@ -2,7 +2,7 @@
 
 ```
 between two steps: every rank copies its state to the host      (SAVE)
-in the background: every rank writes and fsyncs its copy; rank 0 syncs the logs
+in the background: every rank writes and fsyncs its copy; rank 0 syncs the lineage
                    all have written                              (SAVED, asked again and again)
                    meta data, rename -> retire -> remove old ones
 ```
@@ -66,7 +66,7 @@ class Saver:
         tasks: owns the background task; an error there ends the learner.
 
     Raises:
-        CannotCreate: the log or the record of this epoch cannot be made.
+        CannotCreate: the lineage of this epoch cannot be made.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Saver:
     def due(self) -> bool:
         """Whether a checkpoint should be begun now."""
         config, steps = self._config, self._worker.step - self._begun
-        due = checkpoint_due(steps, config.checkpoint.every, self._buffer.held, config.budget, config.hard_cap)
+        due = checkpoint_due(steps, config.checkpoint.every, self._buffer.unretired, config.budget, config.hard_cap)
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:
-        """Begin a checkpoint of the present weights; what they were trained on is retired when it is durable.
+        """Begin a checkpoint of the present weights; the groups they were trained on are retired when it is durable.
 
-        Call between two steps only. It waits for the one before it first: with `checkpoint.background` as many groups
-        as are trained in two intervals are held at most. Cancelled or killed half way it leaves a draft that the next
-        learner removes, or a finished checkpoint whose groups the next learner retires.
+        Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
+        most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
+        the next learner removes, or a finished checkpoint, whose groups the next learner retires.
 
         Args:
             version: greatest version number used so far.
@@ -130,7 +130,7 @@ class Saver:
             await self.settle()
 
     async def settle(self) -> None:
-        """Return when no checkpoint is being written, whatever became of it; bounded by `checkpoint.deadline`."""
+        """Wait until no checkpoint is being written, failed or not; at most `checkpoint.deadline`."""
         if self._running is not None:
             await asyncio.wait([self._running])
 

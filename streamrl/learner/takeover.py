@@ -78,8 +78,8 @@ class Start:
 async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, model: str) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
 
-    Until `resume` nothing but the fence is written, and the cursor of a Redis that lost its data. A repeat is another
-    learner: it gets a new epoch.
+    Before `resume` it writes only the fence, and the cursor of a Redis that lost its data. Each call is another
+    learner with a new epoch.
 
     Args:
         ledger: the training ledger.
@@ -102,7 +102,7 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
     trained = read_trained(checkpoints.folder, meta.chain) if meta else []
     if meta:
         check_digest(meta, trained)
-    # A Redis that lost its data would have all trained groups made again: its cursor is lifted to the first gap.
+    # A Redis that lost its data would admit all trained groups again: lift its cursor to the first gap.
     known = set(trained)
     await ledger.lift(nonce, next(gid for gid in itertools.count() if gid not in known))
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)

@@ -70,7 +70,7 @@ class TrainBuffer:
         durable: ids in the chain of the newest durable checkpoint.
         dropped: groups dropped by this learner, for whatever reason.
         zero_variance: of these, the ones with equal rewards (`learner.advantage.zero_variance`).
-        held: closed groups in Redis that are trained, not retired, and whose places are free, at the last reading.
+        unretired: closed groups in Redis that are trained, not retired, and whose places are free, at the last reading.
         untrained: closed groups in Redis that can still be trained, at the last reading.
         changed: set after each reading; who waits for it clears it.
         archive: gets every group that is read, before anything is decided about it.
@@ -86,7 +86,7 @@ class TrainBuffer:
     def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener, archive: Archive) -> None:
         self.durable = set(start.trained)
         self.dropped = self.zero_variance = 0
-        self.held = self.untrained = 0
+        self.unretired = self.untrained = 0
         self.changed = asyncio.Event()
         self.archive = archive
         self._groups: dict[int, GroupState] = {}
@@ -233,7 +233,7 @@ class TrainBuffer:
     def applied(self) -> list[TrainGroup]:
         """The update of the step is in the weights: its groups are trained. Returns them.
 
-        Their places are taken until `free_places` names them, whatever else tells Redis what is held in between.
+        Their places stay taken until `free_places` names them, also when other calls write `unretired` in between.
         """
         groups = self.in_step
         for group in groups:
@@ -247,13 +247,13 @@ class TrainBuffer:
                 if gid in self._groups:
                     self._groups[gid].stage = Stage.TRAINED
             await self._read()
-            await self._ledger.consume(self._nonce, self.held, 0, None, gids)
+            await self._ledger.consume(self._nonce, self.unretired, 0, None, gids)
 
     async def announce(self, version: int, manifest: bytes) -> None:
         """Show engines a version of the weights; a repeat shows it again where Redis has forgotten it."""
         async with self._lock:
             await self._read()
-            await self._ledger.consume(self._nonce, self.held, version, manifest)
+            await self._ledger.consume(self._nonce, self.unretired, version, manifest)
 
     async def saved(self, checkpoint: str, gids: Collection[int]) -> None:
         """Fresh groups are in a durable checkpoint: retire them."""
@@ -266,7 +266,7 @@ class TrainBuffer:
             await self._read()
 
     async def _clear_crash_counts(self, gids: Sequence[int]) -> None:
-        # What is held stays as it is: the last reading may be older than a retirement, or than a Redis from the past.
+        # `unretired` is not written: the last reading may be older than a retirement, or than a Redis from the past.
         await self._ledger.consume(self._nonce, None, 0, None, gids)
 
     # ---- inside the lock
@@ -308,7 +308,7 @@ class TrainBuffer:
     async def _retire(self, closed: Sequence[int]) -> None:
         gids = [gid for gid in closed if gid in self.durable]
         self._count([gid for gid in closed if gid not in self.durable])
-        await self._ledger.retire(self._nonce, self._checkpoint, self.held, gids)
+        await self._ledger.retire(self._nonce, self._checkpoint, self.unretired, gids)
 
     async def _open(self, closed: ClosedGroup | None) -> TrainGroup | None:
         if closed is None:
@@ -333,7 +333,7 @@ class TrainBuffer:
     def _count(self, closed: Sequence[int]) -> None:
         trained = {gid for gid, state in self._groups.items() if state.stage is Stage.TRAINED}
         self._closed = len(closed)
-        self.held = sum(gid in self.durable or gid in trained for gid in closed)
+        self.unretired = sum(gid in self.durable or gid in trained for gid in closed)
 
     # ---- looking
 

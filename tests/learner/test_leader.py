@@ -126,8 +126,8 @@ KILLS = {
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:5",
     "after the log": "streamrl.learner.lineage:Lineage.add:after:3",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:7",
-    "before the rename": "streamrl.learner.checkpoint:fsync_directory:before:3",
-    "after the rename": "streamrl.learner.checkpoint:fsync_directory:before:4",
+    "before the rename": "streamrl.atomic:fsync_directory:before:3",
+    "after the rename": "streamrl.atomic:fsync_directory:before:4",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
 }
 MORE_KILLS = {

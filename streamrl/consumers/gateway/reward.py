@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from streamrl.atomic import write_whole
 from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
 from streamrl.consumers.gateway.offers import Offer, Offers
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
@@ -140,11 +141,9 @@ def _token(path: Path | None) -> str | None:
 @contextlib.contextmanager
 def _told(path: Path, url: str) -> Iterator[None]:
     """Keep the URL in a file while the gateway is open, for programs that start before it has a port."""
-    draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(f"{url}\n")
-        draft.rename(path)
+        write_whole(path, f"{url}\n".encode())
     except OSError as error:
         logger.warning("the URL of the gateway is in no file", extra={"path": str(path), "error": str(error)})
     try:
