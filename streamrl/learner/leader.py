@@ -330,13 +330,8 @@ class Leader:
                 f"a rank lacked its groups or their reference {self._unread} times in a row",
                 "the log of that rank says why",
             )
-        await self._stops_within(_UNREAD_SECONDS * 2**self._unread)
-
-    async def _stops_within(self, seconds: float) -> bool:
-        """Wait, but no longer than until the role is to stop; whether it is."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._role.stop.wait(), seconds)
-        return self._role.stop.is_set()
+            await asyncio.wait_for(self._role.stop.wait(), _UNREAD_SECONDS * 2**self._unread)
 
     async def _update(self) -> None:
         """Apply the step, write it down, free its places, publish when it is its turn, and save when due."""
@@ -364,13 +359,13 @@ class Leader:
             ConfigError: a model had no finite gradient in too many steps in a row: the weights have diverged, and each
                 step would cost more groups.
         """
-        tokens = max(1, sum(group.tokens for group in self._buffer.in_step))
-        responses = sum(group.responses for group in self._buffer.in_step)
-        stats: StepStats = await self._ranks.order(Command.APPLY, tokens, responses)
+        in_step = self._buffer.in_step
+        tokens, responses = sum(group.tokens for group in in_step), sum(group.responses for group in in_step)
+        stats: StepStats = await self._ranks.order(Command.APPLY, max(1, tokens), responses)
         self._skipped_updates += stats.skipped_updates
         step = self._worker.step
         if stats.skipped:
-            await self._buffer.discard(self._buffer.in_step, "the gradient was not finite")
+            await self._buffer.discard(in_step, "the gradient was not finite")
         self._diverged = self._diverged + 1 if stats.diverged else 0
         if self._diverged >= _MAX_DIVERGED:
             raise ConfigError(
