@@ -2,7 +2,7 @@
 
     python benchmarks/staleness_cell.py CELL         a cell as JSON; lines of progress and a result on stdout
 
-Everything is in this process: the decoder of the Hugging Face engine samples, the learner's `Trainer` (one rank)
+Everything is in this process: the decoder of the Hugging Face engine samples, the learner's `RankWorker` (one rank)
 trains, and a ring of the last S + 1 weights lies between them. The groups of step k are sampled by the weights of step
 max(0, k - S), their log-probabilities are kept as sampled, and their tokens have the age of these weights.
 """
@@ -27,12 +27,12 @@ from train_lines import Lines
 
 from streamrl.config import RunConfig
 from streamrl.demo import task
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.groups import group_data
+from streamrl.learner.policy import Actor
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import StepStats
-from streamrl.learner.steps import Trainer
+from streamrl.learner.step import Models, StepStats
 from streamrl.producers.engines.decoder import Job, Outcome
 from streamrl.producers.engines.model import load_model, stop_tokens
 from streamrl.producers.engines.slots import SlotBatch
@@ -115,7 +115,7 @@ class Run:
         config = config_of(cell)
         self._cell = cell
         self._actor = Actor(config, ranks)
-        self._trainer = Trainer(config, ranks, self._actor)
+        self._worker = RankWorker(config, ranks, Models(actor=self._actor), EXAMPLE)
         self._sampler = Sampler(config)
         (stop,) = self._sampler.stop
         self._train = Prompts(EXAMPLE / "cache" / "train.jsonl", stop)
@@ -142,13 +142,14 @@ class Run:
         return {
             "final": self._accuracy(cell.final_prompts, cell.steps + 1),
             "accuracy": curve,
-            "skipped": cell.steps - self._trainer.step,
+            "skipped": cell.steps - self._worker.step,
             **_series(learnt, cell.every),
         }
 
     def _keep(self) -> None:
         """Put a copy of the present weights into the ring; the oldest falls out."""
-        self._ring.append((self._trainer.step, dict(self._actor.full_tensors(torch.float32))))
+        weights = {name: parameter.to_local().clone() for name, parameter in self._actor.parameters.items()}
+        self._ring.append((self._worker.step, weights))
 
     def _step(self, step: int) -> tuple[float, StepStats]:
         cell = self._cell
@@ -161,8 +162,8 @@ class Run:
         for place, index in enumerate(chosen):
             group = outcomes[place * cell.size : (place + 1) * cell.size]
             samples += self._group(begin + place, index, group, age)
-        self._trainer.train(range(begin, begin + cell.groups), samples, idle=False)
-        stats = self._trainer.apply(sum(len(sample.tokens) for sample in samples), len(samples))
+        self._worker.train(range(begin, begin + cell.groups), samples, idle=False)
+        stats = self._worker.apply(sum(len(sample.tokens) for sample in samples), len(samples))
         return float(np.mean([sample.reward for sample in samples])), stats
 
     def _group(self, gid: int, index: int, outcomes: Sequence[Outcome], step: int) -> list[TrainSample]:
@@ -179,7 +180,7 @@ class Run:
             )
             for outcome in outcomes
         ]
-        advantages = self._trainer.recipe.estimator(group_data(samples))
+        advantages = self._worker.recipe.estimator(group_data(samples))
         return [
             replace(sample, advantages=array.astype(np.float32))
             for sample, array in zip(samples, advantages, strict=True)

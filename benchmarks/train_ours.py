@@ -22,8 +22,8 @@ from train_batches import CONTEXT, FIRST, VOCABULARY, Response, make_batch, thro
 from train_lines import Lines
 
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 
 

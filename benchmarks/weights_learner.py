@@ -23,8 +23,8 @@ from random_model import write_model
 from spread import ratios, spread
 
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync import Publisher

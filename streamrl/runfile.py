@@ -19,6 +19,7 @@ import orjson
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from streamrl.atomic import write_whole
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
 from streamrl.config.base import MODEL, Section
 from streamrl.config.presets import lay_beneath
@@ -72,9 +73,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
 
 def save(loaded: LoadedConfig, path: Path) -> None:
     """Write a resolved configuration and its origins as JSON (atomically)."""
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(orjson.dumps(loaded.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-    draft.rename(path)
+    write_whole(path, orjson.dumps(loaded.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
 
 
 def read_saved(path: Path) -> LoadedConfig:

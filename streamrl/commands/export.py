@@ -31,7 +31,7 @@ def export(chosen: Path | None, step: int | None, out: Path, *, average: bool, f
     if missing:
         raise ConfigError(f"an export needs {', '.join(missing)}", "pip install 'streamrl[train]'")
     from streamrl.learner.checkpoint import Checkpoints
-    from streamrl.learner.exporting import choose_checkpoint, export_checkpoint
+    from streamrl.learner.export import choose_checkpoint, export_checkpoint
     from streamrl.runfile import read_saved
 
     config = read_saved(run.path / "run.json").config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+
+from streamrl.atomic import write_whole
 
 FILE: Final = "supervisor.json"
 
@@ -46,12 +49,8 @@ class RoleStates:
 
     def _write(self, holder: dict[str, Any]) -> None:
         data = {**holder, "roles": {name: asdict(role) for name, role in self.roles.items()}}
-        draft = self._path.with_suffix(".draft")
-        try:
-            draft.write_bytes(orjson.dumps(data))
-            draft.rename(self._path)
-        except OSError:
-            draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            write_whole(self._path, orjson.dumps(data))
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ _BYTES = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
 def _trained(run_dir: Path, gid: int, state: LedgerState) -> dict[str, Any] | None:
     """The durable record of a group that today's weights were trained on."""
     from streamrl.learner.checkpoint import Checkpoints
-    from streamrl.learner.record import read_record
+    from streamrl.learner.lineage import read_record
 
     checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
     newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)

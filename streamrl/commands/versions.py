@@ -1,4 +1,4 @@
-"""`streamrl weights ls` and `show`: what is known of each version of the weights."""
+"""`streamrl weights`: what is known of each version of the weights, and keeping one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from streamrl.commands.attach import live_probe
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.lines import date_time
-from streamrl.queues.rollback import Request, parse
 from streamrl.queues.snapshot import take
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 LIST_SCHEMA: Final = "streamrl.weights/1"
 SHOW_SCHEMA: Final = "streamrl.weights.show/1"
+PIN_SCHEMA: Final = "streamrl.weights.pin/1"
+UNPIN_SCHEMA: Final = "streamrl.weights.unpin/1"
 
 
 def ls(chosen: Path | None, *, everything: bool, json: bool) -> int:
@@ -30,7 +31,7 @@ def ls(chosen: Path | None, *, everything: bool, json: bool) -> int:
     if not everything:
         rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
     if json:
-        output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": _rollback(run)})
+        output.write_json(LIST_SCHEMA, {"versions": rows})
         return 0
     if not rows:
         output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
@@ -42,7 +43,7 @@ def ls(chosen: Path | None, *, everything: bool, json: bool) -> int:
 def show(chosen: Path | None, version: str, *, json: bool) -> int:
     """Show one version: its figures, files and tensors."""
     run = find_run(chosen)
-    number = number_of(run, version)
+    number = _number(run, version)
     row = next((row for row in _rows(run) if row["version"] == number), None)
     if row is None:
         raise UsageError(f"there never was a version {number}", "`streamrl weights ls --all` shows all")
@@ -64,7 +65,7 @@ def show(chosen: Path | None, version: str, *, json: bool) -> int:
             text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
             output.write(f"{key:10}  {', '.join(text) if isinstance(text, list) else text}")
     for shard in data["shards"]:
-        output.write(f"file        {shard['file']}  {shard['kind']}  {size(shard['bytes'])}")
+        output.write(f"file        {shard['file']}  {shard['kind']}  {_size(shard['bytes'])}")
     for tensor in data["tensors"]:
         output.write(f"tensor      {tensor['name']}  {tensor['dtype']}  {tensor['shape']}")
     if manifest is None:
@@ -72,7 +73,42 @@ def show(chosen: Path | None, version: str, *, json: bool) -> int:
     return 0
 
 
-def number_of(run: RunDirectory, version: str) -> int:
+def pin(chosen: Path | None, version: str, *, json: bool) -> int:
+    """Copy a version that is still there into the run directory, whole and durable."""
+    from streamrl.weight_sync.catalog import find
+    from streamrl.weight_sync.pinned import pin as copy
+
+    run = find_run(chosen)
+    number, root = _number(run, version), _root(run)
+    manifest, _ = find(number, root, run.path)
+    manifest = copy(root, run.path, manifest.pair)
+    folder = run.path / "pinned" / manifest.folder
+    if json:
+        output.write_json(PIN_SCHEMA, {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())})
+    else:
+        output.write(f"version {number} is in {folder}, {_size(manifest.total_bytes)}")
+    return 0
+
+
+def unpin(chosen: Path | None, version: str, *, json: bool) -> int:
+    """Remove the pinned copy of a version."""
+    from streamrl.weight_sync.catalog import PINNED, newest_with, versions
+    from streamrl.weight_sync.pinned import unpin as remove
+
+    run = find_run(chosen)
+    number = _number(run, version)
+    manifest = newest_with(number, versions(run.path / PINNED))
+    if manifest is None:
+        raise UsageError(f"version {number} is not pinned", "`streamrl weights ls` shows which are")
+    removed = remove(run.path, manifest.pair)
+    if json:
+        output.write_json(UNPIN_SCHEMA, {"version": number, "removed": removed})
+    else:
+        output.write(f"version {number} is no longer pinned")
+    return 0
+
+
+def _number(run: RunDirectory, version: str) -> int:
     """The number of the version that a person names: by it, or as `newest` of those whose files are here.
 
     Raises:
@@ -88,7 +124,7 @@ def number_of(run: RunDirectory, version: str) -> int:
     return int(version)
 
 
-def root_of(run: RunDirectory) -> Path:
+def _root(run: RunDirectory) -> Path:
     """Folder on this host in which the learner's host keeps the versions of a run."""
     from streamrl.weight_sync.transports import make_transport
 
@@ -99,15 +135,15 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
     """All manifests that can be read; of a pinned version that of its copy on the transport, which says more."""
     from streamrl.weight_sync.catalog import PINNED, versions
 
-    return versions(run.path / PINNED) | versions(root_of(run))
+    return versions(run.path / PINNED) | versions(_root(run))
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """What is known of each version, newest first, from manifests, the log of versions, records and replicas."""
-    from streamrl.learner.chain import read_versions
+    from streamrl.learner.lineage import read_versions
     from streamrl.weight_sync.catalog import PINNED, versions
 
-    root = root_of(run)
+    root = _root(run)
     present, pinned = versions(root), versions(run.path / PINNED)
     steps = {(note.epoch, note.version): note.step for note in read_versions(run.path / "checkpoints")}
     steps |= {pair: manifest.step for pair, manifest in [*pinned.items(), *present.items()]}
@@ -181,26 +217,6 @@ def _holders(run: RunDirectory) -> dict[int, list[str]]:
     return holders
 
 
-def asked(run: RunDirectory) -> Request | None:
-    """The newest request to go back, from a Redis that is running."""
-    try:
-        probe = live_probe(run)
-        if probe is None:
-            return None
-        with probe:
-            state = take(probe, run.name).train.state
-    except (Unreachable, LedgerDamaged):
-        return None
-    return parse(state.get("rollback", ""), state.get("rolled", ""))
-
-
-def _rollback(run: RunDirectory) -> dict[str, Any] | None:
-    request = asked(run)
-    if request is None:
-        return None
-    return {"version": request.version, "answer": request.answer.value, "text": request.text}
-
-
 def _print(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
@@ -221,13 +237,13 @@ def _at(row: dict[str, Any]) -> str:
 
 
 def _bytes(row: dict[str, Any]) -> str:
-    return "" if row["bytes"] is None else size(row["bytes"])
+    return "" if row["bytes"] is None else _size(row["bytes"])
 
 
 def _density(row: dict[str, Any]) -> str:
     return "" if row["density"] is None else f"{100 * row['density']:.2f} %"
 
 
-def size(count: int) -> str:
+def _size(count: int) -> str:
     """Bytes for people."""
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.1f} KiB"

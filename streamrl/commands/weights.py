@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from streamrl.commands.options import JsonOption, RunOption
+from streamrl.errors import UsageError
 
-weights_app = typer.Typer(no_args_is_help=True, help="Versions of the weights: list, show, keep, go back to one.")
+weights_app = typer.Typer(no_args_is_help=True, help="Versions of the weights: list, show, keep.")
 VersionArgument = Annotated[
     str, typer.Argument(metavar="VERSION", help="Its number (`weights ls`), or newest: of those whose files are here.")
 ]
@@ -45,35 +46,23 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
     The copy is plain safetensors files, in the type that versions travel in (weights.dtype). A version can be pinned
     only while its files are there: the newest two, and with deltas all since the last full one. A repeat does nothing.
     """
-    from streamrl.commands.rollback import pin as command
+    from streamrl.commands.versions import pin as command
 
     return command(run, version, json=json)
 
 
 @weights_app.command("unpin")
 def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
-    """Remove the pinned copy of a version. 2 when it is not pinned, 78 while a rollback still needs it."""
-    from streamrl.commands.rollback import unpin as command
+    """Remove the pinned copy of a version. 2 when it is not pinned."""
+    from streamrl.commands.versions import unpin as command
 
     return command(run, version, json=json)
 
 
-@weights_app.command("rollback")
-def rollback(
-    version: VersionArgument,
-    run: RunOption = None,
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for the learner.")] = 300.0,
-    json: JsonOption = False,
-) -> int:
-    """Go back to the weights of a version: the learner goes on from them and publishes them under a new number.
-
-    The version is pinned first. The learner takes it at the end of its step, begins the moments of AdamW anew, and
-    counts steps and versions on: what was trained since is gone from the weights, and is not trained again. With
-    weights.dtype bfloat16 the weights come back in that precision.
-
-    0: engines can get the new version. 1: refused, the reason is shown. 3: no learner is running, and the next one will
-    do it. 75: not yet done after --wait; the request stays.
-    """
-    from streamrl.commands.rollback import rollback as command
-
-    return command(run, version, wait=wait, json=json)
+@weights_app.command("rollback", hidden=True)
+def rollback(_version: VersionArgument = "", _run: RunOption = None) -> int:
+    """Refused: a run does not go back to earlier weights."""
+    raise UsageError(
+        "weights rollback is gone: a running learner does not go back to earlier weights",
+        "`streamrl export --checkpoint STEP --out DIR`, and start a new run with model.path DIR",
+    )

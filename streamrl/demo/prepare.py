@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import random
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from streamrl.atomic import whole_directory
 from streamrl.demo import task
 from streamrl.errors import ExitCode
 
@@ -138,26 +138,22 @@ def prepare(folder: Path, console: Console) -> None:
     Raises:
         OSError: no space, or no permission.
     """
-    draft, cache = folder / "cache.draft", folder / "cache"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
-    write_prompts(draft)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    loss = TextColumn("loss {task.fields[loss]:.3f}")
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
-    try:
-        with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
-            model = warm_start(progress)
-    finally:
-        torch.set_float32_matmul_precision(precision)  # a caller's engine would compute in bfloat16 with AMX
-    console.print(f"writing the model and its tokenizer to {cache}")
-    disable_progress_bar()
-    model.save_pretrained(draft / "model")
-    make_tokenizer().save_pretrained(draft / "model")
-    shutil.rmtree(cache, ignore_errors=True)
-    draft.rename(cache)
+    with whole_directory(folder / "cache") as draft:
+        console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
+        write_prompts(draft)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        loss = TextColumn("loss {task.fields[loss]:.3f}")
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
+        try:
+            with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
+                model = warm_start(progress)
+        finally:
+            torch.set_float32_matmul_precision(precision)  # a caller's engine would compute in bfloat16 with AMX
+        console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
+        disable_progress_bar()
+        model.save_pretrained(draft / "model")
+        make_tokenizer().save_pretrained(draft / "model")
 
 
 def main(arguments: Sequence[str]) -> int:

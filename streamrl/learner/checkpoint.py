@@ -1,6 +1,6 @@
 """Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
 
-Every rank writes its shard into `draft-EPOCH-STEP` (shard_files.py); when all are there rank 0 writes `meta.json`,
+Every rank writes its shard into `draft-EPOCH-STEP` (shards.py); when all are there rank 0 writes `meta.json`,
 makes everything durable and renames the directory. There is no "latest": the name carries epoch and step, so that a
 paused old learner which wakes up cannot put its file over a newer one, and Redis says which files are void
 (`Checkpoints.greatest`).
@@ -11,7 +11,6 @@ This module knows no torch: the audit reads `meta.json` and checksums without it
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,9 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
+from streamrl.atomic import finish_durably, write_synced
 from streamrl.errors import Refused, StreamrlError
-from streamrl.learner.chain import Link, read_chain
-from streamrl.queues.durable import fsync_directory
+from streamrl.learner.lineage import Link, read_trained
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +48,13 @@ class Shard(msgspec.Struct, frozen=True):
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of itself (`meta.json`).
 
-    `chain` names the logs of trained groups and how many bytes of each belong to these weights. `count` and `digest`
-    were kept beside the weights (`TrainedDigest`). `bases` are the checkpoints that earlier learners of this line of
-    weights left it at, one for each epoch before this one that is in the chain. `record` names files and
-    lengths like the chain: what is known of each of those groups (record.py).
+    `chain` names the logs of trained ids and how many bytes of each belong to these weights; `record` does the same for
+    the files that say what is known of those groups (lineage.py). `count` and `digest` were kept beside the weights
+    (`TrainedDigest`). `bases` are the checkpoints that each later learner of this line went on from, one per epoch.
 
     `kind` is `recording` where groups were recorded and not trained: there are no weights, and `recording` names the
     files in the run directory, with their lengths, that hold them. `model` is `model.path`. `parts` are the parts of
-    the learner whose tensors are in the shards, and `numbers` what they keep besides, by part (state.py).
+    the learner whose tensors are in the shards, and `numbers` what they keep besides, by part (shards.py).
     """
 
     format: int = 1
@@ -97,7 +95,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InvalidCheckpoint(StreamrlError):
-    """A checkpoint that cannot be used: incomplete, or its bytes are not those that were written."""
+    """A checkpoint is incomplete, or its bytes are not those that were written."""
 
 
 def parse_name(name: str | None) -> Position:
@@ -149,8 +147,8 @@ class Checkpoints:
     def eligible(self, base: str | None, base_epoch: int) -> list[Position]:
         """Positions that may be loaded, ascending: the declared base itself and what was written after it.
 
-        A file of an older epoch other than the base comes from a learner that was paused inside its save while a
-        successor went on from the base: it is void, although its number may be the greatest.
+        A checkpoint of an older epoch other than the base was written by a learner that was paused in its save while a
+        successor went on from the base. It is void, although its number may be the greatest.
         """
         declared = parse_name(base)
         return [place for place in self.positions() if not base or place == declared or place[0] >= base_epoch]
@@ -161,9 +159,9 @@ class Checkpoints:
         Args:
             base: declared by the last learner, `EPOCH-STEP`; None when there was none.
             base_epoch: of the learner that declared it.
-            retired: the checkpoint that Redis last retired groups for: one that does not go on from it lacks them.
-                So when Redis comes back from before a take-over and the older learner retires groups again, its line
-                is gone on with, and the groups of its successor, which the same roll-back brought back, come again.
+            retired: the checkpoint that Redis last retired groups for. A checkpoint that does not go on from it lacks
+                those groups. When Redis comes back from before a take-over and the older learner retires groups again,
+                its line is continued; the same roll-back brought the groups of the successor back.
         """
         for meta in self.loadable(base, base_epoch, retired):
             path = self.path(meta.position)
@@ -192,13 +190,8 @@ class Checkpoints:
             InvalidCheckpoint: what is there is not what was written; nothing may be retired for it.
         """
         draft, final = self.draft(meta.position), self.path(meta.position)
-        with (draft / _META_FILE).open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(meta)))
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_directory(draft)
-        draft.rename(final)
-        fsync_directory(self.folder)
+        write_synced(draft / _META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
+        finish_durably(draft, final)
         found = self.read_meta(final)
         if (found.position, found.shards, found.chain) != (meta.position, meta.shards, meta.chain):
             raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
@@ -223,7 +216,7 @@ class Checkpoints:
             for file, size in meta.recording:
                 if (self.folder.parent / file).stat().st_size < size:
                     raise InvalidCheckpoint(f"{self.folder.parent / file} is shorter than {path} says")
-            read_chain(self.folder, meta.chain)
+            read_trained(self.folder, meta.chain)
         except (OSError, msgspec.MsgspecError, Refused) as error:
             raise InvalidCheckpoint(f"{path}: {error}") from error
         return meta
@@ -238,7 +231,7 @@ class Checkpoints:
     def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> None:
         """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
 
-        Only after Redis retired for `current`. Those of a learner that went on beside its successor count for nothing.
+        Call it only after Redis retired for `current`. Checkpoints of another line do not count as newest.
 
         Args:
             current: the newest checkpoint.
@@ -255,8 +248,8 @@ class Checkpoints:
 def milestones(line: Sequence[Position], every: int) -> list[Position]:
     """Of checkpoints in ascending order, the first at or after each multiple of `every` steps; none when it is 0.
 
-    A checkpoint at the end of a run, or after a failed one, moves those that follow, so few may be at a multiple
-    itself. Taking away those that are not chosen changes nothing in the choice.
+    Checkpoints need not be at a multiple: one at the end of a run, or after a failed one, shifts those that follow.
+    Removing the ones that are not chosen does not change the choice.
     """
     before = [0, *(step for _, step in line)]
     return [place for place, step in zip(line, before, strict=False) if every and place[1] // every > step // every]

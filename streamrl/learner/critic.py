@@ -1,28 +1,93 @@
-"""The critic: a value function for the states in which tokens were sampled, trained beside the actor (sharded.py)."""
+"""The critic: a value function for the states in which tokens were sampled, trained beside the actor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.value_loss import VALUE_SUMS, ValueSums, clipped_value_loss
+from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
-from streamrl.learner.fit import check_fit
-from streamrl.learner.layers import set_up_layers
+from streamrl.learner.model import Backbone, set_up_layers
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.results import CriticStats
 from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharded import Sharded
-from streamrl.learner.sharded_module import ShardedModule
-from streamrl.learner.sharding import SMALL, load_model, shard
-from streamrl.learner.value_model import ValueModel
+from streamrl.learner.sharding import SMALL, RowModel, TrainableModel, check_fit, load_model, shard
 from streamrl.wire import Float32Array
 
 
-class Critic(Sharded):
+class ValueHead(nn.Linear):
+    """One number for each hidden state, computed in float32 whatever the type of the model is.
+
+    It begins at 0, so the first values are 0 on every rank and the first gradients go into the head alone.
+
+    Args:
+        width: of the hidden states.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, dtype=torch.float32)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Values of hidden states of shape (n, width); float32, shape (n,)."""
+        # Not a view of a wider result: FSDP hangs its backward hook on what a module returns.
+        return torch.addmv(self.bias, hidden.to(self.weight.dtype), self.weight[0]).float()
+
+
+class ValueModel(Backbone):
+    """Values of the states in which tokens were sampled.
+
+    Args:
+        model: a causal language model; its output layer is left out.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model.base_model)
+        self.value_head = ValueHead(self.hidden_width())
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        segments: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the value of the state before each target: that of the place which predicts it; float32, shape (n,).
+
+        For the arguments see `LogProbModel.forward`; `targets` are not used.
+        """
+        del targets
+        values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
+        return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticStats:
+    """One update of the critic; the same on all ranks.
+
+    Attributes:
+        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        sums: over the tokens of the batch, of all ranks.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: ValueSums
+
+
+class Critic(TrainableModel):
     """A value function of its own, sharded over the ranks of the learner (`learner.critic.kind: model`).
 
     It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
@@ -50,7 +115,7 @@ class Critic(Sharded):
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
         self._clip = critic.clip
         self._sums = torch.zeros(len(VALUE_SUMS), dtype=torch.float64, device=ranks.device)
-        super().__init__(model, own, ranks, limits, vocabulary=model.vocabulary, dtype=dtype, whole=whole)
+        super().__init__(model, own, ranks, limits, vocabulary=model.vocabulary, whole=whole)
 
     def compute_values(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """Return the value of the state before each sampled token, under the present weights. Collective.
@@ -89,7 +154,8 @@ class Critic(Sharded):
         Args:
             tokens: sampled tokens of the batch over all ranks, at least 1 and the same on all ranks.
         """
-        applied = self._update(tokens, self._sums)
+        applied = self._optimizer.step(tokens, self._sums)
+        self._reshard()
         self._sums.zero_()
         return CriticStats(
             grad_norm=applied.grad_norm,
@@ -98,14 +164,21 @@ class Critic(Sharded):
             sums=ValueSums.from_tensor(applied.sums),
         )
 
-    def update_critic(self, batch: Sequence[TrainSample]) -> CriticStats:
-        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective."""
-        self.accumulate(batch)
-        count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
-        return self.apply_update(max(1, int(self.ranks.all_sum(count))))
+    def update_critic(self, batch: Sequence[TrainSample], *, tokens: int | None = None) -> CriticStats:
+        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
 
+        Args:
+            batch: as of `accumulate`.
+            tokens: as of `apply_update`; None: those of all ranks' batches.
+        """
+        self.accumulate(batch)
+        if tokens is None:
+            count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
+            tokens = max(1, int(self.ranks.all_sum(count)))
+        return self.apply_update(tokens)
+
+    @override
     def discard(self) -> None:
-        """Forget the accumulated gradient and its statistics."""
         super().discard()
         self._sums.zero_()
 
@@ -120,7 +193,7 @@ class Critic(Sharded):
         return loss.per_token.sum()
 
 
-def make_critic(config: RunConfig, ranks: Ranks, actor: ShardedModule) -> Critic:
+def make_critic(config: RunConfig, ranks: Ranks, actor: RowModel) -> Critic:
     """The critic of a run with `learner.critic.kind: model`. Collective.
 
     Raises:

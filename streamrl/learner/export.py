@@ -1,110 +1,267 @@
-"""Whole tensors out of shards: for the engines, and for a Hugging Face directory at the end of a run."""
+"""A Hugging Face directory from a checkpoint, without a learner: tensor after tensor, from the files of all ranks."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Final
 
+import orjson
 import torch
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from streamrl.errors import CannotCreate
-from streamrl.weight_sync.adapter import write_adapter
+from streamrl.atomic import whole_directory
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, ConfigError, Refused
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
+from streamrl.learner.sharding import load_model
+from streamrl.learner.shards import ShardReader, open_shards
+from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter
 
 logger = logging.getLogger(__name__)
+_FILE_BYTES: Final = 2 << 30
+"""Values in one file of the directory; as much is held in memory."""
 
-Rows: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
-"""Takes the name of a parameter and this rank's rows of it, and returns the rows that others are to see."""
-
-
-@torch.no_grad()
-def full_tensors(
-    parameters: Mapping[str, DTensor], dtype: torch.dtype, rows: Rows | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of each parameter, one at a time, as a copy on the CPU.
-
-    Collective: every rank must go through all of it, in the same order, because each item is a gather; a rank that has
-    no use for a tensor drops it. The cast comes before the gather, so bfloat16 halves what travels. Peak extra memory
-    is one tensor.
-
-    Args:
-        parameters: by name.
-        dtype: of what is yielded.
-        rows: makes other rows of this rank's own; None: they are taken as they are.
-    """
-    for name, parameter in parameters.items():
-        shard = parameter.to_local().detach()
-        if rows is not None:
-            shard = rows(name, shard)
-        if parameter.device_mesh.size() == 1:
-            yield name, shard.to(device="cpu", dtype=dtype, copy=True)
-            continue
-        cast = DTensor.from_local(
-            shard.to(parameter.device_mesh.device_type, dtype),  # it may lie on the host
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        whole = cast.full_tensor()
-        yield name, whole.to("cpu", copy=whole.device.type == "cpu")
+OnProgress = Callable[[int, int], None]
+"""Called with bytes written and bytes in all."""
 
 
-def write_model(
-    folder: Path,
-    model: PreTrainedModel,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    tokenizer: str,
-    dtype: torch.dtype,
-    adapter: tuple[Adapter, Mapping[str, torch.Tensor]] | None = None,
-) -> None:
-    """Write a Hugging Face directory (safetensors, configuration, tokenizer) that plain transformers loads.
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the checkpoint it is from, the files with weights, and their bytes."""
 
-    The directory appears whole under its name; one that is there is replaced.
+    checkpoint: str
+    files: list[str]
+    bytes: int
+
+
+def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
+    """The meta data of a checkpoint that can be exported, read whole and compared with its checksums.
 
     Args:
-        folder: where to write.
-        model: gives class, configuration and buffers; its parameters may be sharded and are not read.
-        tensors: whole parameters by Hugging Face name, tied ones once.
-        tokenizer: directory or hub name; when there is none, the model is written without and a warning is logged.
-        dtype: type of the weights in the files.
-        adapter: is merged into `tensors`; it goes into the folder `adapter` as well, as peft reads it.
+        checkpoints: of the run.
+        step: of the checkpoint; None: the newest.
 
     Raises:
-        CannotCreate: the disk is full or the folder cannot be written; what was there before is still there.
+        ConfigError: there is none, or none of this step.
+        InvalidCheckpoint: it is damaged.
+        Refused: it is of another format, or of a recording.
     """
-    copy = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
-    copy.generation_config = model.generation_config
-    buffers = {name: buffer.to("cpu") for name, buffer in model.named_buffers()}
-    with torch.no_grad():
-        for name, parameter in copy.named_parameters():
-            parameter.copy_(tensors[name])
-        for name, buffer in copy.named_buffers():
-            buffer.copy_(buffers[name])
-    draft = folder.with_name(folder.name + ".draft")
+    places = checkpoints.positions()
+    fitting = [place for place in places if step is None or place[1] == step]
+    if not fitting:
+        steps = ", ".join(str(place[1]) for place in places) or "none"
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise ConfigError(f"{checkpoints.folder} has {what}", f"steps with a checkpoint: {steps}")
+    meta = checkpoints.validate(checkpoints.path(fitting[-1]))
+    if meta.kind != "model":
+        raise Refused(f"ckpt-{meta.name} is of a recording and has no weights", "name the run that trained it")
+    if meta.format != FORMAT:
+        raise Refused(
+            f"ckpt-{meta.name} has format {meta.format}, this version of streamrl reads {FORMAT}",
+            "export it with the version of streamrl that wrote it",
+        )
+    return meta
+
+
+def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
+    """Write the model at the end of a run to `RUN_DIR/model`, with `learner.ema` its average to `model-ema` as well.
+
+    Args:
+        config: of the run.
+        run_dir: of the run.
+        meta: of the last checkpoint.
+
+    Raises:
+        StreamrlError: as of `export_checkpoint`.
+    """
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    for average, name in ((False, "model"), (True, "model-ema"))[: 2 if config.learner.ema else 1]:
+        export_checkpoint(config, checkpoints.path(meta.position), meta, run_dir / name, average=average)
+
+
+def export_checkpoint(
+    config: RunConfig,
+    folder: Path,
+    meta: Meta,
+    out: Path,
+    *,
+    average: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Exported:
+    """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole under its name.
+
+    An adapter is merged into the base model, which is loaded for that, and stands by itself in the folder `adapter`.
+
+    Args:
+        config: of the run.
+        folder: of the checkpoint.
+        meta: of the checkpoint.
+        out: directory to write; one that is there is replaced.
+        average: export the average of the weights (`learner.ema`) instead of the weights.
+        on_progress: told after every file.
+
+    Raises:
+        ConfigError: `model.path` cannot be read any more, or no average was kept.
+        Refused: the checkpoint is of another model than `model.path`.
+        InvalidCheckpoint: a file of the checkpoint went away.
+        CannotCreate: no room, or no permission; what was there before is still there.
+    """
+    model = _skeleton(config)
+    with open_shards(folder, meta.world) as shards:
+        source = _Source(config, shards, meta, "ema" if average else "weight")
+        names = [name for name, _ in model.named_parameters()]
+        source.check(names)
+        try:
+            with whole_directory(out) as draft:
+                files = _write(draft, model, source, names, on_progress)
+                _write_rest(draft, model, config, files)
+                source.write_adapter(draft / "adapter")
+        except OSError as error:
+            raise CannotCreate(f"{out} cannot be written: {error}", "make room and export again") from error
+    written = [name for name in sorted(files) if name.endswith(".safetensors")]
+    return Exported(meta.name, written, sum((out / name).stat().st_size for name in written))
+
+
+def _skeleton(config: RunConfig) -> PreTrainedModel:
+    """The model of a run with shapes and no values."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        copy.save_pretrained(draft)
-        write_tokenizer(draft, tokenizer)
-        if adapter is not None:
-            write_adapter(draft / "adapter", *adapter)
-        if folder.exists():
-            shutil.rmtree(folder)
-        draft.rename(folder)
-    except OSError as error:
-        raise CannotCreate(f"the model cannot be written to {folder}: {error}", "make room and export again") from error
+        described = AutoConfig.from_pretrained(config.model.path)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path {config.model.path} cannot be read: {error}", "bring the model that training started from back"
+        ) from error
+    model.config.architectures = [type(model).__name__]
+    return model
 
 
-def write_tokenizer(folder: Path, source: str) -> None:
-    """Write the tokenizer of a model beside it; a warning where there is none."""
+class _Source:
+    """Whole parameters out of a checkpoint, by Hugging Face name.
+
+    Args:
+        config: of the run.
+        shards: of the checkpoint.
+        meta: of the checkpoint.
+        kind: `weight`, or `ema` for the average.
+    """
+
+    def __init__(self, config: RunConfig, shards: ShardReader, meta: Meta, kind: str) -> None:
+        self._config, self._shards, self._meta = config, shards, meta
+        self._prefix = f"actor/{kind}/"
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._stored = {name.removeprefix(self._prefix) for name in shards.names if name.startswith(self._prefix)}
+        if not self._stored:
+            raise ConfigError(f"ckpt-{meta.name} has no average of the weights", "learner.ema keeps one")
+        about = meta.numbers.get("lora")
+        self._adapter = None if about is None else Adapter(**about)
+        self._base: dict[str, torch.Tensor] = {}
+        if self._adapter is not None:
+            self._base = dict(load_model(config.model).named_parameters())
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise `Refused` when the checkpoint lacks a parameter of the model."""
+        there = self._stored if self._adapter is None else self._base.keys()
+        if missing := sorted(set(names) - there):
+            raise Refused(
+                f"ckpt-{self._meta.name} is of another model than {self._config.model.path}: it has no"
+                f" {', '.join(missing[:3])}",
+                "bring the model that training started from back",
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole parameter in `model.dtype`."""
+        whole = self._stored_tensor(name) if self._adapter is None else self._merged(name, self._adapter)
+        return whole.to(self._dtype)
+
+    def buffers(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Buffers that files of this model hold; they are not trained, so they are those of `model.path`."""
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names = model.state_dict().keys() - parameters
+        whole = load_model(self._config.model).state_dict() if names else {}
+        return {name: whole[name].clone() for name in names}
+
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter as peft reads it; nothing without one."""
+        if self._adapter is not None:
+            names = sorted(name for name in self._stored if name.startswith(PREFIX))  # a value head is none of it
+            tensors = {name: self._stored_tensor(name).to(self._dtype) for name in names}
+            write_adapter(folder, self._adapter, tensors)
+
+    def _stored_tensor(self, name: str) -> torch.Tensor:
+        return self._shards.read(self._prefix + name)
+
+    def _merged(self, name: str, adapter: Adapter) -> torch.Tensor:
+        names = names_of(name.removesuffix(".weight"), dora=adapter.dora)
+        if names.low not in self._stored:
+            return self._base[name].detach()
+        return merge(
+            self._base[name].detach(),
+            self._stored_tensor(names.low),
+            self._stored_tensor(names.high),
+            scale=adapter.scale,
+            magnitude=None if names.magnitude is None else self._stored_tensor(names.magnitude),
+        )
+
+
+def _write(
+    draft: Path, model: PreTrainedModel, source: _Source, names: Sequence[str], on_progress: OnProgress | None
+) -> dict[str, list[str]]:
+    """Write the weights; returns the names of the tensors by file."""
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
+    parts = list(_parts(names, sizes))
+    written, total = 0, sum(sizes.values())
+    files: dict[str, list[str]] = {}
+    for number, part in enumerate(parts, 1):
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        # The names that other programs know, where transformers has others in memory (fused experts).
+        tensors = revert_weight_conversion(model, {name: source.read(name).contiguous() for name in part})
+        if number == len(parts):
+            tensors |= source.buffers(model)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft / file, {"format": "pt"})
+        files[file] = list(tensors)
+        written += sum(sizes[name] for name in part)
+        if on_progress is not None:
+            on_progress(written, total)
+    return files
+
+
+def _parts(names: Sequence[str], sizes: dict[str, int]) -> Iterator[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name in names:
+        if part and size + sizes[name] > _FILE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += sizes[name]
+    yield part
+
+
+def _write_rest(draft: Path, model: PreTrainedModel, config: RunConfig, files: dict[str, list[str]]) -> None:
+    """Configuration, tokenizer, and the index of several files."""
+    model.config.save_pretrained(draft)
+    try:
+        GenerationConfig.from_pretrained(config.model.path).save_pretrained(draft)
+    except (OSError, ValueError) as error:
+        logger.info("model exported without generation settings", extra={"error": str(error)})
+    _write_tokenizer(draft, config.model.tokenizer or config.model.path)
+    if len(files) > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum((draft / file).stat().st_size for file in files)},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        (draft / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
+
+
+def _write_tokenizer(folder: Path, source: str) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
-from streamrl.learner.algorithms.advantages import KNOWN_EARLY
-from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.algorithms.token_texts import TokenTexts
 from streamrl.learner.batch import Int64Array, TrainSample
-from streamrl.learner.chain import Branch
 from streamrl.queues.records import ClosedGroup
 
 
@@ -23,7 +20,7 @@ class Unusable(StreamrlError):
     """A closed group that cannot be trained; it goes to the dead letters with this reason."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainGroup:
     """One group, ready to be trained.
 
@@ -31,15 +28,17 @@ class TrainGroup:
         gid: its id.
         crashes: learners that died in a step with it.
         samples: its usable responses; the greedy one is not among them.
-        spanning: responses whose tokens come from more than one version.
-        flat: the gradient is exactly zero: no forward pass is needed.
+        mixed_version: responses whose tokens come from more than one version.
+        zero_gradient: the gradient is exactly zero: no forward pass is needed.
+        versions: step of each version that sampled some of its tokens.
     """
 
     gid: int
     crashes: int
     samples: tuple[TrainSample, ...]
-    spanning: int
-    flat: bool
+    mixed_version: int
+    zero_gradient: bool
+    versions: Mapping[int, int]
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -69,7 +68,7 @@ class TrainGroup:
     @property
     def cost(self) -> int:
         """Tokens that go through the model, padding not counted."""
-        return 0 if self.flat else sum(sample.width for sample in self.samples)
+        return 0 if self.zero_gradient else sum(sample.width for sample in self.samples)
 
     def staleness(self, step: int) -> Counter[int]:
         """Sampled tokens by their age in steps of the surviving branch, when they are trained at `step`."""
@@ -86,57 +85,45 @@ class GroupOpener:
     """Decodes and checks closed groups.
 
     Args:
-        branch: knows the step of each version.
         recipe: the algorithm.
         misfit: of the model.
     """
 
-    def __init__(self, branch: Branch, recipe: Recipe, misfit: Misfit) -> None:
-        self.branch = branch
+    def __init__(self, recipe: Recipe, misfit: Misfit) -> None:
         self._recipe, self._misfit = recipe, misfit
 
-    def __call__(self, closed: ClosedGroup) -> TrainGroup:
+    def __call__(self, closed: ClosedGroup, step_of: Callable[[int], int]) -> TrainGroup:
         """Open one group. Advantages that need more than the group have to be computed later; they are 0 here.
+
+        Args:
+            closed: the group as Redis holds it.
+            step_of: the step of a version; a ValueError for one that it does not know.
 
         Raises:
             Unusable: a message that is none of ours, an empty prompt, no response but the greedy one, numbers that give
                 no finite advantage, or tokens that the model does not know.
         """
         try:
-            samples, spanning = self._decode(closed)
+            responses = _decode(closed)
+            versions = {
+                version: step_of(version) for sample, _ in responses if not sample.greedy for _, version in sample.runs
+            }
+            samples = _train_samples(closed, responses, versions)
             if (reason := self._misfit(samples)) is not None:
                 raise reason
             train = self._estimated(samples)
         except (WireError, ValueError) as error:
             raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
-        flat = self._recipe.skips_zero and not any(sample.has_advantage for sample in train)
-        return TrainGroup(closed.gid, closed.crashes, train, spanning, flat)
-
-    def _decode(self, closed: ClosedGroup) -> tuple[list[TrainSample], int]:
-        prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
-        parts = [closed.samples[number] for number in sorted(closed.samples)]
-        samples = [wire.decode(payload, wire.Sample) for payload, _ in parts]
-        rewards = [wire.decode(score, wire.Score).value for _, score in parts]
-        both = list(zip(samples, rewards, strict=True))
-        baseline = next((reward for sample, reward in both if sample.greedy), None)
-        train = [
-            TrainSample(
-                gid=closed.gid,
-                prompt=prompt,
-                tokens=sample.token_ids,
-                logprobs=sample.token_logprobs,
-                steps=token_steps(sample, self.branch),
-                reward=reward,
-                advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
-                baseline=baseline,
-            )
-            for sample, reward in both
-            if not sample.greedy
-        ]
-        if not train:
-            raise ValueError("no response but the greedy one")
-        spanning = sum(len({version for _, version in sample.runs}) > 1 for sample in samples if not sample.greedy)
-        return train, spanning
+        return TrainGroup(
+            gid=closed.gid,
+            crashes=closed.crashes,
+            samples=train,
+            mixed_version=sum(
+                len({version for _, version in sample.runs}) > 1 for sample, _ in responses if not sample.greedy
+            ),
+            zero_gradient=self._recipe.skips_zero and not any(sample.has_advantage for sample in train),
+            versions=versions,
+        )
 
     def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
         if not self._recipe.estimator.needs <= KNOWN_EARLY:
@@ -145,6 +132,42 @@ class GroupOpener:
         with np.errstate(over="ignore"):
             arrays = [array.astype(np.float32) for array in self._recipe.estimator(data)]
         return tuple(replace(sample, advantages=array) for sample, array in zip(samples, arrays, strict=True))
+
+
+def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
+    """Responses with their rewards, in the order of their numbers."""
+    parts = [closed.samples[number] for number in sorted(closed.samples)]
+    return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.Score).value) for payload, score in parts]
+
+
+def _train_samples(
+    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], versions: Mapping[int, int]
+) -> list[TrainSample]:
+    prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
+    baseline = next((reward for sample, reward in responses if sample.greedy), None)
+    train = [
+        TrainSample(
+            gid=closed.gid,
+            prompt=prompt,
+            tokens=sample.token_ids,
+            logprobs=sample.token_logprobs,
+            steps=_token_steps(sample, versions),
+            reward=reward,
+            advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
+            baseline=baseline,
+        )
+        for sample, reward in responses
+        if not sample.greedy
+    ]
+    if not train:
+        raise ValueError("no response but the greedy one")
+    return train
+
+
+def _token_steps(sample: wire.Sample, versions: Mapping[int, int]) -> Int64Array:
+    """Step of the version that sampled each token, shape (tokens,)."""
+    found, places = np.unique(sample.token_versions, return_inverse=True)
+    return np.asarray([versions[version] for version in found.tolist()], dtype=np.int64)[places]
 
 
 def group_data(
@@ -174,9 +197,3 @@ def group_data(
         texts=None if texts is None else [texts(sample.tokens) for sample in samples],
         prompt_text="" if texts is None else "".join(texts(samples[0].prompt)),
     )
-
-
-def token_steps(sample: wire.Sample, branch: Branch) -> Int64Array:
-    """Step of the version that sampled each token, shape (tokens,)."""
-    versions, places = np.unique(sample.token_versions, return_inverse=True)
-    return np.asarray([branch.step(version) for version in versions.tolist()], dtype=np.int64)[places]

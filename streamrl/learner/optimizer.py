@@ -7,25 +7,137 @@ thing that ranks must agree on is the gradient norm, whose squares simply add up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
-from streamrl.learner.offload import Offload
-from streamrl.learner.schedule import learning_rate, updates_per_step
+from streamrl.learner.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class Offload:
+    """The storages of some tensors, which lie on their device or, as copies, in the host's memory.
+
+    The tensors stay the same objects with the same storages: whoever holds a view of them (FSDP, an optimizer) holds it
+    afterwards. While they are on the host their storages have no bytes: nobody may touch them.
+
+    Args:
+        tensors: on any device; views of one storage move together.
+        keep: the host's memory is kept, page-locked for a CUDA device, for the next time: for what moves often.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False) -> None:
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._storages = [storage for storage in storages.values() if storage.nbytes()]
+        self._copies: list[torch.UntypedStorage] | None = None
+        self._keep = keep
+        self._kept: list[torch.UntypedStorage] = []
+
+    @property
+    def away(self) -> bool:
+        """Whether the tensors are on the host."""
+        return self._copies is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return sum(storage.nbytes() for storage in self._copies or self._storages)
+
+    def to_host(self) -> None:
+        """Copy everything to the host, then free the device. Whole or not at all; a repeat does nothing."""
+        if self._copies is not None:
+            return
+        copies = self._kept or [self._room(storage) for storage in self._storages]
+        for storage, copy in zip(self._storages, copies, strict=True):
+            copy.copy_(storage)
+        if self._keep:
+            self._kept = copies
+        for storage in self._storages:
+            storage.resize_(0)
+        self._copies = copies
+
+    def to_device(self) -> None:
+        """Bring everything back. Whole or not at all (a device without room); a repeat does nothing."""
+        if self._copies is None:
+            return
+        grown = []
+        try:
+            for storage, copy in zip(self._storages, self._copies, strict=True):
+                grown.append(storage)
+                storage.resize_(copy.nbytes())
+                storage.copy_(copy)
+        except BaseException:
+            for storage in grown:
+                storage.resize_(0)
+            raise
+        self._copies = None
+
+    def _room(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        locked = self._keep and storage.device.type == "cuda"
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=locked).untyped_storage()
+
+
+def updates_per_step(config: LearnerConfig) -> int:
+    """Updates that one step makes: `passes` times `mini_batches`."""
+    return config.passes * config.mini_batches
+
+
+def learning_rate(config: LearnerConfig, updates: int) -> float:
+    """Rate of the next update, linear warm-up first, then the schedule.
+
+    The warm-up rises from `lr / warmup` to `lr`. After it, with x from 0 at its end to 1 after `steps` steps, the rate
+    is `lr` (constant), `lr (1 - (1 - floor) x)` (linear), or `lr (floor + (1 - floor) (1 + cos(pi x)) / 2)` (cosine,
+    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor.
+
+    Args:
+        config: `lr`, `schedule`, `lr_floor`, `warmup_steps` and `steps`; steps are turned into updates.
+        updates: made so far, at least 0.
+    """
+    each = updates_per_step(config)
+    warmup = config.warmup_steps * each
+    if updates < warmup:
+        return config.lr * (updates + 1) / warmup
+    if config.schedule == "constant" or config.steps is None:
+        return config.lr
+    span = config.steps * each - warmup
+    passed = min(1.0, (updates - warmup) / span) if span > 0 else 1.0
+    share = 1 - passed if config.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
+    return config.lr * (config.lr_floor + (1 - config.lr_floor) * share)
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _AVERAGE = "ema"
-_RESTARTED = "updates_before_moments"
-"""Updates before the moments began; 0, and left out by older checkpoints, unless a person rolled the weights back."""
-_ALONE = "updates_of_head_alone"
-_ALONE_RESTARTED = "updates_of_head_alone_before_moments"
-"""Updates without the policy, also those before the moments began; older checkpoints leave them out."""
-_COUNTERS = ("updates", _RESTARTED, _ALONE, _ALONE_RESTARTED)
+_SKIPPED = "updates_before_moments"
+"""Updates that the moments have not seen; above 0 only where earlier code rolled the weights of this run back."""
+_COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of_head_alone_before_moments"})
+"""Counters that checkpoints hold; earlier code wrote those of the head, which are 0 in a checkpoint that fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """One update of a sharded model; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        sums: what was added up over the ranks, float64, on the CPU.
+    """
+
+    update: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: torch.Tensor
 
 
 class ShardedAdamW:
@@ -36,43 +148,28 @@ class ShardedAdamW:
 
     Args:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
-        config: learning rate and its schedule, betas, weight decay, decay of the average.
+        config: learning rate and its schedule, betas, weight decay, clip norm, decay of the average.
+        ranks: the ranks of this learner.
         offload: moments and average lie on the host but for the time of an update.
-        factors: of the learning rate, by the name of a parameter; 1 where there is none. Those named are the head,
-            which may learn without the others.
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
-        head_alone: updates are of the head alone: weights, moments, bias correction, average and learning rate of all
-            others stay what they are.
-        head_rate: learning rate of the head in the last update, before its factor.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, DTensor],
-        config: LearnerConfig,
-        *,
-        offload: bool = False,
-        factors: Mapping[str, float] | None = None,
+        self, parameters: Mapping[str, DTensor], config: LearnerConfig, ranks: Ranks, *, offload: bool = False
     ) -> None:
         self.updates = 0
-        self.head_alone = False
-        self._config = config
-        self._head = frozenset(factors or {})
+        self._config, self._ranks = config, ranks
         self._parameters = dict(parameters)
         # A rank has no rows of a parameter with fewer rows than ranks.
         locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
         self._shards = {name: shard for name, shard in locals_.items() if shard.numel()}
         self._average = {name: shard.clone() for name, shard in self._shards.items()} if config.ema else {}
         self._decay = config.ema ** (1 / updates_per_step(config))
-        self._restarted = self._alone = self._alone_restarted = 0
-        self.head_rate = self.head_lr
-        alike: dict[tuple[bool, float], list[torch.Tensor]] = {}
-        for name, shard in self._shards.items():
-            alike.setdefault((name in self._head, (factors or {}).get(name, 1.0)), []).append(shard)
+        self._skipped = 0
         self._adamw = torch.optim.AdamW(
-            [{"params": shards, "head": head, "factor": factor} for (head, factor), shards in alike.items()],
+            list(self._shards.values()),
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -87,16 +184,44 @@ class ShardedAdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update of all but the head, as the schedule says."""
-        return learning_rate(self._config, self.updates - self._alone)
-
-    @property
-    def head_lr(self) -> float:
-        """The same for the head, before its factor: it is ahead by the updates that it made alone."""
+        """Learning rate of the next update, as the schedule says."""
         return learning_rate(self._config, self.updates)
 
     @torch.no_grad()
-    def squared_norm(self) -> torch.Tensor:
+    def step(
+        self, normaliser: float, sums: torch.Tensor, lr_factor: Callable[[torch.Tensor], float] | None = None
+    ) -> Applied:
+        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+
+        The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
+        update is skipped and reported.
+
+        Args:
+            normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
+            sums: float64, shape (any,): statistics that are added up over the ranks on the way.
+            lr_factor: factor of the learning rate of this update by the sums of all ranks; None: 1.
+        """
+        packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
+        # FSDP averages over ranks, but the loss is a sum over all of them.
+        scale = self._ranks.world / normaliser
+        norm = math.sqrt(float(packet[0])) * scale
+        rate, skipped = self.lr, not math.isfinite(norm)
+        if skipped:
+            logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
+        else:
+            rate *= 1.0 if lr_factor is None else lr_factor(packet[1:])
+            clipped = scale * min(1.0, self._config.clip_norm / norm) if norm > 0 else scale
+            torch._foreach_mul_(self._gradients(), clipped)
+            self._adamw.param_groups[0]["lr"] = rate
+            with self._at_hand():
+                self._adamw.step()
+                if self._average:
+                    torch._foreach_lerp_(list(self._average.values()), list(self._shards.values()), 1 - self._decay)
+            self.updates += 1
+        self.zero()
+        return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])
+
+    def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.
 
         It hands the gradients over from the sharded parameters to the shards; a parameter without one counts as zero.
@@ -111,33 +236,6 @@ class ShardedAdamW:
         norms = torch._foreach_norm(self._gradients())  # noqa: SLF001  as torch.nn.utils.clip_grad_norm_ does
         return torch.stack(norms).double().square().sum()
 
-    @torch.no_grad()
-    def step(self, scale: float, lr_scale: float = 1.0) -> float:
-        """Multiply the gradients by `scale`, update, forget the gradients; return the learning rate that was used.
-
-        `squared_norm` comes first.
-
-        Args:
-            scale: of the gradients, the same on all ranks.
-            lr_scale: factor on the learning rate of this update alone, at least 0, the same on all ranks.
-        """
-        rate, self.head_rate = self.lr * lr_scale, self.head_lr * lr_scale
-        torch._foreach_mul_(self._gradients(), scale)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.head_rate * group["factor"] if group["head"] else rate * group["factor"]
-        learning = {name: shard for name, shard in self._shards.items() if not self.head_alone or name in self._head}
-        for name in self._shards.keys() - learning.keys():
-            self._shards[name].grad = None  # zeros would count in the bias correction
-        with self._at_hand():
-            self._adamw.step()
-            if self._average and learning:
-                average = [self._average[name] for name in learning]
-                torch._foreach_lerp_(average, list(learning.values()), 1 - self._decay)
-        self.updates += 1
-        self._alone += self.head_alone
-        self.zero()
-        return rate
-
     def zero(self) -> None:
         """Forget the gradients."""
         for parameter in self._parameters.values():
@@ -145,29 +243,10 @@ class ShardedAdamW:
         for shard in self._shards.values():
             shard.grad = None
 
-    @torch.no_grad()
-    def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
-        """Take other weights; moments and average begin anew, the update counter goes on. Gradients are forgotten.
-
-        Args:
-            rows: gives this rank's rows of a parameter by its name, in any floating type.
-        """
-        with self._at_hand():
-            for name, shard in self._shards.items():
-                shard.copy_(rows(name))
-                for moment in _MOMENTS:
-                    self._adamw.state[shard][moment].zero_()
-            self._begin_average()
-        self._restarted, self._alone_restarted = self.updates, self._alone
-        self._count_moments()
-        self.zero()
-
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of weights, moments, average and the update counters of this rank, by flat name."""
-        counters = (self.updates, self._restarted, self._alone, self._alone_restarted)
-        tensors = {
-            name: torch.tensor(count, dtype=torch.int64) for name, count in zip(_COUNTERS, counters, strict=True)
-        }
+        """Copies on the CPU of weights, moments, average and update counter of this rank, by flat name."""
+        counters = {"updates": self.updates} | ({_SKIPPED: self._skipped} if self._skipped else {})
+        tensors = {name: torch.tensor(count, dtype=torch.int64) for name, count in counters.items()}
         with self._at_hand():
             for name, tensor in self.live().items():
                 tensors[name] = tensor.detach().to("cpu", copy=True)
@@ -203,21 +282,11 @@ class ShardedAdamW:
                 live[name].copy_(tensors[name])
             if begins:
                 self._begin_average()
-        counters = (int(tensors.get(name, 0)) for name in _COUNTERS)
-        self.updates, self._restarted, self._alone, self._alone_restarted = counters
-        self._count_moments()
+        self.updates, self._skipped = int(tensors["updates"]), int(tensors.get(_SKIPPED, 0))
+        for shard in self._shards.values():
+            # The bias correction counts the updates that the moments have seen.
+            self._adamw.state[shard]["step"].fill_(self.updates - self._skipped)
         self.zero()
-
-    @contextmanager
-    @torch.no_grad()
-    def averaged(self) -> Iterator[None]:
-        """Within the block the weights are their average (with `ema` only); afterwards they are what they were."""
-        with self._at_hand():
-            self._swap()
-            try:
-                yield
-            finally:
-                self._swap()
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
@@ -230,22 +299,9 @@ class ShardedAdamW:
             if away:
                 self._offload.to_host()
 
-    def _swap(self) -> None:
-        for name, average in self._average.items():
-            shard = self._shards[name]
-            weights = shard.clone()
-            shard.copy_(average)
-            average.copy_(weights)
-
     def _begin_average(self) -> None:
         for name, tensor in self._average.items():
             tensor.copy_(self._shards[name])
-
-    def _count_moments(self) -> None:
-        """Tell AdamW how many updates its moments have seen, for its bias correction."""
-        seen, alone = self.updates - self._restarted, self._alone - self._alone_restarted
-        for name, shard in self._shards.items():
-            self._adamw.state[shard]["step"].fill_(seen if name in self._head else seen - alone)
 
     def live(self) -> dict[str, torch.Tensor]:
         """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
-from streamrl.learner.chain import VersionsLog
-from streamrl.learner.intake import Intake
+from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.weight_sync.manifest import Manifest, Pair
 from streamrl.weight_sync.outlets import Outlet
 from streamrl.weight_sync.publisher import Publisher
@@ -28,9 +28,9 @@ class Publishing:
     Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop; the
     same thread waits for the files of the other ranks. Engines are told when all is there; none is waited for.
 
-    A version that cannot be written is logged and left out, the next one is tried. When those of three steps in a row
-    failed, or all for the deadline, the learner gives up: engines that never get new weights make training worse with
-    every step.
+    A version that cannot be written is logged and left out, and the next one is tried. When the versions of three steps
+    in a row failed, or all within the deadline, the learner gives up: without new weights in the engines, each step
+    makes training worse.
 
     Attributes:
         version: newest version that engines can see, 0 when none.
@@ -42,7 +42,7 @@ class Publishing:
         publisher: used by the thread of this object only.
         outlet: is told of each version.
         log: every version is noted there before it is published.
-        intake: writes the manifest into the ledger.
+        buffer: writes the manifest into the ledger.
         epoch: of this learner.
         world: ranks of this learner.
         deadline: seconds without a version that could be written, after which the learner gives up.
@@ -54,7 +54,7 @@ class Publishing:
         publisher: Publisher,
         outlet: Outlet,
         log: VersionsLog,
-        intake: Intake,
+        buffer: TrainBuffer,
         *,
         epoch: int,
         world: int,
@@ -64,7 +64,7 @@ class Publishing:
         self.version = 0
         self.record: dict[str, object] = {"publish_seconds": 0.0}
         self._publisher, self._outlet, self._world = publisher, outlet, world
-        self._log, self._intake, self._epoch = log, intake, epoch
+        self._log, self._buffer, self._epoch = log, buffer, epoch
         self._deadline, self._tasks = deadline, tasks
         self._running: asyncio.Task[None] | None = None
         self._failed_steps: set[int] = set()
@@ -116,7 +116,7 @@ class Publishing:
         await self.settle()
         if self._failed_steps or not self._publisher.holds_newest():
             return False
-        await self._intake.consume(self.version, self._manifest)
+        await self._buffer.announce(self.version, self._manifest)
         return True
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Publishing:
         self._failed_steps.clear()
         self.version, self._manifest = version, data
         await self._outlet.announce(manifest)
-        await self._intake.consume(version, data)
+        await self._buffer.announce(version, data)
         self._shown_at = time.monotonic()
         figures = self._publisher.figures
         self.record = {

@@ -1,10 +1,10 @@
-"""The recorder: what stands in the learner's place in a run that records rollouts and trains nothing.
+"""The recorder: it takes the learner's place in a run that records rollouts and trains nothing.
 
 ```
 take over -> publish the model once -> { closed groups -> files -> fsync -> checkpoint without weights -> retire }
 ```
-To the ledger it is a learner: it fences, its epochs have logs of ids, and its checkpoints say which groups are durable
-and are what `retire` names. So the audit proves of a recording what it proves of a training.
+To the ledger it is a learner: it fences, writes the lineage of its epoch, and retires groups for checkpoints that say
+which of them are durable. So the audit proves of a recording what it proves of a training.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, WireError
-from streamrl.learner.chain import TrainedDigest, TrainedLog, VersionsLog
-from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
+from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Finished, Reason, is_over, write_finished
-from streamrl.learner.record import GroupRecord
+from streamrl.learner.lineage import Lineage, TrainedDigest, VersionsLog
 from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.recording import FOLDER, Header, RecordedGroup, RecordingWriter, read_header
 from streamrl.queues.records import ClosedGroup
@@ -75,8 +76,7 @@ class Recorder:
         config, run_dir = role.config, role.run_dir
         self._role, self._config, self._ledger = role, config, role.ledgers.train
         self._checkpoints, self._start = checkpoints, start
-        self._log = TrainedLog(checkpoints.folder, start.epoch)
-        self._record = GroupRecord(run_dir, start.epoch)
+        self._lineage = Lineage(run_dir, start.epoch)
         folder = run_dir / FOLDER
         self._writer = RecordingWriter(folder, start.epoch, _header(config, folder), config.recording.file_bytes)
         self._durable = set(start.trained)
@@ -103,8 +103,7 @@ class Recorder:
                 publisher.close(unlink=False)
         finally:
             self._writer.close()
-            self._record.close()
-            self._log.close()
+            self._lineage.close()
             versions.close()
 
     async def _publish(self, publisher: Publisher, outlet: Outlet) -> None:
@@ -141,8 +140,8 @@ class Recorder:
             if revived or (self._fresh and time.monotonic() >= self._saved_at + _SAVE_SECONDS):
                 await self._save()
             # Also where nothing is new: engines that come back find the version again after Redis lost seconds.
-            held = sum(gid in self._fresh for gid in closed)
-            await self._ledger.consume(self._start.nonce, held, self._version, self._manifest)
+            unretired = sum(gid in self._fresh for gid in closed)
+            await self._ledger.consume(self._start.nonce, unretired, self._version, self._manifest)
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
         await self._save()
         if self._digest.count >= self._goal:
@@ -180,7 +179,7 @@ class Recorder:
                 await self._ledger.bury_group(self._start.nonce, gid, f"cannot be recorded: {error}")
                 continue
             self._writer.add(RecordedGroup.of(group))
-            self._record.append(frame)
+            self._lineage.add([frame])
             self._fresh.add(gid)
 
     async def _reason(self) -> Reason | None:
@@ -208,20 +207,16 @@ class Recorder:
         self._step += 1
         start, run_dir = self._start, self._role.run_dir
         files = [(f"{FOLDER}/{file}", size) for file, size in self._writer.sync()]
-        self._log.append(sorted(self._fresh))
-        meta = Meta(
-            format=FORMAT,
+        meta = msgspec.structs.replace(
+            start.next_checkpoint(
+                step=self._step,
+                version=self._version,
+                digest=self._digest,
+                links=self._lineage.sync(),
+                model=self._config.model.path,
+            ),
             kind="recording",
-            epoch=start.epoch,
-            step=self._step,
-            version=self._version,
-            chain=[*start.chain, self._log.sync()],
-            count=self._digest.count,
-            digest=self._digest.hexdigest,
-            bases=start.bases,
             world=0,
-            model=self._config.model.path,
-            record=[*start.record, self._record.sync()],
             recording=[*(start.meta.recording if start.meta else []), *files],
         )
         self._checkpoints.begin(meta.position)
@@ -255,7 +250,7 @@ def _header(config: RunConfig, folder: Path) -> Header:
     )
 
 
-def _frame(group: ClosedGroup, epoch: int) -> dict[str, object]:
+def _frame(group: ClosedGroup, epoch: int) -> dict[str, Any]:
     """What is known of a recorded group, for `streamrl trace`; `WireError` when a message of it is none."""
     wire.decode(group.prompt, wire.Prompt)
     samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples.values()]

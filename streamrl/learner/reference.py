@@ -8,19 +8,16 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.fit import check_fit
-from streamrl.learner.layers import set_up_layers
-from streamrl.learner.model import LogProbModel
-from streamrl.learner.offload import Offload
+from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.optimizer import Offload
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.remote import Remote
+from streamrl.learner.reference_servers import Remote
 from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharded_module import ShardedModule
-from streamrl.learner.sharding import SMALL, load_model, shard
+from streamrl.learner.sharding import SMALL, RowModel, check_fit, load_model, shard
 from streamrl.wire import Float32Array
 
 
@@ -35,6 +32,9 @@ class Reference(Protocol):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         ...
 
@@ -47,7 +47,7 @@ class Reference(Protocol):
         ...
 
 
-class Frozen(ShardedModule):
+class Frozen(RowModel, Reference):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
     With `learner.reference.offload` its weights are in the host's memory but for the time of `compute_ref_log_prob`.
@@ -88,12 +88,8 @@ class Frozen(ShardedModule):
         if self._offloads:
             self._offload.to_host()
 
+    @override
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """See `Reference.compute_ref_log_prob`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
-        """
         logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
         parts = self._agree(batch)
         self._offload.to_device()
@@ -108,59 +104,30 @@ class Frozen(ShardedModule):
                 self._offload.to_host()
         return logprobs
 
+    @override
     def to_host(self) -> None:
-        """See `Reference.to_host`."""
         self._offload.to_host()
 
+    @override
     def to_device(self) -> None:
-        """See `Reference.to_device`; what is offloaded between its uses stays where it is."""
         if not self._offloads:
             self._offload.to_device()
 
 
-class Base:
-    """The policy without its adapter (`learner.reference.kind: base`): no second copy of any weight.
+def make_reference(config: RunConfig, ranks: Ranks, policy: RowModel) -> Reference | None:
+    """The frozen or remote reference that `learner.reference` asks for; None for none, or the policy's own base.
 
-    Args:
-        actor: the policy, which trains an adapter.
-    """
-
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-
-    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """See `Reference.compute_ref_log_prob`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
-        """
-        with self._actor.adapter_disabled():
-            return self._actor.compute_log_prob(batch).logprobs
-
-    def to_host(self) -> None:
-        """The actor's weights are the actor's to move."""
-
-    def to_device(self) -> None:
-        """The actor's weights are the actor's to move."""
-
-
-def make_reference(config: RunConfig, ranks: Ranks, actor: Actor) -> Reference | None:
-    """The reference that `learner.reference` asks for, None without one. Collective.
+    Collective.
 
     Raises:
         ConfigError: it cannot be had, or cannot read what the policy reads.
         Unreachable: no reference server answers.
     """
     reference = config.learner.reference
-    match reference.kind:
-        case "frozen":
-            frozen = Frozen(config, ranks)
-            path = reference.path or config.model.path
-            check_fit("learner.reference.path", path, frozen, actor, config.model)
-            return frozen
-        case "base":
-            return Base(actor)
-        case "remote":
-            return Remote(config, ranks)
-        case _:
-            return None
+    if reference.kind == "remote":
+        return Remote(config, ranks)
+    if reference.kind != "frozen":
+        return None
+    frozen = Frozen(config, ranks)
+    check_fit("learner.reference.path", reference.path or config.model.path, frozen, policy, config.model)
+    return frozen

@@ -1,21 +1,28 @@
-"""Log-probabilities of given tokens from vLLM or SGLang servers that run already: what they are asked and answer.
+"""Log-probabilities of a frozen model, the reference policy or a teacher, from vLLM or SGLang servers.
 
-Both score a prompt: the sampled tokens go in as a part of it, and one more token, which nobody reads, is sampled.
-Neither applies a temperature to what it says of a prompt, so temperature 1 is the only one that fits.
+Each response is scored by one server, by another when that one fails. Both kinds score a prompt: the sampled tokens go
+in as a part of it, and one more token, which nobody reads, is sampled. Neither applies a temperature to what it says of
+a prompt, so temperature 1 is the only one that fits.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from streamrl.errors import ConfigError, WireError
-from streamrl.http import Call
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
+from streamrl.http import BadRequest, Call, HttpClient, read_key
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.ranks import Ranks
 from streamrl.wire import Float32Array
 
 MODELS: Final = Call("GET", "/v1/models", repeatable=True)
@@ -119,3 +126,210 @@ def _vllm_pairs(answer: Any, tokens: Sequence[int]) -> list[tuple[int, float]]:
 def _sglang_pairs(answer: Any, count: int) -> list[tuple[int, float]]:
     entries = answer["meta_info"]["input_token_logprobs"][-count:]
     return [(int(entry[1]), float(entry[0])) for entry in entries]
+
+
+logger = logging.getLogger(__name__)
+Clients: TypeAlias = Mapping[str, HttpClient]
+_IN_FLIGHT: Final = 32
+"""Requests that one rank has at one server at the same time, on average."""
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 2.0
+_REST_SECONDS: Final = 10.0
+"""How long a server that failed is asked after all the others."""
+
+
+class NoReference(Unreachable):
+    """No server gave log-probabilities in time; on all ranks, and nothing was computed."""
+
+
+@dataclass(slots=True)
+class _Server:
+    """One server, as this rank knows it.
+
+    Attributes:
+        url: of it.
+        about: what it says of itself; None before it was reached.
+        load: requests of this rank that wait for its answer.
+        failed_at: monotonic time of its last failure; minus infinity after a success.
+        failure: what went wrong then.
+    """
+
+    url: str
+    about: About | None = None
+    load: int = 0
+    failed_at: float = float("-inf")
+    failure: str = ""
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Order in which servers are asked, the smallest first."""
+        return time.monotonic() < self.failed_at + _REST_SECONDS, self.load
+
+
+class Remote:
+    """Log-probabilities under the model that servers hold (`learner.reference.kind: remote`).
+
+    Each rank asks for its own samples, over HTTP. A server that fails or is silent is left, and the response goes to
+    another one; what has no answer within `learner.reference.deadline` fails, on all ranks.
+
+    Args:
+        config: the run.
+        ranks: the ranks of this learner.
+
+    Raises:
+        ConfigError: a server is none of vLLM and SGLang, its context is too short, or the key cannot be read.
+        NoReference: no server answers this rank, or another one.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        reference = config.learner.reference
+        self._ranks, self._deadline, self._context = ranks, reference.deadline, config.model.context
+        self._key_file = reference.api_key_file
+        self._servers = [_Server(url) for url in reference.url]
+        self._together(self._look)
+
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """Return the log-probability of each sampled token under the reference. Collective.
+
+        Args:
+            batch: this rank's samples, possibly none.
+
+        Returns:
+            float32, shape (completion tokens,) each, in the order of the batch.
+
+        Raises:
+            NoReference: no server answered this rank in time, or another one.
+            DataError: the servers refuse a response.
+            WireError: no server answers with log-probabilities.
+        """
+        found = [np.zeros(0, dtype=np.float32) for _ in batch]
+        self._together(lambda clients: self._score(clients, batch, found))
+        return found
+
+    def to_host(self) -> None:
+        """Nothing of it is on the devices."""
+
+    def to_device(self) -> None:
+        """Nothing of it is on the devices."""
+
+    def _together(self, work: Callable[[Clients], Awaitable[None]]) -> None:
+        """Run `work` with connections to all servers; what fails on one rank fails on all."""
+        failure: StreamrlError | None = None
+        try:
+            asyncio.run(self._within(work))
+        except StreamrlError as error:
+            failure = error
+        # 2: done; 1: to be tried again; 0: trying again is no use.
+        outcome = 2 if failure is None else int(isinstance(failure, NoReference))
+        (worst,) = self._ranks.all_min(outcome)
+        if failure is not None and outcome == worst:
+            raise failure
+        if worst < 2:
+            kind = NoReference if worst else StreamrlError
+            raise kind("another rank got no reference log-probabilities", "its log says why")
+
+    async def _within(self, work: Callable[[Clients], Awaitable[None]]) -> None:
+        key = await asyncio.to_thread(read_key, "learner.reference.api_key_file", self._key_file)
+        hint, option = "start the server, or name another at learner.reference.url", "learner.reference.api_key_file"
+        clients = {server.url: HttpClient(server.url, key, hint, key_option=option) for server in self._servers}
+        try:
+            async with asyncio.timeout(self._deadline):
+                await work(clients)
+        except TimeoutError as error:
+            said = "; ".join(server.failure or f"{server.url}: too slow" for server in self._servers)
+            raise NoReference(
+                f"no reference log-probabilities within {self._deadline:g} s: {said}",
+                "start the servers at learner.reference.url, or raise learner.reference.deadline",
+            ) from error
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
+        finally:
+            for client in clients.values():
+                await client.close()
+
+    async def _look(self, clients: Clients) -> None:
+        """Wait until one server has said what it is; the others are asked as well, once."""
+        while True:
+            reached = await asyncio.gather(*(self._reach(server, clients) for server in self._servers))
+            if any(reached):
+                return
+            await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE))  # noqa: S311
+
+    async def _reach(self, server: _Server, clients: Clients) -> bool:
+        try:
+            about = await self._know(server, clients)
+        except (Unreachable, WireError) as error:
+            self._failed(server, error)
+            return False
+        logger.info("reference server", extra={"url": server.url, "kind": about.kind, "model": about.model})
+        return True
+
+    async def _know(self, server: _Server, clients: Clients) -> About:
+        if server.about is None:
+            answer = await clients[server.url].call(MODELS, self._patience, retry=False)
+            about = read_about(answer, server.url)
+            if about.longest is not None and about.longest < self._context:
+                assert about.context is not None
+                raise ConfigError(
+                    f"the reference server {server.url} scores {about.longest} tokens at most: too few for"
+                    f" model.context {self._context}",
+                    f"start it with a context of {self._context + about.context - about.longest} or more",
+                )
+            server.about = about
+        return server.about
+
+    async def _score(self, clients: Clients, batch: Sequence[TrainSample], found: list[Float32Array]) -> None:
+        gate = asyncio.Semaphore(_IN_FLIGHT * len(self._servers))
+
+        async def one(index: int, sample: TrainSample) -> None:
+            async with gate:
+                found[index] = await self._anyone(clients, sample)
+
+        async with asyncio.TaskGroup() as tasks:
+            for index, sample in enumerate(batch):
+                if len(sample.tokens):
+                    tasks.create_task(one(index, sample))
+
+    async def _anyone(self, clients: Clients, sample: TrainSample) -> Float32Array:
+        """Ask one server after the other; the deadline of the batch ends it, or that all have talked nonsense."""
+        senseless: set[str] = set()
+        pause = _FIRST_PAUSE
+        while True:
+            for server in sorted(self._servers, key=lambda server: server.rank):
+                try:
+                    return await self._ask(server, clients, sample)
+                except Unreachable as error:
+                    self._failed(server, error)
+                except WireError as error:
+                    self._failed(server, error)
+                    senseless.add(server.url)
+                    if len(senseless) == len(self._servers):
+                        raise
+            await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _ask(self, server: _Server, clients: Clients, sample: TrainSample) -> Float32Array:
+        server.load += 1
+        try:
+            about = await self._know(server, clients)
+            answer = await clients[server.url].call(scoring(about, sample), self._patience, retry=False)
+            scores = read_scores(about, answer, sample)
+        except BadRequest as error:
+            raise DataError(
+                f"group {sample.gid}: the reference server refuses a response: {error.message}",
+                "does it hold a model with the vocabulary of model.path?",
+            ) from error
+        finally:
+            server.load -= 1
+        server.failed_at = float("-inf")
+        return scores
+
+    @property
+    def _patience(self) -> float:
+        """Longest wait for one answer: so short that every server has been asked when the deadline comes."""
+        return self._deadline / (len(self._servers) + 1)
+
+    def _failed(self, server: _Server, error: StreamrlError) -> None:
+        if not server.rank[0]:
+            logger.warning("reference server failed", extra={"url": server.url, "error": error.message})
+        server.failed_at, server.failure = time.monotonic(), error.message

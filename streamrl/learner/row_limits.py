@@ -24,9 +24,8 @@ from transformers import PreTrainedConfig
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.layers import decoder_layers
-from streamrl.learner.model import Backbone, close, exact_products
-from streamrl.learner.rows import BLOCK, PADDING, Limits
+from streamrl.learner.batch import BLOCK, PADDING, Limits
+from streamrl.learner.model import Backbone, close, decoder_layers, exact_products
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 ```
 between two steps: every rank copies its state to the host      (SAVE)
-in the background: every rank writes and fsyncs its copy; rank 0 syncs the logs
+in the background: every rank writes and fsyncs its copy; rank 0 syncs the lineage
                    all have written                              (SAVED, asked again and again)
                    meta data, rename -> retire -> remove old ones
 ```
@@ -23,13 +23,12 @@ import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
-from streamrl.learner.chain import TrainedLog, greatest_logged_epoch
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
-from streamrl.learner.crew import Command, Crew
-from streamrl.learner.intake import Intake
-from streamrl.learner.record import GroupRecord
-from streamrl.learner.shard_files import Progress, take_notes
+from streamrl.learner.lineage import Lineage, greatest_logged_epoch
+from streamrl.learner.rank_group import Command, RankGroup
+from streamrl.learner.shards import Progress, take_notes
 from streamrl.learner.takeover import Start
+from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.queues.budget import checkpoint_due
 
 logger = logging.getLogger(__name__)
@@ -56,52 +55,56 @@ class Saver:
     cap of live groups stops admission, and it is tried again after a pause that doubles.
 
     Attributes:
-        saved_step: step of the newest checkpoint.
+        newest: meta data of the newest checkpoint that this learner wrote or loaded; None: there is none.
 
     Args:
         config: of the run.
         run_dir: of the run.
         start: where this learner went on.
-        intake: retires.
-        crew: this rank's share of the policy, and the other ranks.
+        buffer: retires.
+        ranks: of the learner.
         tasks: owns the background task; an error there ends the learner.
 
     Raises:
-        CannotCreate: the log or the record of this epoch cannot be made.
+        CannotCreate: the lineage of this epoch cannot be made.
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, start: Start, intake: Intake, *, crew: Crew, tasks: asyncio.TaskGroup
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        start: Start,
+        buffer: TrainBuffer,
+        *,
+        ranks: RankGroup,
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        self._config, self._start, self._intake = config, start, intake
-        self._crew, self._trainer, self._tasks = crew, crew.trainer, tasks
+        self._config, self._start, self._buffer = config, start, buffer
+        self._ranks, self._worker, self._tasks = ranks, ranks.worker, tasks
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
-        self._log = TrainedLog(self._checkpoints.folder, start.epoch)
-        self._record = GroupRecord(run_dir, start.epoch)
-        self.saved_step = start.step
+        self._lineage = Lineage(run_dir, start.epoch)
+        self.newest = start.meta
         self._begun = start.step
         self._running: asyncio.Task[None] | None = None
         self._pause, self._retry_at = 0.0, 0.0
 
-    def trained(self, gids: Iterable[int], frames: Iterable[dict[str, Any]]) -> None:
+    def trained(self, groups: Iterable[dict[str, Any]]) -> None:
         """Write down the groups of an applied update; they count with the next checkpoint."""
-        self._log.append(gids)
-        for frame in frames:
-            self._record.append(frame)
+        self._lineage.add(groups)
 
     @property
     def due(self) -> bool:
         """Whether a checkpoint should be begun now."""
-        config, steps = self._config, self._trainer.step - self._begun
-        due = checkpoint_due(steps, config.checkpoint.every, self._intake.held, config.budget, config.hard_cap)
+        config, steps = self._config, self._worker.step - self._begun
+        due = checkpoint_due(steps, config.checkpoint.every, self._buffer.unretired, config.budget, config.hard_cap)
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:
-        """Begin a checkpoint of the present weights; what they were trained on is retired when it is durable.
+        """Begin a checkpoint of the present weights; the groups they were trained on are retired when it is durable.
 
-        Call between two steps only. It waits for the one before it first: with `checkpoint.background` as many groups
-        as are trained in two intervals are held at most. Cancelled or killed half way it leaves a draft that the next
-        learner removes, or a finished checkpoint whose groups the next learner retires.
+        Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
+        most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
+        the next learner removes, or a finished checkpoint, whose groups the next learner retires.
 
         Args:
             version: greatest version number used so far.
@@ -110,24 +113,24 @@ class Saver:
             Fenced: a newer learner has begun its log. Redis may have forgotten it, the disk has not.
         """
         await self.settle()
-        if not self._intake.fresh:
+        if not self._buffer.fresh:
             return
         self._check_alone()
-        saving = _Saving(self._describe(version), frozenset(self._intake.fresh), time.monotonic())
+        saving = _Saving(self._describe(version), frozenset(self._buffer.fresh), time.monotonic())
         place = saving.meta.position
         try:
-            draft = await asyncio.to_thread(self._checkpoints.begin, place)
+            await asyncio.to_thread(self._checkpoints.begin, place)
         except OSError as error:
             self._failed(saving.meta, error)
             return
-        await self._crew.order(Command.SAVE, place, lambda: self._trainer.state.save(draft))
-        self._begun = self._trainer.step
+        await self._ranks.order(Command.SAVE, *place)
+        self._begun = self._worker.step
         self._running = self._tasks.create_task(self._complete(saving), name=f"checkpoint {saving.meta.name}")
         if not self._config.checkpoint.background:
             await self.settle()
 
     async def settle(self) -> None:
-        """Return when no checkpoint is being written, whatever became of it; bounded by `checkpoint.deadline`."""
+        """Wait until no checkpoint is being written, failed or not; at most `checkpoint.deadline`."""
         if self._running is not None:
             await asyncio.wait([self._running])
 
@@ -135,27 +138,21 @@ class Saver:
         """Make a checkpoint of the present weights now, unless there is one; False when it failed."""
         await self.begin(version)
         await self.settle()
-        return not self._intake.fresh
+        return not self._buffer.fresh
 
     def close(self) -> None:
         """Close the files; what is not in a checkpoint does not count."""
-        self._log.close()
-        self._record.close()
+        self._lineage.close()
 
     def _describe(self, version: int) -> Meta:
-        start, digest = self._start, self._trainer.digest
-        meta = Meta(
-            epoch=start.epoch,
-            step=self._trainer.step,
+        meta = self._start.next_checkpoint(
+            step=self._worker.step,
             version=version,
-            chain=[*start.chain, self._log.mark()],
-            count=digest.count,
-            digest=digest.hexdigest,
-            bases=start.bases,
+            digest=self._worker.digest,
+            links=self._lineage.mark(),
             model=self._config.model.path,
-            record=[*start.record, self._record.mark()],
         )
-        return self._trainer.state.describe(meta)
+        return self._worker.state.describe(meta)
 
     def _check_alone(self) -> None:
         newer = greatest_logged_epoch(self._checkpoints.folder)
@@ -185,19 +182,18 @@ class Saver:
             await self._withdraw(meta, error)
             return
         self._check_alone()
-        await self._intake.saved(meta.name, saving.gids)
-        self._pause, self.saved_step = 0.0, meta.step
+        await self._buffer.saved(meta.name, saving.gids)
+        self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
         seconds = round(time.monotonic() - saving.started, 3)
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:
-        await self._intake.archive.sync()
-        await asyncio.to_thread(self._log.sync)
-        await asyncio.to_thread(self._record.sync)
+        await self._buffer.archive.sync()
+        await asyncio.to_thread(self._lineage.sync)
         pause = _ASK_SECONDS
-        while (progress := await self._crew.ask(Command.SAVED, self._trainer.state.saved)) is Progress.WRITING:
+        while (progress := await self._ranks.order(Command.SAVED)) is Progress.WRITING:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_ASK, 2 * pause)
         if progress is not Progress.WRITTEN:
@@ -217,7 +213,7 @@ class Saver:
         shutil.rmtree(self._checkpoints.path(meta.position), ignore_errors=True)
 
     def _failed(self, meta: Meta, error: Exception) -> None:
-        self._begun = self.saved_step
+        self._begun = self.newest.step if self.newest else 0
         self._pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * self._pause))
         self._retry_at = time.monotonic() + self._pause
         logger.error(

@@ -1,22 +1,43 @@
-"""From a directory to a model whose parameters are spread over the ranks (FSDP2)."""
+"""A model whose parameters are spread over the ranks of the learner (FSDP2): from a directory to updated weights.
+
+```
+load_model -> shard -> RowModel         lays samples out in rows and runs them: the reference policy
+                       TrainableModel   with gradients and an optimizer: the actor and a critic
+```
+A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
+is a sum over tokens; the division by the size of the step comes with the update, when that size is known. So a step
+gives the same weights in whatever pieces its samples came, up to the rounding of float sums.
+
+Every method marked collective must be called by all ranks in the same order, from one thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from streamrl.config import ModelConfig
-from streamrl.errors import ConfigError
-from streamrl.learner.layers import decoder_layers
-from streamrl.learner.model import Backbone
+from streamrl.config.learner import LearnerConfig
+from streamrl.errors import ConfigError, StreamrlError
+from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSample, dummy, layout, work_of_prompt
+from streamrl.learner.model import Backbone, decoder_layers
+from streamrl.learner.optimizer import Offload, ShardedAdamW
+from streamrl.learner.ranks import Ranks
 
+logger = logging.getLogger(__name__)
+
+_PREFIX = "model."
 SMALL = 1 << 26
 """Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
 while each unit costs a gather and a scatter."""
@@ -89,3 +110,248 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
     return whole
+
+
+class RowModel:
+    """A module over rows of tokens.
+
+    Args:
+        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,).
+        ranks: the ranks of this learner.
+        limits: of rows and micro-batches.
+        vocabulary: token ids are below.
+
+    Attributes:
+        limits: of rows and micro-batches.
+        vocabulary: token ids are below.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, limits: Limits, *, vocabulary: int) -> None:
+        self.ranks = ranks
+        self.limits, self.vocabulary = limits, vocabulary
+        self._module = module
+        with torch.no_grad():
+            # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
+            self._forward(dummy())
+        self._reshard()
+
+    def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
+        """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
+        if not batch:
+            return None
+        # One look at all token ids first: it is what every good batch costs.
+        ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
+        known = ids.min() >= 0 and ids.max() < self.vocabulary
+        for sample in batch:
+            if sample.width > self.limits.longest:
+                return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self.limits.longest}")
+            both = () if known else np.concatenate([sample.prompt, sample.tokens])
+            if any(token < 0 or token >= self.vocabulary for token in both):
+                return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
+        return None
+
+    def _reshard(self) -> None:
+        """Give the gathered parameters back: afterwards the shards are all there is."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def work(self, samples: Sequence[TrainSample]) -> int:
+        """Work of the samples of one group, as `Limits.work` counts: a shared prompt once, attention by its width.
+
+        Not collective.
+        """
+        prompts: dict[bytes, list[Extent]] = {}
+        for sample in samples:
+            prompts.setdefault(sample.prompt.tobytes(), []).append(Extent(len(sample.prompt), len(sample.tokens)))
+        return sum(work_of_prompt(extents, self.limits) for extents in prompts.values())
+
+    @property
+    def _fsdp(self) -> FSDPModule:
+        assert isinstance(self._module, FSDPModule)
+        return self._module
+
+    def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
+        """Lay out this rank's batch and fill up to the number of passes of the busiest rank. Collective.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
+        """
+        error = self.misfit(batch)
+        parts = [] if error else layout(batch, self.limits)
+        passes, refused = self.ranks.all_max(len(parts), int(error is not None))
+        if error:
+            raise error
+        if refused:
+            raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
+        return parts + [dummy()] * (passes - len(parts))
+
+    def _forward(self, part: Microbatch, **options: Any) -> Any:
+        """Call the module with the arrays of a micro-batch."""
+        plain = not part.shared and not (part.segments == PADDING).any()
+        return self._module(
+            input_ids=self._to_device(part.input_ids),
+            segments=None if plain else self._to_device(part.segments),
+            position_ids=self._to_device(part.position_ids) if part.shared else None,
+            positions=self._to_device(part.positions),
+            targets=self._to_device(part.targets),
+            **options,
+        )
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
+
+
+_PROBE = "Two plus 34 is thirty-six; naïve?"
+
+
+def check_fit(key: str, path: str, module: RowModel, actor: RowModel, model: ModelConfig) -> None:
+    """Refuse a second model that takes shorter sequences, fewer token ids or other ones than the policy.
+
+    Args:
+        key: of the configuration, that names the second model.
+        path: of the second model.
+        module: the second model.
+        actor: the policy.
+        model: of the policy, as configured.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    if module.limits.longest < actor.limits.longest:
+        raise ConfigError(
+            f"{key} {path} takes {module.limits.longest} tokens, the policy {actor.limits.longest}",
+            f"lower model.context to {module.limits.longest}, or name a model that takes longer sequences",
+        )
+    if module.vocabulary < actor.vocabulary:
+        raise ConfigError(
+            f"{key} {path} knows {module.vocabulary} tokens, the policy {actor.vocabulary}",
+            "name a model with the tokenizer of model.path",
+        )
+    if path == model.path:
+        return
+    ours, theirs = _tokenizer(model.tokenizer or model.path), _tokenizer(path)
+    if ours is not None and theirs is not None and _ids(ours) != _ids(theirs):
+        raise ConfigError(
+            f"{key} {path} has another tokenizer than the policy: the same ids would be other words to it",
+            "name a model with the tokenizer of model.path",
+        )
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+    folder = Path(path)
+    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+        # transformers would make up an empty one.
+        logger.info("tokenizers not compared", extra={"path": path, "reason": "it has none"})
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        logger.info("tokenizers not compared", extra={"path": path, "reason": str(error)})
+        return None
+    return tokenizer
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: list[int] = tokenizer.encode(_PROBE, add_special_tokens=False)
+    return ids
+
+
+class TrainableModel(RowModel):
+    """A module over rows of tokens, with its optimizer.
+
+    Args:
+        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,). Its
+            Hugging Face model is below `model.`.
+        config: learning rate and the other settings of the optimizer, clip norm.
+        ranks: the ranks of this learner.
+        limits: of rows and micro-batches.
+        vocabulary: token ids are below.
+        whole: the module is one FSDP unit that stays whole between forward and backward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: LearnerConfig,
+        ranks: Ranks,
+        limits: Limits,
+        *,
+        vocabulary: int,
+        whole: bool,
+    ) -> None:
+        super().__init__(module, ranks, limits, vocabulary=vocabulary)
+        self._whole = whole
+        self._fsdp.set_reshard_after_backward(not whole)
+        named = {
+            self._name_of(name.removeprefix(_PREFIX)): parameter
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        frozen = (parameter.to_local() for parameter in self._frozen.values())
+        # On a CPU there is no other memory to go to.
+        offload = "optimizer" in config.offload and ranks.device.type != "cpu"
+        self._optimizer = ShardedAdamW(self._parameters, config, ranks, offload=offload)
+        there = (*self._optimizer.live().values(), *frozen)
+        self._offload = Offload(tensor for tensor in there if tensor.device.type == ranks.device.type)
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far."""
+        return self._optimizer.updates
+
+    @property
+    def parameters(self) -> dict[str, DTensor]:
+        """Sharded parameters that are trained, by Hugging Face name; tied ones appear once."""
+        return dict(self._parameters)
+
+    def discard(self) -> None:
+        """Forget the accumulated gradient."""
+        self._optimizer.zero()
+
+    def to_host(self) -> None:
+        """Give the device's memory of weights and moments back; nothing else may be called until `to_device`.
+
+        Gradients of a step in progress stay where they are. Not collective; a repeat does nothing.
+        """
+        self._reshard()
+        self._offload.to_host()
+
+    def to_device(self) -> None:
+        """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""
+        self._offload.to_device()
+
+    def shard_state(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of this rank's weights, AdamW moments and update counter, by flat name.
+
+        Copies, so training may go on while they are being written. Not collective.
+        """
+        return self._optimizer.state()
+
+    def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put back what `shard_state` of the same rank returned, bit for bit; accumulated gradients are forgotten.
+
+        Raises:
+            Refused: it is of another model or number of ranks. Nothing is changed.
+        """
+        self._optimizer.load(tensors)
+        self._reshard()
+        self.discard()
+
+    def _name_of(self, name: str) -> str:
+        """Name of a parameter in versions and checkpoints; `name` is the one it has in the model."""
+        return name
+
+    def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:
+        """Add the gradient of the loss of all parts.
+
+        Args:
+            parts: as `_agree` returned them.
+            loss: sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
+        """
+        for place, part in enumerate(parts):
+            # A whole model keeps its gradients unsharded between the passes and reduces them once.
+            self._fsdp.set_requires_gradient_sync(not self._whole or place == len(parts) - 1)
+            torch.autograd.backward(loss(part))

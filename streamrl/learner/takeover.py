@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.errors import Refused
-from streamrl.learner.chain import Branch, Link, TrainedDigest, greatest_logged_epoch, read_chain, read_versions
-from streamrl.learner.checkpoint import FORMAT, NOWHERE, Checkpoints, Kind, Meta, Position, parse_name
+from streamrl.learner.checkpoint import FORMAT, NOWHERE, Checkpoints, Kind, Meta, parse_name
+from streamrl.learner.lineage import Branch, Link, TrainedDigest, greatest_logged_epoch, read_trained, read_versions
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import Fence
 
@@ -48,27 +48,38 @@ class Start:
         """Name of the loaded checkpoint as Redis knows it; `0-0` for none."""
         return self.meta.name if self.meta else "0-0"
 
-    @property
-    def chain(self) -> list[Link]:
-        """Chain of the loaded checkpoint."""
-        return self.meta.chain if self.meta else []
+    def next_checkpoint(
+        self, *, step: int, version: int, digest: TrainedDigest, links: tuple[Link, Link], model: str
+    ) -> Meta:
+        """Meta data of a checkpoint of this learner: the lineage of the loaded one, and what was added since.
 
-    @property
-    def record(self) -> list[Link]:
-        """Record of the loaded checkpoint."""
-        return self.meta.record if self.meta else []
-
-    @property
-    def bases(self) -> list[Position]:
-        """The loaded checkpoint and those that the learners before it went on from."""
-        return [*self.meta.bases, self.meta.position] if self.meta else []
+        Args:
+            step: updates in the weights.
+            version: greatest number used so far.
+            digest: of all groups whose gradients are in the weights.
+            links: what `Lineage.mark` says.
+            model: `model.path` of the run.
+        """
+        before = self.meta
+        return Meta(
+            format=FORMAT,
+            epoch=self.epoch,
+            step=step,
+            version=version,
+            chain=[*(before.chain if before else []), links[0]],
+            count=digest.count,
+            digest=digest.hexdigest,
+            bases=[*before.bases, before.position] if before else [],
+            model=model,
+            record=[*(before.record if before else []), links[1]],
+        )
 
 
 async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, model: str) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
 
-    Until `resume` nothing but the fence is written, and the cursor of a Redis that lost its data. A repeat is another
-    learner: it gets a new epoch.
+    Before `resume` it writes only the fence, and the cursor of a Redis that lost its data. Each call is another
+    learner with a new epoch.
 
     Args:
         ledger: the training ledger.
@@ -88,10 +99,10 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
     check_age(fence, meta, checkpoints.folder)
     if meta:
         check_fit(meta, kind, model)
-    trained = read_chain(checkpoints.folder, meta.chain) if meta else []
+    trained = read_trained(checkpoints.folder, meta.chain) if meta else []
     if meta:
         check_digest(meta, trained)
-    # A Redis that lost its data would have all trained groups made again: its cursor is lifted to the first gap.
+    # A Redis that lost its data would admit all trained groups again: lift its cursor to the first gap.
     known = set(trained)
     await ledger.lift(nonce, next(gid for gid in itertools.count() if gid not in known))
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)

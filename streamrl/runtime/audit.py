@@ -23,8 +23,8 @@ import orjson
 
 from streamrl.config import RunConfig
 from streamrl.errors import WireError
-from streamrl.learner.chain import TrainedDigest, read_chain
 from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, parse_name
+from streamrl.learner.lineage import TrainedDigest, read_trained
 from streamrl.queues.damage import damages
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.ledgers import Ledgers
@@ -166,7 +166,7 @@ async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int],
         meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch)
     if meta is None:
         return None, [], unproved
-    gids = read_chain(checkpoints.folder, meta.chain)
+    gids = read_trained(checkpoints.folder, meta.chain)
     digest = TrainedDigest()
     digest.add(gids)
     if (digest.count, digest.hexdigest) != (meta.count, meta.digest):

@@ -38,7 +38,7 @@ FIXED: Final = (
 )
 """Values that a run keeps for life: ledger, data order, checkpoints and waiting groups depend on them."""
 
-_OURS: Final = frozenset({"logs", "metrics", "checkpoints", "run.draft", "supervisor.lock"})
+_OURS: Final = frozenset({"logs", "metrics", "checkpoints", "run.json.draft", "run.draft", "supervisor.lock"})
 
 
 @dataclass(frozen=True, slots=True)

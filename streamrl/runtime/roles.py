@@ -40,7 +40,7 @@ _RUNNERS: Final = {
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
-    "learner": ("streamrl.learner.loop", "run_learner"),
+    "learner": ("streamrl.learner.leader", "run_learner"),
     "recorder": ("streamrl.learner.recorder", "run_recorder"),
     "player": ("streamrl.producers.player", "run_player"),
 }

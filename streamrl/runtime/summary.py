@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import orjson
 
+from streamrl.atomic import write_whole
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, StreamrlError
 from streamrl.runtime.curve import draw_curve
@@ -122,9 +123,7 @@ def read_rounds(run_dir: Path, learner: LearnerFigures) -> list[tuple[int, float
 
 
 def _write(path: Path, data: bytes) -> None:
-    draft = path.with_suffix(".draft")
     try:
-        draft.write_bytes(data + b"\n")
-        draft.rename(path)
+        write_whole(path, data + b"\n")
     except OSError as error:
         raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error

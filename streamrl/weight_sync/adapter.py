@@ -7,7 +7,6 @@ with weight (out, in).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import orjson
 import torch
 from safetensors.torch import save_file
 
+from streamrl.atomic import whole_directory
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.manifest import Adapter
 
@@ -115,16 +115,10 @@ def write_adapter(folder: Path, adapter: Adapter, tensors: Mapping[str, torch.Te
     Raises:
         CannotCreate: no room, or no permission; nothing is left behind.
     """
-    draft = folder.with_name(folder.name + ".draft")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        values = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(values, draft / "adapter_model.safetensors", metadata={"format": "pt"})
-        (draft / "adapter_config.json").write_bytes(orjson.dumps(peft_config(adapter), option=orjson.OPT_INDENT_2))
-        if folder.exists():
-            shutil.rmtree(folder)
-        draft.rename(folder)
+        with whole_directory(folder) as draft:
+            values = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(values, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+            (draft / "adapter_config.json").write_bytes(orjson.dumps(peft_config(adapter), option=orjson.OPT_INDENT_2))
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise CannotCreate(f"the adapter cannot be written to {folder}: {error}", "make room there") from error

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from streamrl.config.presets import PRESETS
-from streamrl.learner.record import read_record, record_file
+from streamrl.learner.lineage import read_record, record_file
 
 from .run_kit import cli, data_of, process
 from .test_up import tiny  # noqa: F401  (a fixture)

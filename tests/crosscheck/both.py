@@ -16,14 +16,12 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from streamrl.config.learner import CorrectionConfig, KlConfig
-from streamrl.learner.algorithms.aggregation import normaliser, token_weights
 from streamrl.learner.algorithms.corrections import Corrections
 from streamrl.learner.algorithms.losses import LOSSES, LossResult
-from streamrl.learner.algorithms.objective import objective
+from streamrl.learner.algorithms.recipe import normaliser, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens
-from streamrl.learner.batch import TrainSample, layout
+from streamrl.learner.batch import Limits, TrainSample, layout
 from streamrl.learner.model import LogProbModel
-from streamrl.learner.rows import Limits
 
 VOCABULARY, PAD = 61, 0
 GROUPS, SIZE = 2, 4

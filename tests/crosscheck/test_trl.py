@@ -9,8 +9,7 @@ import pytest
 import torch
 from cases import CASES, REWARDS
 
-from streamrl.learner.algorithms.advantages import dr_grpo, grpo
-from streamrl.learner.algorithms.groupdata import GroupData
+from streamrl.learner.algorithms.advantages import GroupData, dr_grpo, grpo
 from streamrl.learner.algorithms.losses import LOSSES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -21,7 +21,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.remote import Remote
+from streamrl.learner.reference_servers import Remote
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -35,7 +35,7 @@ class Pipeline:
     @contextlib.asynccontextmanager
     async def running(self):
         """All roles are started; at the end those in this process are stopped, and have to end without an error."""
-        learner = self.run.spawn("streamrl.learner.loop:run_learner", "learner.0")
+        learner = self.run.spawn("streamrl.learner.leader:run_learner", "learner.0")
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(kill, learner)
             self._stack, self.learner = stack, learner

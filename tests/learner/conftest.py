@@ -41,7 +41,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[object]:
     """Starts learners that can be killed."""
-    from loop_kit import Zygote
+    from leader_kit import Zygote
 
     made = Zygote()
     yield made
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(redis_run: object, model: Path, zygote: object) -> Iterator[object]:
     """A run with a player; the test starts its learners, and none of them outlives it."""
-    from loop_kit import Run
+    from leader_kit import Run
 
     made = Run(redis_run, model, zygote)
     yield made

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_policy import make_batch, run_config
 
-from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 
 OPTIONS = {"tokens_per_microbatch": 192, "rows": "packed"}

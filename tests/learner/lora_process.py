@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 
 import orjson
-import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_process import STEP_OPTIONS, pieces, train
 from tiny_policy import run_config
+from weights_kit import export, full_tensors
 
 from streamrl.config import WeightsConfig
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
+from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.steps import Trainer
+from streamrl.learner.step import Models
 from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.pinned import pin
 from streamrl.weight_sync.rank_writer import RankWriter
 
 # A rank below the number of its rows, and one that leaves the second rank without rows of A.
@@ -28,7 +28,7 @@ WEIGHTS = WeightsConfig(transport="directory", shard_bytes=4096)
 
 
 def play(model: Path, out: Path, ranks: Ranks) -> None:
-    """Train each kind of adapter, publish a version, go back to it, go on; keep what a test asks for."""
+    """Train each kind of adapter, publish a version, export it; keep what a test asks for."""
     found = {}
     for name, lora in KINDS.items():
         for small in (1 << 26, 0):
@@ -47,8 +47,8 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.adapter_disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    trainer = Trainer(actor.config, ranks, actor)
-    snapshot = trainer.snapshot()
+    worker = RankWorker(actor.config, ranks, Models(actor=actor), out)
+    snapshot = worker.snapshot()
     if ranks.rank == 0:
         publisher = Publisher(WEIGHTS, "r", out)
         publisher.publish(
@@ -60,27 +60,19 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
             world=ranks.world,
             adapter=snapshot.adapter,
         )
-        pin(publisher.root, out, (1, 1))
-        save_file(dict(actor.full_tensors(torch.float32)), out / "merged.safetensors")
     else:
         RankWriter(WEIGHTS, out, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
-        for _ in actor.full_tensors(torch.float32):
-            pass
+    merged = full_tensors(actor)
+    if ranks.rank == 0:
+        save_file(merged, out / "merged.safetensors")
     if ranks.rank:
-        trainer.skip_snapshot()
+        actor.published_rows()
     else:
-        trainer.snapshot()
-    kept = actor.shard_state()
-    train(actor, range(2, 3))
-    adopted = trainer.adopt(out / "pinned" / "v-1-1")
-    now = actor.shard_state()
-    back = all(torch.equal(now[key], tensor) for key, tensor in kept.items() if key.startswith("weight/"))
-    actor.export(out / "export")
+        worker.snapshot()
+    export(actor, out / "export")
     return {
         "records": records,
         "base_unchanged": fresh == base,
-        "adopted": adopted,
-        "back": back,
         "parameters": {key: list(p.to_local().shape) for key, p in actor.parameters.items()},
     }
 

@@ -7,11 +7,11 @@ import os
 import signal
 
 import pytest
-from loop_kit import Run
+from leader_kit import Run
 from playing import reward
 
 from streamrl.config import ArchiveConfig, RecordingConfig
-from streamrl.learner.chain import read_chain
+from streamrl.learner.lineage import read_trained
 from streamrl.queues.archive import ARCHIVE
 from streamrl.queues.archived import read_archive
 from streamrl.queues.ledgers import open_ledgers
@@ -42,7 +42,7 @@ async def gone(run) -> set[int]:
     async with open_ledgers(run.config, run.run_dir) as ledgers:
         dropped = await ledgers.train.dropped()
     newest = run.newest()
-    return {*dropped, *(read_chain(run.run_dir / "checkpoints", newest.chain) if newest is not None else ())}
+    return {*dropped, *(read_trained(run.run_dir / "checkpoints", newest.chain) if newest is not None else ())}
 
 
 async def check(run) -> set[int]:
@@ -59,9 +59,9 @@ async def check(run) -> set[int]:
 
 
 KILLS = {
-    "groups read, nothing trained": "streamrl.learner.steps:Trainer.train:before:2",
+    "groups read, nothing trained": "streamrl.learner.rank_group:RankWorker.train:before:2",
     "archived, no checkpoint": "streamrl.queues.archive:Archive.sync:after:3",
-    "not archived, checkpoint begun": "streamrl.learner.state:RankState.save:after:1",
+    "not archived, checkpoint begun": "streamrl.learner.shards:RankState.save:after:1",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
 }

@@ -10,10 +10,9 @@ from tiny_policy import make_batch, run_config, train_sample
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.chain import Branch
 from streamrl.learner.groups import GroupOpener, Unusable
+from streamrl.learner.policy import Actor
 from streamrl.queues.records import ClosedGroup
 
 
@@ -31,9 +30,8 @@ def response(tokens, logprobs):
 
 
 def opened(group, misfit=lambda _: None):
-    branch = Branch([], [], 1, 0)
-    branch.note(1, 0)
-    return GroupOpener(branch, Recipe.of(RunConfig.model_validate({"model": {"path": "none"}})), misfit)(group)
+    recipe = Recipe.of(RunConfig.model_validate({"model": {"path": "none"}}))
+    return GroupOpener(recipe, misfit)(group, {1: 0}.__getitem__)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

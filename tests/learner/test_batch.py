@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.batch import TrainSample, layout
-from streamrl.learner.rows import BLOCK, PADDING, PASS_TOKENS, WIDTH_STEP, Limits
+from streamrl.learner.batch import BLOCK, PADDING, PASS_TOKENS, WIDTH_STEP, Limits, TrainSample, layout
 
 LIMITS = st.builds(
     Limits,

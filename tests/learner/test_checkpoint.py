@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from streamrl.learner.chain import TrainedLog
 from streamrl.learner.checkpoint import (
     Checkpoints,
     InvalidCheckpoint,
@@ -22,8 +21,8 @@ from streamrl.learner.checkpoint import (
     parse_name,
     shard_name,
 )
-from streamrl.learner.shard_files import open_shards, take_notes, write_shard
-from streamrl.learner.snapshot import rows_of
+from streamrl.learner.lineage import EpochFile, trained_file
+from streamrl.learner.shards import open_shards, rows_of, take_notes, write_shard
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -81,8 +80,8 @@ def test_a_draft_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("damage", ["meta", "shard", "byte", "short", "chain", "renamed"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     make(tmp_path, 1, 1)
-    log = TrainedLog(tmp_path, 1)
-    log.append([1, 2])
+    log = EpochFile(tmp_path, trained_file(1))
+    log.append(b"1\n2\n")
     meta = make(tmp_path, 1, 2)
     path = Checkpoints(tmp_path).path((1, 2))
     (path / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, chain=[log.sync()])))

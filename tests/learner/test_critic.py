@@ -8,10 +8,11 @@ import torch
 from tiny_policy import KINDS, count_tokens, run_config
 from transformers import AutoModel
 from value_kit import plain_values, value_batch
+from weights_kit import full_tensors
 
 from streamrl.errors import ConfigError
-from streamrl.learner.actor import Actor
 from streamrl.learner.critic import Critic, make_critic
+from streamrl.learner.policy import Actor
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def make(one_rank, model_of):
 def plain(path, critic):
     """The bare model, and a head of the same weights."""
     model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    tensors = dict(critic.full_tensors(torch.float32))
+    tensors = full_tensors(critic)
     head = torch.nn.Linear(tensors["value_head.weight"].shape[1], 1)
     with torch.no_grad():
         head.weight.copy_(tensors["value_head.weight"])
@@ -94,7 +95,7 @@ def test_one_update_equals_plain_adamw(make, model_of, share):
     assert stats.sums.mean("loss") == pytest.approx(total.item() / count_tokens(batch), rel=1e-5)
     assert 0 < stats.sums.clipped < stats.sums.tokens == count_tokens(batch)
     expected = dict(model.named_parameters()) | {f"value_head.{name}": p for name, p in head.named_parameters()}
-    found = dict(critic.full_tensors(torch.float32))
+    found = full_tensors(critic)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-4, atol=2e-4, msg=name)

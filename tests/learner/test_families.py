@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_actor import plain, reference_logprobs
 from tiny_policy import make_batch, run_config
 
-from streamrl.learner.actor import Actor
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import RENDEZVOUS
 
 FAMILIES = ["Qwen2", "Qwen3", "Llama", "Gemma", "Gemma2", "Gemma3Text", "GPTNeoX"]

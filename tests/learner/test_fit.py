@@ -7,8 +7,8 @@ from tiny_policy import run_config
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from streamrl.errors import ConfigError
-from streamrl.learner.actor import Actor
 from streamrl.learner.critic import make_critic
+from streamrl.learner.policy import Actor
 from streamrl.learner.reference import make_reference
 
 LETTERS = "Twoplus34ihry-x;naïve?ĠÂ"

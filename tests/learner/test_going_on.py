@@ -8,13 +8,13 @@ import shutil
 import signal
 
 import pytest
-from loop_kit import stopped
+from leader_kit import stopped
 from zygote import FENCED
 
 from streamrl.queues.records import ReplayOutcome
 
 
-@pytest.mark.parametrize("place", ["steps:Trainer.apply:pause:4", "checkpoint:Checkpoints.finish:pause:2"])
+@pytest.mark.parametrize("place", ["rank_group:RankWorker.apply:pause:4", "checkpoint:Checkpoints.finish:pause:2"])
 async def test_redis_forgets_the_take_over_from_a_learner_that_wakes_up(run, place):
     """Its nonce is right again. What it retired would be in no checkpoint of the line that its successor saved."""
     run.configure(steps=None)

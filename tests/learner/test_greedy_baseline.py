@@ -9,8 +9,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import traits
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.chain import Branch
-from streamrl.learner.groups import GroupOpener, Unusable
+from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.queues.records import ClosedGroup
 
 GREEDY = {"sampling": {"greedy_baseline": True}, "learner": {"advantage": {"use": "remax"}}}
@@ -43,37 +42,36 @@ def closed(*scored: tuple[bytes, float]) -> ClosedGroup:
     )
 
 
-def opener(values=GREEDY) -> GroupOpener:
-    branch = Branch([], [], 1, 0)
-    branch.note(3, 1)
-    return GroupOpener(branch, Recipe.of(RunConfig.model_validate(values)), lambda _: None)
+def opened(*responses, values=GREEDY) -> TrainGroup:
+    opener = GroupOpener(Recipe.of(RunConfig.model_validate(values)), lambda _: None)
+    return opener(closed(*responses), {3: 1}.__getitem__)
 
 
 def test_it_is_the_baseline_and_no_sample():
-    group = opener()(closed((sample(4, 5), 1.0), (sample(6), 0.0), (sample(7, 8, 9, greedy=True), 0.25)))
+    group = opened((sample(4, 5), 1.0), (sample(6), 0.0), (sample(7, 8, 9, greedy=True), 0.25))
     assert [one.tokens.tolist() for one in group.samples] == [[4, 5], [6]]
     assert [one.advantages.tolist() for one in group.samples] == [[0.75, 0.75], [-0.25]]
     assert (group.tokens, group.responses, group.rewards) == (3, 2, (1.0, 0.0))
 
 
 def test_where_it_stands_in_the_group_does_not_matter():
-    group = opener()(closed((sample(7, greedy=True), 1.0), (sample(4), 0.5)))
+    group = opened((sample(7, greedy=True), 1.0), (sample(4), 0.5))
     assert [one.advantages.tolist() for one in group.samples] == [[-0.5]]
 
 
 def test_a_group_whose_greedy_response_died_cannot_be_trained():
     with pytest.raises(Unusable, match="needs baseline"):
-        opener()(closed((sample(4), 1.0), (sample(5), 0.0)))
+        opened((sample(4), 1.0), (sample(5), 0.0))
 
 
 def test_a_group_of_the_greedy_response_alone_cannot_be_trained():
     with pytest.raises(Unusable, match="no response"):
-        opener()(closed((sample(4, greedy=True), 1.0)))
+        opened((sample(4, greedy=True), 1.0))
 
 
 def test_other_estimators_leave_it_out_as_well():
     own = {"sampling": GREEDY["sampling"], "learner": {"advantage": {"use": f"{__name__}:centred"}}}
-    group = opener(own)(closed((sample(4), 1.0), (sample(5), 0.0), (sample(6, greedy=True), 7.0)))
+    group = opened((sample(4), 1.0), (sample(5), 0.0), (sample(6, greedy=True), 7.0), values=own)
     assert [one.advantages.tolist() for one in group.samples] == [[0.5], [-0.5]]
 
 

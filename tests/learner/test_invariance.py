@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from step_kit import estimated, rewarded
 from tiny_policy import run_config, without_key_biases
-from way_kit import estimated, rewarded
 
-from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.losses import LOSSES
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import sizes
+from streamrl.learner.policy import Actor
 
 AGGREGATES = ("token_mean", "sequence_mean", "constant_length")
 LAYOUTS = {

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.layers import compile_layers, decoder_layers, set_up_layers
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import LogProbModel, compile_layers, decoder_layers, set_up_layers
 
 
 def load(path, dtype=torch.float32):

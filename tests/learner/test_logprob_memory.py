@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamrl.learner.logprobs import token_logprobs
+from streamrl.learner.model import token_logprobs
 
 HIDDEN, VOCABULARY = 8, 2001
 LOGITS = 4 * VOCABULARY

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamrl.learner.logprobs import token_logprobs
+from streamrl.learner.model import token_logprobs
 
 COUNT, HIDDEN, VOCABULARY = 50, 8, 97
 

@@ -7,7 +7,7 @@ import torch
 from loss_kit import differentiate, random_tokens, slope, tokens_of
 
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.losses_sequence import gmpo, gspo, kimi, topr, vespo
+from streamrl.learner.algorithms.losses import gmpo, gspo, kimi, topr, vespo
 
 LN = math.log
 # Responses of two, one and two tokens; u = 2, 1/2 | 4 | 1/4, 1/4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamrl.learner.offload import Offload
+from streamrl.learner.optimizer import Offload
 
 
 def test_views_and_optimizer_go_on_bit_for_bit_as_if_nothing_had_moved():

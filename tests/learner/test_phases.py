@@ -11,10 +11,10 @@ import signal
 
 import pytest
 import torch
-from loop_kit import Run
+from leader_kit import Run
 
 from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.shard_files import open_shards
+from streamrl.learner.shards import open_shards
 from tests.redis_kit import RedisRun
 
 STEPS = 8
@@ -28,27 +28,27 @@ EVERYTHING = {
     "kl": {"where": "loss", "controller": "adaptive", "coefficient": 0.1, "horizon": 50},
 }  # fmt: skip
 """Several updates per step, and all parts that keep state: critic and controller of the KL as well."""
-FILES = "streamrl.learner.shard_files"
+FILES = "streamrl.learner.shards"
 PHASES = {
-    "after backward": "streamrl.learner.actor:Actor.accumulate:after:3",
-    "before the update": "streamrl.learner.steps:Trainer.apply:before:4",
-    "after the update": "streamrl.learner.actor:Actor.apply_update:after:4",
-    "after the log": "streamrl.learner.chain:TrainedLog.append:after:5",
+    "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
+    "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
+    "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
+    "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
-    "state copied, nothing written": "streamrl.learner.state:RankState.save:after:2",
+    "state copied, nothing written": "streamrl.learner.shards:RankState.save:after:2",
     "in the background write, before the file": f"{FILES}:write_shard:before:2",
     "in the background write, file not read back": f"{FILES}:describe:before:2",
     "shard written": f"{FILES}:write_shard:after:2",
     "all ranks have written": "streamrl.learner.saving:take_notes:before:2",
-    "before the rename": "streamrl.learner.checkpoint:fsync_directory:before:3",
-    "after the rename": "streamrl.learner.checkpoint:fsync_directory:before:4",
-    "after the rename is durable": "streamrl.learner.checkpoint:fsync_directory:after:4",
+    "before the rename": "streamrl.atomic:fsync_directory:before:3",
+    "after the rename": "streamrl.atomic:fsync_directory:before:4",
+    "after the rename is durable": "streamrl.atomic:fsync_directory:after:4",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
     "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:3",
     "while the last checkpoint is written": f"{FILES}:write_shard:before:4",
-    "before the end is written": "streamrl.learner.loop:write_finished:before:1",
+    "before the end is written": "streamrl.learner.leader:write_finished:before:1",
 }
 QUICK = ("after backward", "in the background write, before the file", "after the rename")
 

@@ -41,13 +41,15 @@ class Shelf:
     def sources(self) -> list[str]:
         return []
 
-    async def announce(self, manifest) -> None:
-        self.announced += 1
-
     def note(self, version, step) -> None:
         pass
 
-    async def consume(self, version, manifest) -> None:
+    async def announce(self, *said) -> None:
+        """As the outlet (a manifest), and as the buffer (a version with its manifest)."""
+        if len(said) == 1:
+            self.announced += 1
+            return
+        version, manifest = said
         assert manifest == b"%d" % version
         self.shown.append(version)
 

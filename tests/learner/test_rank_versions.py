@@ -9,12 +9,12 @@ import time
 
 import pytest
 import torch
-from loop_kit import DEADLINE
+from leader_kit import DEADLINE
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
-from streamrl.learner.parts import Parts
-from streamrl.learner.shard_files import open_shards
+from streamrl.learner.rank_group import PartWriter
+from streamrl.learner.shards import open_shards
 from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync import Follower
@@ -121,7 +121,7 @@ def test_an_error_that_nobody_thought_of_is_told_to_rank_0_at_once(tmp_path, mon
         raise RuntimeError("out of pinned memory")
 
     monkeypatch.setattr("streamrl.weight_sync.rank_writer.RankWriter.write", broken)
-    parts = Parts(config, tmp_path, 1)
+    parts = PartWriter(config, tmp_path, 1)
     parts.start((1, 1), None, Snapshot([], {}))
     parts._running.result(DEADLINE)
     parts.close()

@@ -9,7 +9,7 @@ import shutil
 import signal
 
 import pytest
-from loop_kit import Run
+from leader_kit import Run
 from playing import response, reward
 
 from streamrl import wire
@@ -109,7 +109,7 @@ async def test_a_recording_is_trained(redis_run, model, zygote, recorded, fault)
     with opened(redis_run, model, zygote, epochs=2, steps=None, recording=read) as run:
         kills = {
             "player": "streamrl.queues.ledger:Ledger.admit_closed:after:9",
-            "learner": "streamrl.learner.steps:Trainer.apply:after:4",
+            "learner": "streamrl.learner.rank_group:RankWorker.apply:after:4",
         }
         player = run.start(kills["player"] if fault == "player" else None, name="player.0")
         learner = run.start(kills["learner"] if fault == "learner" else None)

@@ -6,8 +6,7 @@ import torch
 from tiny_policy import make_batch, run_config
 
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.learner.actor import Actor
-from streamrl.learner.reference import make_reference
+from streamrl.learner.step import make_models
 
 
 @pytest.fixture
@@ -16,8 +15,8 @@ def make(one_rank, model_of):
         settings = {"kind": "frozen", **(reference or {})}
         temperature, dtype = learner.pop("temperature", 1.0), learner.pop("dtype", "float32")
         config = run_config(model_of(kind), temperature=temperature, dtype=dtype, reference=settings, **learner)
-        actor = Actor(config, one_rank)
-        return actor, make_reference(config, one_rank, actor)
+        models = make_models(config, one_rank)
+        return models.actor, models.reference
 
     return pair
 
@@ -96,5 +95,5 @@ def test_a_sample_that_does_not_fit_is_an_error(make):
 
 def test_there_is_none_without_one(one_rank, model_of):
     config = run_config(model_of("Llama"))
-    assert make_reference(config, one_rank, Actor(config, one_rank)) is None
+    assert make_models(config, one_rank).reference is None
     assert torch.get_float32_matmul_precision() == "highest"

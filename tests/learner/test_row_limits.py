@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
 from streamrl.learner import row_limits as module
-from streamrl.learner.actor import Actor
 from streamrl.learner.critic import Critic
-from streamrl.learner.layers import decoder_layers
-from streamrl.learner.model import LogProbModel
+from streamrl.learner.model import LogProbModel, decoder_layers
+from streamrl.learner.policy import Actor
 from streamrl.learner.row_limits import row_limits
 from streamrl.learner.sharding import load_model
 
@@ -166,7 +165,7 @@ def test_rows_that_change_each_other_are_computed_one_by_one(model_of, one_rank,
         model.get_input_embeddings().register_forward_hook(lambda _, ids, states: states * (0.9 + 0.1 * len(ids[0])))
         return model
 
-    monkeypatch.setattr("streamrl.learner.actor.load_model", load)
+    monkeypatch.setattr("streamrl.learner.policy.load_model", load)
     with caplog.at_level(logging.WARNING):
         actor = Actor(configure(model_of("Llama"), context=128), one_rank)
     assert actor.limits.alone
@@ -190,7 +189,7 @@ def fails_with(condition, monkeypatch):
         model.get_input_embeddings().register_forward_pre_hook(fail)
         return model
 
-    monkeypatch.setattr("streamrl.learner.actor.load_model", load)
+    monkeypatch.setattr("streamrl.learner.policy.load_model", load)
 
 
 def test_a_model_that_fails_alone_is_refused_with_its_error(model_of, one_rank, monkeypatch):

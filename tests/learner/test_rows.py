@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.learner.rows import (
+from streamrl.learner.batch import (
     PASS_TOKENS,
     WIDTH_STEP,
     Extent,

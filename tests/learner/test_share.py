@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.crew import NOBODY, share
+from streamrl.learner.batch import Extent, Limits, work_of_prompt
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.rows import Extent, Limits, work_of_prompt
+from streamrl.learner.rank_group import NOBODY, share
 
 (ONE,) = make_batch(0, groups=1, size=1)
 BOUNDS = Limits(tokens=1 << 20, shared=1024, hidden=64)
@@ -26,7 +26,7 @@ def group(gid, *lengths, advantage=1.0):
         )
         for length in lengths
     )
-    return TrainGroup(gid, 0, samples, 0, flat=not advantage)
+    return TrainGroup(gid=gid, crashes=0, samples=samples, mixed_version=0, zero_gradient=not advantage, versions={})
 
 
 def work(samples):

@@ -10,8 +10,8 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.learner import sinks
-from streamrl.learner.sinks import Sinks, figures
+from streamrl.learner import metrics
+from streamrl.learner.metrics import Sinks, figures
 
 LINE = {"loss": 0.5, "groups": 4, "skipped": False, "staleness": {"0": 3, "1": 2}, "busy": [[1, 2]], "kind": "full"}
 FLAT = {"loss": 0.5, "groups": 4.0, "skipped": 0.0, "staleness/0": 3.0, "staleness/1": 2.0}
@@ -81,7 +81,7 @@ def test_lines_do_not_pile_up_before_a_slow_sink(tmp_path, monkeypatch):
     library, hold = Library("wandb"), threading.Event()
     monkeypatch.setattr(library, "init", lambda **_: hold.wait(60))
     monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.setattr(sinks, "_MOST_WAITING", 3)
+    monkeypatch.setattr(metrics, "_MOST_WAITING", 3)
     sink = Sinks(config("wandb"), tmp_path)
     for step in range(10):
         sink.log(step, LINE)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 from tiny_policy import make_batch, run_config
+from weights_kit import full_tensors
 
-from streamrl.learner.actor import Actor
-from streamrl.learner.snapshot import Copies, rows_of
+from streamrl.learner.policy import Actor
+from streamrl.learner.snapshot import Copies
 
 
 def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
     policy = Actor(run_config(model_of("Qwen2")), one_rank)
     for dtype in (torch.float32, torch.bfloat16):
         snapshot = Copies(policy.parameters, dtype).take()
-        expected = dict(policy.full_tensors(dtype))
+        expected = full_tensors(policy, dtype)
         found = dict(snapshot.tensors)
         assert found.keys() == expected.keys() == snapshot.shapes.keys()
         assert all(torch.equal(found[name], tensor) and found[name].dtype == dtype for name, tensor in expected.items())
@@ -27,7 +28,7 @@ def test_training_goes_on_beside_a_copy_and_memory_comes_round(one_rank, model_o
     taken, values = [], []
     for step in range(4):
         taken.append(dict(copies.take().tensors))
-        values.append({name: tensor.clone() for name, tensor in policy.full_tensors(torch.float32)})
+        values.append(full_tensors(policy))
         for age in (0, 1):  # this one and the one before are still what they were
             if step >= age:
                 found, expected = taken[step - age], values[step - age]
@@ -36,14 +37,3 @@ def test_training_goes_on_beside_a_copy_and_memory_comes_round(one_rank, model_o
     places = [{tensor.data_ptr() for tensor in found.values()} for found in taken]
     assert places[0] == places[2] != places[1] == places[3]
     assert not places[0] & places[1]
-
-
-def test_rows_of_a_rank_are_equal_pieces():
-    for size in (0, 1, 2, 5, 61, 64):
-        for world in (1, 2, 3, 7):
-            pieces = [rows_of(size, rank, world) for rank in range(world)]
-            rows = torch.arange(size)
-            assert torch.cat([rows[piece] for piece in pieces]).tolist() == rows.tolist()
-            assert [len(rows[piece]) for piece in pieces] == [
-                len(chunk) for chunk in [*rows.chunk(world), *[rows[:0]] * world][:world]
-            ]

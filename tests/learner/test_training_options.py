@@ -9,9 +9,11 @@ import torch
 from test_actor import assert_bits, assert_same, gradients, weights
 from tiny_policy import make_batch, run_config
 from transformers import AutoModelForCausalLM
+from weights_kit import save
 
-from streamrl.learner import layers
-from streamrl.learner.actor import Actor
+from streamrl.learner import model as model_module
+from streamrl.learner.export import export_model
+from streamrl.learner.policy import Actor
 
 
 @pytest.fixture
@@ -34,31 +36,30 @@ def test_recomputed_activations_change_no_bit(make, small):
 @pytest.mark.slow
 def test_compiled_layers_train_the_same(make, monkeypatch, caplog):
     """Traced and differentiated under FSDP as for a real compiler (test_layers.py has one), which runs operations."""
-    monkeypatch.setattr(layers, "compile_layers", functools.partial(layers.compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(
+        model_module, "compile_layers", functools.partial(model_module.compile_layers, backend="aot_eager")
+    )
     plainly, compiled = make("Llama", small=0), make("Llama", small=0, compile=True)
     with caplog.at_level(logging.WARNING, "streamrl"):
         for actor in (plainly, compiled):
             actor.accumulate(make_batch(0))
-    assert not [record for record in caplog.records if record.name == "streamrl.learner.layers"]
+    assert not [record for record in caplog.records if record.name == "streamrl.learner.model"]
     assert_same(gradients(compiled), gradients(plainly))
 
 
-def test_the_average_is_exported_beside_the_model_and_the_model_goes_on_as_before(make, tmp_path):
+def test_the_average_is_exported_beside_the_model(make, tmp_path):
     averaging, plainly = make(ema=0.5), make()
     start = weights(averaging)
     for actor in (averaging, plainly):
         actor.update_policy(make_batch(0))
     middle = weights(averaging)
-    averaging.export(tmp_path / "model")
-    for actor in (averaging, plainly):
-        actor.update_policy(make_batch(1))
-    assert_same(weights(averaging), weights(plainly), tolerance=0)
+    export_model(averaging.config, tmp_path, save(tmp_path / "checkpoints", averaging))
     model, average = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "model-ema"))
     assert_same(dict(model.named_parameters()), middle, tolerance=0)
     expected = {name: (start[name] + middle[name]) / 2 for name in start}
     assert_same(dict(average.named_parameters()), expected, tolerance=1e-6)
-    plainly.export(tmp_path / "other")
-    assert not (tmp_path / "other-ema").exists()
+    export_model(plainly.config, tmp_path / "other", save(tmp_path / "other" / "checkpoints", plainly))
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["checkpoints", "model"]
 
 
 def test_a_checkpoint_with_its_average_goes_on_bit_for_bit(make):
@@ -122,15 +123,15 @@ def test_on_a_gpu_offload_lowers_what_lies_on_the_device_and_changes_nothing(mod
         ranks.close()
 
 
-def test_the_precision_of_matrices_is_set_from_the_trial(make, monkeypatch):
-    import streamrl.learner.matmul as module
-
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_precision_of_matrices_is_what_is_configured(one_rank, model_of, caplog, attention):
     before = torch.get_float32_matmul_precision()
+    config = run_config(model_of("Qwen2"), matmul_precision="medium")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
     try:
-        for verdict in ("medium", "highest"):
-            monkeypatch.setattr(module, "_trial", lambda *_, verdict=verdict, **__: verdict)
-            monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-            make(matmul_precision="auto")
-            assert torch.get_float32_matmul_precision() == verdict
+        with caplog.at_level(logging.WARNING, "streamrl"):
+            Actor(config, one_rank)
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert ("model.attention to eager" in caplog.text) == (attention == "sdpa")
     finally:
         torch.set_float32_matmul_precision(before)

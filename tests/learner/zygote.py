@@ -22,11 +22,11 @@ from pathlib import Path
 
 from streamrl import runfile
 from streamrl.errors import Fenced, StreamrlError
-from streamrl.learner import loop, recorder
+from streamrl.learner import leader, recorder
 from streamrl.producers import player
 from streamrl.queues.role import open_role
 
-RUNNERS = {"learner": loop.run_learner, "recorder": recorder.run_recorder, "player": player.run_player}
+RUNNERS = {"learner": leader.run_learner, "recorder": recorder.run_recorder, "player": player.run_player}
 FENCED = 40
 """Exit status of a fenced learner here, to tell it from one that finished (both are 0 for the shell)."""
 

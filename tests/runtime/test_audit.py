@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import WireError
-from streamrl.learner.chain import TrainedDigest, TrainedLog
 from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.lineage import EpochFile, TrainedDigest, trained_file
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.records import Lease
 from streamrl.runtime.audit import audit
@@ -64,8 +64,8 @@ class Book:
     def save(self, gids, count=None) -> str:
         self.epoch += 1
         checkpoints = Checkpoints(self.run_dir / "checkpoints")
-        log = TrainedLog(checkpoints.folder, self.epoch)
-        log.append(gids)
+        log = EpochFile(checkpoints.folder, trained_file(self.epoch))
+        log.append(b"".join(b"%d\n" % gid for gid in gids))
         digest = TrainedDigest()
         digest.add(gids)
         checkpoints.begin((self.epoch, 1))

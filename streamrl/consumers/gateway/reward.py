@@ -12,6 +12,7 @@ from typing import Final
 
 from typing_extensions import override
 
+from streamrl.atomic import write_whole
 from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
 from streamrl.consumers.gateway.offers import Offers, SampleOffer
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
@@ -129,11 +130,9 @@ def _token(path: Path | None) -> str | None:
 @contextlib.contextmanager
 def _told(path: Path, url: str) -> Iterator[None]:
     """Keep the URL in a file while the gateway is open, for programs that start before it has a port."""
-    draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(f"{url}\n")
-        draft.rename(path)
+        write_whole(path, f"{url}\n".encode())
     except OSError as error:
         logger.warning("the URL of the gateway is in no file", extra={"path": str(path), "error": str(error)})
     try:

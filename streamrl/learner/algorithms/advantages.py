@@ -6,7 +6,7 @@ baseline depends on which response happened to end first. A group with one usabl
 ```
 estimator = Estimator.of(config.learner)             fails at the start when something does not fit
 estimator(group) -> one float64 array per response
-normalise(arrays of the step, estimator.normalise, all_sum)
+normalise(arrays of the step, estimator.normalise, all_sum)     the same on any number of ranks
 ```
 An estimator is a function `(group: GroupData, *, options) -> list of arrays`; `traits` says what else it needs, for
 those of a user as for ours. Notation in what follows: r_i the reward of response i without its KL penalties.
@@ -14,13 +14,16 @@ those of a user as for ours. Notation in what follows: r_i the reward of respons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from functools import cached_property, partial
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.egpo import (
@@ -31,12 +34,237 @@ from streamrl.learner.algorithms.egpo import (
     mean_uncertainty,
     part_of,
 )
-from streamrl.learner.algorithms.gae import generalized_advantages
-from streamrl.learner.algorithms.groupdata import FloatArray, GroupData, all_equal, difference
-from streamrl.learner.algorithms.normalisation import NORMALISATIONS, Normalisation, normalise
 from streamrl.learner.algorithms.registry import Registry
 
-__all__ = ["ESTIMATORS", "Estimator", "GroupData", "Need", "normalise", "traits"]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+ROUNDING = 1e-9
+"""Rewards that differ by less than this share of the largest one are equal: 0.1 + 0.2 is not 0.3 in floating point, and
+a deviation of rounding errors must neither divide an advantage nor count as a contrast."""
+
+
+def all_equal(values: FloatArray) -> bool:
+    """Whether values are equal up to `ROUNDING`; one value, and none, are."""
+    peak = np.max(np.abs(values), initial=0.0)
+    # The peak is taken out first, so that the difference does not overflow on rewards like 1e308.
+    return not peak or bool(np.ptp(values / peak) <= ROUNDING)
+
+
+def difference(left: FloatArray, right: float) -> FloatArray:
+    """Return `left - right`, exactly 0 where they are equal up to `ROUNDING`."""
+    found = left - right
+    found[np.abs(found) <= ROUNDING * np.maximum(np.abs(left), abs(right))] = 0
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupData:
+    """The k usable responses of one group; those with a cause of death are left out.
+
+    Attributes:
+        rewards: shape (k,), finite.
+        lengths: sampled tokens of each response, shape (k,).
+        behaviour: log-probability that each token was sampled with, one array per response.
+        penalties: KL in the reward per token, times its coefficient; taken off the reward. None: none.
+        values: of the critic, before each token. None: no critic.
+        entropy: of the policy at the start of the step, in nats per token. None when not asked for.
+        baseline_reward: reward of the greedy response. None without one.
+        tokens: sampled token ids. None when not asked for.
+        texts: text of each sampled token, one list per response. None when not asked for.
+        prompt_text: of the prompt that all responses answer; empty when not asked for.
+
+    Raises:
+        ValueError: a reward is not finite, or arrays that do not have the lengths.
+    """
+
+    rewards: FloatArray
+    lengths: npt.NDArray[np.int64]
+    behaviour: Sequence[npt.ArrayLike]
+    penalties: Sequence[npt.ArrayLike] | None = None
+    values: Sequence[npt.ArrayLike] | None = None
+    entropy: Sequence[npt.ArrayLike] | None = None
+    baseline_reward: float | None = None
+    tokens: Sequence[npt.ArrayLike] | None = None
+    texts: Sequence[Sequence[str]] | None = None
+    prompt_text: str = ""
+
+    def __post_init__(self) -> None:
+        rewards, lengths = np.asarray(self.rewards, dtype=np.float64), np.asarray(self.lengths, dtype=np.int64)
+        object.__setattr__(self, "rewards", rewards)
+        object.__setattr__(self, "lengths", lengths)
+        known = rewards.tolist() if self.baseline_reward is None else [*rewards.tolist(), self.baseline_reward]
+        if not np.all(np.isfinite(known)):
+            raise ValueError(f"a reward is not finite: {known}")
+        if rewards.ndim != 1 or rewards.shape != lengths.shape:
+            raise ValueError(f"{rewards.size} rewards for {lengths.size} responses")
+        for name in ("behaviour", "penalties", "values", "entropy", "tokens", "texts"):
+            arrays = getattr(self, name)
+            if arrays is not None and [len(array) for array in arrays] != lengths.tolist():
+                raise ValueError(f"{name} of other lengths than the responses, {lengths.tolist()}")
+
+    @property
+    def totals(self) -> FloatArray:
+        """Reward of each response without its penalties, shape (k,)."""
+        if self.penalties is None:
+            return self.rewards
+        penalties = [float(np.sum(np.asarray(penalty, np.float64))) for penalty in self.penalties]
+        return np.asarray(self.rewards - np.array(penalties, dtype=np.float64))
+
+    def constant(self, per_response: FloatArray) -> list[FloatArray]:
+        """Give every token the number of its response: shape (k,) to one array per response."""
+        return [np.full(length, value) for value, length in zip(per_response, self.lengths, strict=True)]
+
+    def token_rewards(self) -> list[FloatArray]:
+        """Reward of each token: minus its penalty, and the reward of the response on its last one."""
+        tokens = [np.zeros(length) for length in self.lengths]
+        for index, reward in enumerate(self.rewards):
+            if self.penalties is not None:
+                tokens[index] -= np.asarray(self.penalties[index], dtype=np.float64)
+            if tokens[index].size:
+                tokens[index][-1] += reward
+        return tokens
+
+
+class TokenTexts:
+    """Token ids to text, one by one; a token that is a part of a character has a replacement character.
+
+    Args:
+        model: of the policy, as configured.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._name = model.tokenizer or model.path
+        self._known: dict[int, str] = {}
+
+    def load(self) -> None:
+        """Load the tokenizer, so that one that is missing shows when the run starts.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        _ = self._tokenizer
+
+    def __call__(self, ids: npt.ArrayLike) -> list[str]:
+        """Return the text of each token."""
+        return [self._text(token) for token in np.asarray(ids).tolist()]
+
+    def _text(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            # Tags may be special tokens.
+            text = self._known[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        return text
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._name)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"learner.advantage needs the text of tokens, and there is no tokenizer in {self._name}: {reason}",
+                "set model.tokenizer, or learner.advantage.args part: joint",
+            ) from error
+        return tokenizer
+
+
+AllSum: TypeAlias = Callable[[FloatArray], FloatArray]
+"""Adds a float64 array up over all ranks; called by all of them, the same number of times."""
+Normalisation = Literal["none", "whiten", "std", "nonzero"]
+NORMALISATIONS: tuple[str, ...] = get_args(Normalisation)
+
+_STD_FLOOR = 1e-6
+_ROUNDING = 1e-12
+"""A deviation below this share of the values themselves is rounding, not contrast."""
+
+
+def normalise(arrays: Sequence[FloatArray], kind: Normalisation, all_sum: AllSum) -> list[FloatArray]:
+    """Normalise the advantages of a step.
+
+    * `none`: as they are.
+    * `whiten`: `(A - mean) / (std + 1e-6)` over the tokens of the step (REINFORCE++, arXiv 2501.03262; PPO).
+    * `std`: `A / (std + 1e-6)` over the responses of the step, each with the mean of its tokens (ScaleRL, arXiv
+      2510.13786; TRL `scale_rewards="batch"`). The mean stays, so 0 stays 0.
+    * `nonzero`: `A responses / responses with an advantage` (GPG, arXiv 2504.02546): what has no gradient does not
+      thin out the rest.
+
+    Standard deviations are unbiased. Where there is no contrast, `whiten` and `std` give 0: a single token (or
+    response) is not its own baseline.
+
+    Args:
+        arrays: advantages of this rank's responses, shape (tokens,) each; may be empty on a rank.
+        kind: one of the above, the same on all ranks.
+        all_sum: sums a float64 array over all ranks.
+
+    Returns:
+        New arrays in the same order.
+
+    Raises:
+        ValueError: an unknown kind, or advantages so large that their squares are not finite; on all ranks alike.
+    """
+    if kind == "none":
+        return list(arrays)
+    filled = [array for array in arrays if array.size]
+    if kind == "nonzero":
+        counted = all_sum(np.asarray([len(filled), sum(bool(array.any()) for array in filled)], dtype=np.float64))
+        return [array * (counted[0] / max(1.0, counted[1])) for array in arrays]
+    if kind == "whiten":
+        mean, std = _moments(np.concatenate(filled) if filled else np.zeros(0), all_sum)
+        return [np.zeros_like(array) if std == 0 else (array - mean) / (std + _STD_FLOOR) for array in arrays]
+    if kind == "std":
+        _, std = _moments(np.asarray([array.mean() for array in filled], dtype=np.float64), all_sum)
+        return [np.zeros_like(array) if std == 0 else array / (std + _STD_FLOOR) for array in arrays]
+    raise ValueError(f"there is no normalisation {kind}: {', '.join(NORMALISATIONS)}")
+
+
+def _moments(values: FloatArray, all_sum: AllSum) -> tuple[float, float]:
+    """Mean and unbiased standard deviation over all ranks; 0 for the latter where there is no contrast."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        count, total = all_sum(np.asarray([values.size, values.sum()], dtype=np.float64))
+        mean = total / max(1.0, count)
+        squares, magnitude = all_sum(np.asarray([((values - mean) ** 2).sum(), np.abs(values).sum()]))
+    if not np.isfinite(squares):
+        raise ValueError("advantages of a step are too large to be normalised")
+    std = float(np.sqrt(squares / max(1.0, count - 1)))
+    return float(mean), 0.0 if std <= _ROUNDING * magnitude / max(1.0, count) else std
+
+
+def generalized_advantages(
+    rewards: npt.ArrayLike, values: npt.ArrayLike, *, gamma: float, lam: float, lengths: npt.ArrayLike
+) -> FloatArray:
+    """Return the advantage of every token of sequences that stand one behind the other.
+
+    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}` (arXiv 1506.02438, equations 11 and
+    16). What is behind the last token of a sequence is worth 0. Returns, which are what a critic learns, are advantages
+    plus values. With values of 0 and lam 1 the advantages are discounted returns.
+
+    Args:
+        rewards: shape (n,), token by token.
+        values: value before each token, shape (n,).
+        gamma: discount per token, 0 to 1.
+        lam: 1: all later rewards; 0: one step.
+        lengths: tokens of each sequence, shape (sequences,); they add up to n.
+
+    Returns:
+        Shape (n,).
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    reward, value = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    counts = np.asarray(lengths, dtype=np.int64)
+    if reward.ndim != 1 or reward.shape != value.shape or counts.sum() != reward.size:
+        raise ValueError(f"rewards {reward.shape} and values {value.shape} for {counts.sum()} tokens")
+    rows = np.repeat(np.arange(counts.size), counts)
+    columns = np.arange(reward.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    # One row per token of the longest sequence, so that the recursion is one loop whatever the number of sequences.
+    grid = np.zeros((counts.max(initial=0) + 1, counts.size))
+    grid[columns, rows] = value
+    following = grid[columns + 1, rows]
+    grid[columns, rows] = reward + gamma * following - value
+    for step in range(len(grid) - 2, -1, -1):
+        grid[step] += gamma * lam * grid[step + 1]
+    return grid[columns, rows]
+
 
 Need = Literal["values", "entropy", "baseline", "text"]
 KNOWN_EARLY: frozenset[Need] = frozenset({"baseline", "text"})
@@ -45,7 +273,6 @@ Compute: TypeAlias = Callable[..., list[FloatArray]]
 _C = TypeVar("_C", bound=Compute)
 
 ESTIMATORS: Registry[Compute] = Registry("learner.advantage.use")
-_STD_FLOOR = 1e-6
 
 
 def traits(
@@ -59,7 +286,7 @@ def traits(
     Args:
         needs: `values` of a critic, `entropy` of the policy, reward of the greedy `baseline` response, `text` of the
             prompt and of each token.
-        normalise: see `streamrl.learner.algorithms.normalisation.normalise`.
+        normalise: see `normalise`.
         needs_of: what it needs beyond that with certain options, from those options.
     """
 

@@ -1,4 +1,4 @@
-"""What the old policy is, and what stands between the policy that sampled and the gradient.
+"""What the old policy is, and what stands between the policy that sampled and the gradient: gates.
 
 Three policies appear (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5):
 
@@ -6,28 +6,330 @@ Three policies appear (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298,
 * old, the centre of the trust region, as `learner.correction.base` says,
 * the policy being trained (theta).
 
-The loss works with `u = theta / old`, the gates of this module with `rho = old / behaviour`, and `rho u` is the whole
-importance ratio. With base bypass old is behaviour, u is the whole ratio, and rho would count it a second time; there
-gates look at theta / behaviour, and may drop tokens but not weigh them. `check_combination` refuses what would count a
+The loss works with `u = theta / old`, gates with `rho = old / behaviour`, and `rho u` is the whole importance ratio.
+With base bypass old is behaviour, u is the whole ratio, and rho would count it a second time; there gates look at
+theta / behaviour, and may drop tokens but not weigh them. `recipe.check_combination` refuses what would count a
 ratio twice or not at all.
+
+A gate looks at `log rho` and gives each token a weight, or drops tokens, or both. `rho > 1` means that the policy likes
+the token more than it did when the token was sampled. Gates carry no gradient: the ratios come in detached. Everything
+is compared in log space, and exponents are clamped to `LOG_RATIO_BOUND`, so finite log-probabilities give finite
+weights.
+
+Sources, by gate: tis: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025);
+icepop: Ring-1T (arXiv 2510.18855, section 3.3); mask with level sequence: Liu and Li, "When speed kills stability"
+(2025); veto: slime and SkyRL; opsm: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, off-policy sequence masking); m2po:
+Zheng et al. (arXiv 2510.01161, algorithm 1). m2po drops the tokens with the largest squared log ratios until the mean
+of the others is at most tau. That is the same as keeping the longest prefix, in ascending order, whose mean is at most
+tau; the mean of a prefix only grows, so the smallest dropped value says it all. Over one micro-batch a sort finds it;
+over a step that lies on several ranks it is found digit by digit, from sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
+from streamrl.config.learner import CorrectionConfig, GateConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.gates import GATES, GateFunction, Level, StepTokens, Traits, traits_of
-from streamrl.learner.algorithms.loss import LossResult, uses_ratio
-from streamrl.learner.algorithms.second_moment import AllSum
-from streamrl.learner.algorithms.tokens import Tokens
+from streamrl.learner.algorithms.registry import Registry
+from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
+
+AllSum = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+"""Sum of an array over all ranks, element by element; collective. With one rank: the identity."""
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+"""(shift, width) in bits of the digits of a non-negative float32, the highest first; its sign bit is 0."""
+
+
+def smallest_masked(squares: torch.Tensor, movable: torch.Tensor, tau: float) -> torch.Tensor:
+    """Return the smallest value to be dropped, a tensor of shape (); infinity when all may stay.
+
+    Args:
+        squares: squared log ratios, at least 0, shape (n,).
+        movable: which of them count, bool, shape (n,).
+        tau: bound on their mean.
+    """
+    # Those that do not count are put behind all others, so no shape depends on data and nothing waits for the device.
+    ordered = torch.where(movable, squares, math.inf).sort().values
+    means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
+    kept = (means <= tau).sum()
+    return torch.cat([ordered, ordered.new_full((1,), math.inf)]).index_select(0, kept[None])[0]
+
+
+def step_limit(squares: npt.NDArray[np.float32], tau: float, all_sum: AllSum) -> float:
+    """Return the smallest value to be dropped over the values of all ranks; infinity when all may stay. Collective.
+
+    The bits of non-negative floats are ordered like their values. Three rounds of sums per digit (all_sum of 2 x 2048
+    numbers) find the value exactly, however the values are spread over ranks.
+
+    Args:
+        squares: this rank's squared log ratios, those that count, at least 0 and finite; possibly none.
+        tau: bound on the mean.
+        all_sum: sums over ranks.
+    """
+    bits = np.ascontiguousarray(squares, dtype=np.float32).view(np.uint32).astype(np.int64)
+    values = squares.astype(np.float64)
+    prefix, below = 0, np.zeros(2)
+    for place, (shift, width) in enumerate(_DIGITS):
+        mine = bits >> (shift + width) == prefix
+        digit = (bits[mine] >> shift) & ((1 << width) - 1)
+        sums = [np.bincount(digit, weights=weights, minlength=1 << width) for weights in (None, values[mine])]
+        counts, totals = np.cumsum(all_sum(np.stack(sums).astype(np.float64)), axis=1) + below[:, None]
+        over = np.flatnonzero(totals > tau * counts)
+        if not over.size and not place:
+            return math.inf
+        # Rounding may let the last digits fit what the digit before them did not: then the greatest value goes.
+        chosen = int(over[0]) if over.size else int(np.flatnonzero(np.diff(counts, prepend=below[0]))[-1])
+        if chosen:
+            below = np.array([counts[chosen - 1], totals[chosen - 1]])
+        prefix = prefix << width | chosen
+    return float(np.uint32(prefix).view(np.float32))
+
+
+Level = Literal["token", "sequence", "geometric"]
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GateResult:
+    """What a gate says of n tokens; None leaves all tokens as they are.
+
+    Attributes:
+        weight: factor of the policy loss, at least 0, shape (n,). Only a gate with the trait `weighs` may give one.
+        keep: False for tokens without a policy gradient, shape (n,), bool.
+        cut: True where the weight is not the ratio because a bound cut it, shape (n,), bool; for statistics.
+    """
+
+    weight: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+    cut: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTokens:
+    """What a gate sees of a step before its first update, on this rank; possibly no tokens.
+
+    Attributes:
+        log_ratio: as the gate gets it, shape (n,).
+        advantages: of the same tokens.
+        ages: staleness of the same tokens in steps.
+    """
+
+    log_ratio: torch.Tensor
+    advantages: torch.Tensor
+    ages: torch.Tensor
+
+
+StepLimit = Callable[[StepTokens, GateConfig, AllSum], float]
+"""`(tokens of this rank, gate, all_sum) -> number`, the same on all ranks: each calls all_sum equally often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What the check of combinations must know of a gate.
+
+    Attributes:
+        ranges: default (low, high) of the ratio for each level the gate knows, the default level first.
+        bounds: which of the two the gate reads.
+        weighs: its weight contains the ratio, so no other gate and no loss may contain it as well.
+        restricts: kept tokens have ratios near 1, so that leaving the ratio out is an approximation somebody chose;
+            gates that only drop outliers do not.
+        step: it looks at all tokens of a step at once, unless its argument `over` is `microbatch`: the number that it
+            finds in them, which the gate gets as its fourth argument (None in the trial at the start and without a
+            step). None: it looks at a micro-batch, and has no fourth argument.
+    """
+
+    ranges: Mapping[Level, Range]
+    bounds: frozenset[str] = frozenset({"low", "high"})
+    weighs: bool = False
+    restricts: bool = False
+    step: StepLimit | None = None
+
+
+GateFunction = Callable[..., GateResult]
+"""`(log_ratio (n,), tokens, gate, *, further arguments) -> GateResult`; in `gate` level, low and high are filled in."""
+_G = TypeVar("_G", bound=GateFunction)
+GATES: Registry[GateFunction] = Registry("learner.correction.gates.use")
+ANY_RATIO: Range = (0.0, math.inf)
+_PLUGIN = Traits(ranges={"token": ANY_RATIO, "sequence": ANY_RATIO, "geometric": ANY_RATIO})
+
+
+def traits(**known: Any) -> Callable[[_G], _G]:
+    """Decorator: say of a gate of your own what `Traits` holds; without it, it is taken for one that drops outliers."""
+
+    def add(function: _G) -> _G:
+        function.traits = Traits(**known)  # type: ignore[attr-defined]
+        return function
+
+    return add
+
+
+def traits_of(function: GateFunction) -> Traits:
+    """Return the traits of a gate."""
+    found: Traits = getattr(function, "traits", _PLUGIN)
+    return found
+
+
+def at_level(log_ratio: torch.Tensor, tokens: Tokens, level: Level) -> torch.Tensor:
+    """Return the log ratio of each token's response at a level, given back to each token, shape (n,).
+
+    token: as it is. sequence: sum over the response, the log ratio of the whole response. geometric: mean over the
+    response, the log of the geometric mean ratio. Sums are taken in double precision.
+    """
+    if level == "token":
+        return log_ratio
+    values = log_ratio.double()
+    response = tokens.sum_per_response(values) if level == "sequence" else tokens.mean_per_response(values)
+    return tokens.spread(response).to(log_ratio.dtype)
+
+
+def log_bounds(tokens: Tokens, gate: GateConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log of the bounds of each token, two tensors of shape (n,), or () where all have the same.
+
+    Both are divided by 1 + tighten x age: the older a token, the narrower its range. At the levels of a response the
+    age is that of its oldest token.
+    """
+    assert gate.low is not None
+    assert gate.high is not None
+    low, high = (
+        tokens.behaviour.new_full((), math.log(bound) if bound else -math.inf) for bound in (gate.low, gate.high)
+    )
+    if not gate.tighten:
+        return low, high
+    looseness = 1 + gate.tighten * _age(tokens, gate.level).to(tokens.behaviour.dtype)
+    return low / looseness, high / looseness
+
+
+def _age(tokens: Tokens, level: Level | None) -> torch.Tensor:
+    if level == "token":
+        return tokens.ages
+    oldest = torch.zeros_like(tokens.counts).to(tokens.ages.dtype)
+    return tokens.spread(oldest.scatter_reduce(0, tokens.sequence, tokens.ages, "amax"))
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+@GATES.register("tis")
+@traits(ranges={"token": (0.0, 2.0), "sequence": (0.0, 2.0), "geometric": (0.0, 2.0)}, weighs=True)
+def truncated(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Truncated importance sampling: `weight = clip(rho, low, high)`, low 0 and high C = 2 by default."""
+    ratio = at_level(log_ratio, tokens, gate.level or "token")
+    low, high = log_bounds(tokens, gate)
+    weight = torch.minimum(torch.maximum(ratio, low), high).clamp(max=LOG_RATIO_BOUND).exp()
+    return GateResult(weight=weight, cut=(ratio > high) | (ratio < low))
+
+
+_BANDS: dict[Level, Range] = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+
+
+@GATES.register("icepop")
+@traits(ranges=_BANDS, weighs=True)
+def icepop(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Masked importance sampling: `weight = rho` where low <= rho <= high, and nothing elsewhere."""
+    ratio = at_level(log_ratio, tokens, gate.level or "token")
+    low, high = log_bounds(tokens, gate)
+    return GateResult(weight=_ratio(ratio), keep=(ratio >= low) & (ratio <= high))
+
+
+@GATES.register("mask")
+@traits(ranges=_BANDS, restricts=True)
+def mask(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Rejection: tokens with low <= rho <= high are kept, without a weight."""
+    ratio = at_level(log_ratio, tokens, gate.level or "token")
+    low, high = log_bounds(tokens, gate)
+    return GateResult(keep=(ratio >= low) & (ratio <= high))
+
+
+@GATES.register("veto")
+@traits(ranges={"token": (1e-4, math.inf)})
+def veto(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Drop a whole response when the ratio of any of its tokens is below low, 1e-4, or above high, if given."""
+    low, high = log_bounds(tokens, gate)
+    outliers = ((log_ratio < low) | (log_ratio > high)).to(log_ratio.dtype)
+    return GateResult(keep=tokens.spread(tokens.sum_per_response(outliers)) == 0)
+
+
+@GATES.register("opsm")
+@traits(
+    ranges={level: (math.exp(-0.5), math.inf) for level in ("geometric", "sequence", "token")},
+    bounds=frozenset({"low"}),
+)
+def off_policy_sequence_mask(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Drop tokens with a negative advantage in responses the policy has moved away from: ratio below low.
+
+    With delta = -log low this drops a response when A < 0 and the mean of `log(behaviour / old)` is above delta, 0.5.
+    """
+    low, _ = log_bounds(tokens, gate)
+    gone = at_level(log_ratio, tokens, gate.level or "geometric") < low
+    return GateResult(keep=~(gone & (tokens.advantages < 0)))
+
+
+def _m2po_limit(step: StepTokens, gate: GateConfig, all_sum: AllSum) -> float:
+    only = gate.args.get("only", "outward")
+    movable, squares = second_moments(step.log_ratio, step.advantages, step.ages, gate.tighten, only)
+    return step_limit(squares[movable].numpy(), gate.args.get("tau", 0.04), all_sum)
+
+
+@GATES.register("m2po")
+@traits(ranges={"token": ANY_RATIO}, bounds=frozenset(), restricts=True, step=_m2po_limit)
+def m2po(
+    log_ratio: torch.Tensor,
+    tokens: Tokens,
+    gate: GateConfig,
+    limit: float | None = None,
+    *,
+    tau: float = 0.04,
+    only: Literal["outward", "all"] = "outward",
+    over: Literal["step", "microbatch"] = "step",
+) -> GateResult:
+    """Drop the tokens with the largest `(log rho)^2` until the mean of the others is at most tau.
+
+    The mean is over the tokens that can be dropped: with only outward those where the update would push the ratio
+    further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that the clip of PPO would stop as well.
+    Tokens of equal value are dropped together, so the result does not depend on the order of tokens. `tighten` counts
+    a token of age a as if its log ratio were 1 + tighten x a times as large.
+
+    Args:
+        log_ratio: shape (n,).
+        tokens: the same n tokens.
+        gate: low and high are not used.
+        limit: smallest dropped `(log rho)^2`, as `Corrections.step_limits` found it over the step; None: these tokens
+            alone decide.
+        tau: at least 0.
+        only: outward, or all tokens.
+        over: step: all tokens of the step on all ranks decide; microbatch: those of a micro-batch, which needs no
+            second look at them but depends on how the step was cut up.
+    """
+    if over not in {"step", "microbatch"} or only not in {"outward", "all"} or not tau >= 0:
+        raise ConfigError(
+            f"learner.correction.gates: m2po with over: {over}, only: {only}, tau: {tau}",
+            "over is step or microbatch, only is outward or all, tau is at least 0",
+        )
+    movable, squares = second_moments(log_ratio, tokens.advantages, tokens.ages, gate.tighten, only)
+    if over == "step" and limit is not None:
+        cut = squares.new_full((), limit)
+    else:
+        cut = smallest_masked(squares, movable, tau)
+    return GateResult(keep=~movable | (squares < cut))
+
+
+def second_moments(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, ages: torch.Tensor, tighten: float, only: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens m2po may drop, bool, and their (tightened) squared log ratio; both of shape (n,)."""
+    outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    scaled = log_ratio * (1 + tighten * ages.to(log_ratio.dtype))
+    return (outward if only == "outward" else torch.ones_like(outward)), scaled * scaled
+
 
 _ABSURD = 2.0**20
 """Bound on the log ratio of a token: far beyond any real one, and squares and sums over responses stay finite."""
@@ -104,7 +406,7 @@ class Gate:
         if result.weight is not None and not self.traits.weighs:
             raise ConfigError(
                 f"learner.correction.gates: {self.config.use} gives weights without saying so",
-                "decorate it with streamrl.learner.algorithms.gates.traits(ranges=..., weighs=True)",
+                "decorate it with streamrl.learner.algorithms.corrections.traits(ranges=..., weighs=True)",
             )
         none = torch.zeros_like(log_ratio, dtype=torch.bool)
         weight = torch.ones_like(log_ratio) if result.weight is None else result.weight.detach()
@@ -244,48 +546,3 @@ def correct(tokens: Tokens, corrections: Corrections, limits: Sequence[float | N
         factor, keep, cut = factor * weight, keep & kept, cut | bounded
     moved = gated if bypass else (tokens.proximal - tokens.behaviour).clamp(-_ABSURD, _ABSURD)
     return Correction(factor=factor * keep, keep=keep, cut=cut, log_ratio=moved)
-
-
-def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
-    """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
-
-    Args:
-        learner: the section of the configuration.
-        corrections: its correction, resolved.
-        loss: its policy loss, resolved. Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no
-            ratio, because something else in it keeps the policy near the one that sampled, as in `kimi`.
-
-    Raises:
-        ConfigError: what is counted twice or not at all, and what to write instead.
-    """
-    base, name = corrections.base, learner.loss.use
-    weighing = [gate.config.use for gate in corrections.gates if gate.traits.weighs]
-    restricting = any(gate.traits.restricts for gate in corrections.gates)
-    any_data = getattr(getattr(loss, "func", loss), "any_data", name == "kimi")
-    where = f"learner.correction.base {base} with learner.loss.use {name}"
-    if len(weighing) > 1:
-        raise ConfigError(
-            f"learner.correction.gates: {' and '.join(weighing)} both weigh by the same ratio, which would be squared",
-            "keep one of them; mask, veto, opsm and m2po drop tokens without a weight",
-        )
-    if base == "bypass" and weighing and uses_ratio(loss):
-        raise ConfigError(
-            f"{where}: the loss contains policy / behaviour already, gate {weighing[0]} would count it twice",
-            "take gates that only drop tokens (mask in place of icepop), or base: decoupled",
-        )
-    if base == "bypass" and not (weighing or restricting or any_data or uses_ratio(loss)):
-        raise ConfigError(
-            f"{where}: neither the loss nor a gate contains policy / behaviour, so stale tokens count as fresh ones",
-            "add tis to learner.correction.gates, or say so with base: uncorrected",
-        )
-    if base in {"decoupled", "prox_approx"} and not (weighing or restricting):
-        raise ConfigError(
-            f"{where}: no gate corrects for old / behaviour, outliers apart",
-            "add tis, icepop, mask or m2po to learner.correction.gates, or say so with base: uncorrected",
-        )
-    if learner.kl.where == "reward" and (learner.kl.unbiased or learner.kl.estimator.endswith("+")):
-        raise ConfigError(
-            "learner.kl: unbiased and estimators with + are about the gradient of a KL term in the loss; in the reward"
-            " it has none",
-            "take k1, k2, k3 or abs, or learner.kl.where: loss",
-        )

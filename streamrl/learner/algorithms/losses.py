@@ -1,34 +1,165 @@
-"""Policy losses that treat each token by itself; those of whole responses are in `losses_sequence.py`.
+"""Losses: the policy's, each a function by name, and the value function's.
 
-Notation: theta is trained, old is the centre of the trust region, mu sampled the token, u = theta / old, A the
-advantage, sg stops the gradient. Ratios are formed as differences of logarithms and bounded before `exp`, so finite
-log-probabilities give neither an infinite nor an undefined loss or gradient. At u = 1 the gradient of every loss is
-that of REINFORCE, -A. Formulas, defaults and sources in one table: docs/algorithms.md.
+A policy loss gets whole responses (`Tokens`) and gives one number per token. It knows of no other response, no gate, no
+mean over tokens and no rank: gates multiply its result (`corrections.py`), aggregation weighs and adds it up
+(`recipe.py`). Its trust region is around `tokens.old`.
+
+Notation: theta is trained, old is the centre of the trust region, mu sampled the token, u = theta / old, U is the
+product and s the geometric mean of the ratios u of a response, A the advantage, sg stops the gradient. Ratios are
+formed as differences of logarithms and bounded before `exp`, so finite log-probabilities give neither an infinite nor
+an undefined loss or gradient. At u = 1 the gradient of every loss is that of REINFORCE, -A. Formulas, defaults and
+sources in one table: docs/algorithms.md.
+
+Losses whose ratio belongs to a whole response give each token its response's number, and the gradient to its own
+log-probability: aggregation weighs all tokens of a response alike, so its mean over the tokens (`aggregate:
+sequence_mean`) is the loss of the response as the papers write it. Where advantages differ within a response, each
+token keeps its own (GSPO-token, arXiv 2507.18071, section 4.3).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 
-from streamrl.learner.algorithms import losses_sequence as losses_sequence  # noqa: PLC0414  (fills the registry)
-from streamrl.learner.algorithms.loss import (
-    LOSSES,
-    LossResult,
-    clipped_objective,
-    half_square,
-    log_below_one,
-    log_dual_clip,
-    log_ratio,
-    option,
-    policy_loss,
-    uses_ratio,
-    with_gradient,
-)
-from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
+from streamrl.errors import ConfigError
+from streamrl.learner.algorithms.registry import Registry
+from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Sums, Tokens
 
-__all__ = ["LOSSES", "LossResult", "aipo", "cispo", "dppo", "ppo", "reinforce", "sapo", "uses_ratio"]
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossResult:
+    """The loss of each token.
+
+    Attributes:
+        per_token: shape (n,), with a gradient to `Tokens.logprobs`. A sum over tokens, never a mean: the learner
+            divides by the count of the whole step.
+        clipped: tokens on which the trust region acted, by a bounded ratio or by taking the gradient away; shape (n,),
+            bool.
+    """
+
+    per_token: torch.Tensor
+    clipped: torch.Tensor
+
+
+class PolicyLoss(Protocol):
+    """A function `(tokens, *, options...) -> LossResult`."""
+
+    uses_ratio: bool
+    """Whether it weighs tokens by u. Then, where `old` is the sampling policy, a weight of a gate would enter twice."""
+
+    any_data: bool
+    """Whether it needs no ratio off-policy, because another term of it keeps the policy near `old`."""
+
+    def __call__(self, tokens: Tokens, **options: Any) -> LossResult:
+        """Return the loss of each token."""
+
+
+LOSSES: Registry[Callable[..., LossResult]] = Registry("learner.loss.use")
+
+_F = TypeVar("_F", bound=Callable[..., LossResult])
+
+
+def policy_loss(name: str, *, uses_ratio: bool, any_data: bool = False) -> Callable[[_F], _F]:
+    """Decorator: register a policy loss.
+
+    Args:
+        name: what `learner.loss.use` calls it.
+        uses_ratio: see `PolicyLoss`.
+        any_data: see `PolicyLoss`.
+    """
+
+    def add(function: _F) -> _F:
+        flags: PolicyLoss = cast("Any", function)
+        flags.uses_ratio, flags.any_data = uses_ratio, any_data
+        LOSSES.register(name)(function)
+        return function
+
+    return add
+
+
+def uses_ratio(loss: Callable[..., LossResult]) -> bool:
+    """Whether a loss, with or without bound arguments, weighs tokens by u; a user's own without the flag does."""
+    return bool(getattr(getattr(loss, "func", loss), "uses_ratio", True))
+
+
+def option(name: str, value: float, least: float, greatest: float = math.inf) -> float:
+    """Return the value of an option.
+
+    Raises:
+        ConfigError: it is no number between `least` and `greatest`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
+        raise ConfigError(
+            f"learner.loss.args {name} is {value!r}",
+            f"it is a number from {least:g} to {greatest:g}" if greatest < math.inf else f"it is at least {least:g}",
+        )
+    return float(value)
+
+
+def log_ratio(tokens: Tokens) -> torch.Tensor:
+    """Log u = log theta - log old of each token, shape (n,), unbounded, with a gradient."""
+    return tokens.logprobs - tokens.old.detach()
+
+
+def with_gradient(weight: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """A tensor with the values of `weight` and the gradient `weight` to each log-probability.
+
+    It is the surrogate of the score function: `weight * grad log pi`, whatever the weight depends on.
+    """
+    return weight.detach() * (1 + logprobs - logprobs.detach())
+
+
+def half_square(logprobs: torch.Tensor, log_ratios: torch.Tensor, counts: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Half the square of log ratios; gradient: the log ratio, to the log-probability of the same place.
+
+    Both stay at their bound beyond +-`LOG_RATIO_BOUND`: the pull back does not end there, as that of a clamp would, and
+    does not grow either.
+
+    Args:
+        logprobs: carry the gradient, shape (n,).
+        log_ratios: shape (n,); no gradient flows into them.
+        counts: so many tokens carry the same log ratio, that of their response, and each an equal part of the square.
+    """
+    bounded = log_ratios.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bounded * (bounded / (2 * counts) + logprobs - logprobs.detach())
+
+
+def clipped_objective(
+    log_u: torch.Tensor, advantages: torch.Tensor, *, log_low: float, log_high: float, log_cap: float
+) -> LossResult:
+    """Return `-min(u A, clip(u) A)` of each token, with u of negative advantages bounded by a cap as well.
+
+    The minimum bounds u from above where A > 0 and from below where A < 0, and nowhere else; the cap closes the side
+    that stays open.
+
+    Args:
+        log_u: log ratios with a gradient, shape (n,).
+        advantages: shape (n,).
+        log_low: logarithm of the lower end of the clip.
+        log_high: logarithm of the upper end of the clip.
+        log_cap: logarithm of the greatest ratio where A < 0.
+    """
+    bounded = torch.where(advantages >= 0, log_u.clamp(max=log_high), log_u.clamp(log_low, log_cap))
+    clipped = (bounded.detach() != log_u.detach()) & (advantages != 0)
+    return LossResult(per_token=-advantages * bounded.exp(), clipped=clipped)
+
+
+def log_below_one(clip_low: float) -> float:
+    """Log of 1 - clip_low; minus infinity for 1."""
+    return math.log1p(-clip_low) if clip_low < 1 else -math.inf
+
+
+def log_dual_clip(dual_clip: float | None, least: float) -> float:
+    """Log of the greatest ratio where A < 0; None: `LOG_RATIO_BOUND`.
+
+    Raises:
+        ConfigError: it is below `least`, the upper end of the clip.
+    """
+    return LOG_RATIO_BOUND if dual_clip is None else math.log(option("dual_clip", dual_clip, least))
 
 
 @policy_loss("ppo", uses_ratio=True)
@@ -154,3 +285,237 @@ def _score(tokens: Tokens, low: float, cap: float) -> LossResult:
     bounded = log_u.clamp(math.log(low) if low else -math.inf, math.log(cap))
     per_token = -bounded.exp() * tokens.advantages * tokens.logprobs
     return LossResult(per_token=per_token, clipped=(bounded != log_u) & (tokens.advantages != 0))
+
+
+Level = Literal["token", "sequence"]
+_LOG_LEAST = math.log(1e-8)
+
+
+@policy_loss("gspo", uses_ratio=True)
+def gspo(
+    tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = 10.0
+) -> LossResult:
+    """GSPO: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` (arXiv 2507.18071, equation 5).
+
+    The paper aggregates by `sequence_mean`.
+
+    Args:
+        tokens: of whole responses.
+        clip_low: in [0, 1].
+        clip_high: at least 0.
+        dual_clip: greatest s where A < 0, above 1 + clip_high; None: e^20. The dual clip of `ppo`, on the ratio of
+            the response: the paper's minimum leaves that side open.
+    """
+    high = option("clip_high", clip_high, 0)
+    log_u = _bounded(log_ratio(tokens).detach())
+    log_s = tokens.spread(tokens.mean_per_response(log_u))
+    return clipped_objective(
+        log_s + tokens.logprobs - tokens.logprobs.detach(),
+        tokens.advantages,
+        log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
+        log_high=math.log1p(high),
+        log_cap=log_dual_clip(dual_clip, 1 + high),
+    )
+
+
+@policy_loss("gmpo", uses_ratio=True)
+def gmpo(
+    tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4, dual_clip: float | None = 10.0
+) -> LossResult:
+    """GMPO: `-s' A`, s' the geometric mean of token ratios clipped one by one (arXiv 2507.20673).
+
+    A ratio is clipped from above where A > 0 and from below where A < 0, in log space. Tokens that are clipped give no
+    gradient, the others s' A. The paper aggregates by `sequence_mean`.
+
+    Args:
+        tokens: of whole responses.
+        clip_low: the ratio is bounded by e^-clip_low, at least 0.
+        clip_high: the ratio is bounded by e^clip_high, at least 0.
+        dual_clip: greatest s' where A < 0, above e^clip_high; None: e^20. As in `gspo`.
+    """
+    log_low, log_high = -option("clip_low", clip_low, 0), option("clip_high", clip_high, 0)
+    log_cap = log_dual_clip(dual_clip, math.exp(log_high))
+    log_u = _bounded(log_ratio(tokens).detach())
+    bounded = torch.where(tokens.advantages >= 0, log_u.clamp(max=log_high), log_u.clamp(min=log_low))
+    log_s = tokens.spread(tokens.mean_per_response(bounded))
+    capped = torch.where(tokens.advantages < 0, log_s.clamp(max=log_cap), log_s)
+    clipped = ((bounded != log_u) | (capped != log_s)) & (tokens.advantages != 0)
+    ratio = capped.exp()
+    per_token = -tokens.advantages * torch.where(clipped, ratio, with_gradient(ratio, tokens.logprobs))
+    return LossResult(per_token=per_token, clipped=clipped)
+
+
+@policy_loss("topr", uses_ratio=True)
+def topr(
+    tokens: Tokens, *, level: Level = "sequence", cap: float = 1.0, positive: float = 1.0, negative: float = 1.0
+) -> LossResult:
+    """TOPR: `-A log theta` where A >= 0, `-sg(min(U, cap)) A log theta` where A < 0 (arXiv 2503.14286).
+
+    Good responses are learnt from as in supervised learning, however old they are; bad ones fade as they become
+    unlikely. Meant for base bypass, where U is theta / mu of the response.
+
+    Args:
+        tokens: of whole responses.
+        level: sequence, as in the paper; token: the ratio of each token by itself.
+        cap: greatest weight where A < 0, above 0.
+        positive: factor of responses with A >= 0, at least 0.
+        negative: factor of the others, at least 0.
+    """
+    log_u = _bounded(log_ratio(tokens).detach())
+    log_ratios = log_u if _token_level(level) else tokens.spread(tokens.sum_per_response(log_u))
+    log_cap = math.log(option("cap", cap, 1e-6))
+    bad = tokens.advantages < 0
+    weight = torch.where(
+        bad,
+        log_ratios.clamp(max=log_cap).exp() * option("negative", negative, 0),
+        torch.full_like(log_ratios, option("positive", positive, 0)),
+    )
+    per_token = -weight * tokens.advantages * tokens.logprobs
+    return LossResult(per_token=per_token, clipped=bad & (log_ratios > log_cap))
+
+
+@policy_loss("vespo", uses_ratio=True)
+def vespo(
+    tokens: Tokens,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> LossResult:
+    """VESPO: `-sg(phi(U)) A log theta`, `phi(U) = U^k e^(lambda (1 - U))` (arXiv 2602.10693).
+
+    Phi is 1 at U = 1 and falls off smoothly on both sides; its peak is at k / lambda. The log ratio of the response is
+    bounded to [log 1e-8, 20].
+
+    Args:
+        tokens: of whole responses.
+        k_pos: k where A >= 0, at least 0.
+        lambda_pos: lambda where A >= 0, above 0.
+        k_neg: k where A < 0.
+        lambda_neg: lambda where A < 0.
+    """
+    tiny = 1e-4
+    good = tokens.advantages >= 0
+    k = torch.where(good, option("k_pos", k_pos, 0), option("k_neg", k_neg, 0))
+    rate = torch.where(good, option("lambda_pos", lambda_pos, tiny), option("lambda_neg", lambda_neg, tiny))
+    log_u = tokens.sum_per_response(_bounded(log_ratio(tokens).detach())).clamp(_LOG_LEAST, LOG_RATIO_BOUND)
+    log_u = tokens.spread(log_u)
+    # Far from U = 1 the exponent is very negative: phi is then 0, which is what is meant.
+    phi = (k * log_u + rate * (1 - log_u.exp())).exp()
+    per_token = -phi * tokens.advantages * tokens.logprobs
+    return LossResult(per_token=per_token, clipped=torch.zeros_like(good))
+
+
+@policy_loss("kimi", uses_ratio=False, any_data=True)
+def kimi(tokens: Tokens, *, tau: float = 0.1, level: Level = "sequence") -> LossResult:
+    """Kimi k1.5, or OPMD: `-A log theta + (tau / 2) (log U)^2` (arXiv 2501.12599, section 2.3.2), without a ratio.
+
+    The square keeps theta near old and stands in for a trust region; any data may be learnt from. Old is the policy at
+    the start of the step with base decoupled, the one that sampled with bypass. Log U is bounded as `half_square` says.
+
+    Args:
+        tokens: of whole responses.
+        tau: strength of the square, at least 0.
+        level: sequence: the log ratio of the response, as in the paper; token: of each token by itself.
+    """
+    log_u, counts = _bounded(log_ratio(tokens).detach()), torch.ones_like(tokens.logprobs)
+    if not _token_level(level):
+        log_u, counts = tokens.spread(tokens.sum_per_response(log_u)), tokens.spread(tokens.counts)
+    square = half_square(tokens.logprobs, log_u, counts)
+    per_token = option("tau", tau, 0) * square - tokens.advantages * tokens.logprobs
+    return LossResult(per_token=per_token, clipped=torch.zeros_like(log_u, dtype=torch.bool))
+
+
+def _bounded(log_u: torch.Tensor) -> torch.Tensor:
+    """Bound the log ratio of a token before it is added to others."""
+    return log_u.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _token_level(level: str) -> bool:
+    if level not in {"token", "sequence"}:
+        raise ConfigError(f"learner.loss.args level is {level!r}", "it is token or sequence")
+    return level == "token"
+
+
+@dataclass(kw_only=True, slots=True)
+class ValueSums(Sums):
+    """Sums over tokens, from which all statistics of a critic follow; they add across micro-batches and ranks.
+
+    Attributes:
+        tokens: number of tokens.
+        loss: sum of the loss.
+        clipped: tokens whose value was outside the trust region with the larger loss inside, so they give no gradient.
+        values: sum of the values at the start of the step.
+        returns: sum of what they are to become.
+        returns_squared: sum of its squares.
+        error: sum of returns - values at the start of the step.
+        error_squared: sum of its squares.
+    """
+
+    loss: float = 0.0
+    clipped: float = 0.0
+    values: float = 0.0
+    returns: float = 0.0
+    returns_squared: float = 0.0
+    error: float = 0.0
+    error_squared: float = 0.0
+
+    @property
+    def explained_variance(self) -> float:
+        """`1 - Var(returns - values) / Var(returns)`, at most 1; 0 where returns do not vary.
+
+        1: the values of the start of the step predict the returns; below 0: a constant would predict them better.
+        """
+        spread = self.mean("returns_squared") - self.mean("returns") ** 2
+        left = self.mean("error_squared") - self.mean("error") ** 2
+        return 1 - left / spread if spread > 1e-12 * max(1.0, self.mean("returns_squared")) else 0.0
+
+
+VALUE_SUMS = ValueSums.names()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueLoss:
+    """The loss of each token and the sums of the statistics.
+
+    Attributes:
+        per_token: shape (n,), with a gradient to the values.
+        sums: float64, shape (len(VALUE_SUMS),), without a gradient, in the order of `VALUE_SUMS`.
+    """
+
+    per_token: torch.Tensor
+    sums: torch.Tensor = field(repr=False)
+
+
+def clipped_value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, *, clip: float) -> ValueLoss:
+    """Return `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2` of each token.
+
+    The larger of the two, as in the code of PPO (Schulman et al., arXiv 1707.06347; Engstrom et al., arXiv 2005.12729,
+    section 3): a value that has gone further than c towards its return gives no gradient, one that has gone away from
+    it does.
+
+    Args:
+        values: V, being trained, shape (n,).
+        old: V_old, at the start of the step; no gradient flows into it.
+        returns: R, shape (n,).
+        clip: c, at least 0; 0: no trust region, the plain squared error.
+    """
+    old = old.detach()
+    error = (values - returns).square()
+    bounded = (values.clamp(old - clip, old + clip) - returns).square() if clip else error
+    clipped = (bounded > error).detach()
+    per_token = torch.maximum(error, bounded) / 2
+    wide, wide_returns = old.double(), returns.double()
+    left = wide_returns - wide
+    columns = (
+        torch.ones_like(wide),
+        per_token.detach().double(),
+        clipped.double(),
+        wide,
+        wide_returns,
+        wide_returns.square(),
+        left,
+        left.square(),
+    )
+    return ValueLoss(per_token=per_token, sums=torch.stack(columns).sum(dim=1))

@@ -4,28 +4,166 @@
 recipe = Recipe.of(config)      fails when the run starts, when something does not fit
 recipe.streams                  whether a micro-batch can be differentiated before the step is complete
 recipe.computes                 what is computed without gradient before the updates of a step
+objective(tokens, recipe, ...)  what is differentiated: the policy loss behind its gates, plus KL, minus entropy
 ```
+The losses of tokens become one number by a weight per token and one divisor per update, both known on the host before
+anything is computed. The gradient of an update is `sum over tokens of weight x loss / normaliser`, where the sum runs
+over all ranks, micro-batches and rows, so it does not matter how the responses were cut up, padded or packed, or on
+which rank they lie. Tokens are counted before any gate drops some: dropping tokens makes a step smaller, it does not
+turn up the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from streamrl.config import RunConfig
 from streamrl.config.learner import KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator
-from streamrl.learner.algorithms.aggregation import Aggregate, normaliser
-from streamrl.learner.algorithms.corrections import Corrections, check_combination
-from streamrl.learner.algorithms.losses import LOSSES, LossResult
-from streamrl.learner.algorithms.lr_scale import lr_factor
-from streamrl.learner.algorithms.objective import reaches_zero_advantage
-from streamrl.learner.algorithms.sums import TokenSums
-from streamrl.learner.algorithms.token_texts import TokenTexts
-from streamrl.learner.algorithms.tokens import Tokens
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator, TokenTexts
+from streamrl.learner.algorithms.corrections import Corrections, Level, correct
+from streamrl.learner.algorithms.kl import kl_term
+from streamrl.learner.algorithms.losses import LOSSES, LossResult, uses_ratio
+from streamrl.learner.algorithms.tokens import Tokens, TokenSums, token_sums
+
+Aggregate = Literal["token_mean", "sequence_mean", "constant_length"]
+
+
+def token_weights(
+    counts: Sequence[int] | npt.NDArray[np.int64], aggregate: Aggregate, max_new_tokens: int
+) -> npt.NDArray[np.float32]:
+    """Return the weight of each token, responses one behind the other, shape (sum of counts,).
+
+    token_mean: 1. sequence_mean (GRPO, arXiv 2402.03300): 1 / length of its response. constant_length (Dr. GRPO, arXiv
+    2503.20783): 1 / max_new_tokens, so the length of a response changes nothing but how many tokens it adds.
+
+    Args:
+        counts: sampled tokens of each response.
+        aggregate: `learner.loss.aggregate`.
+        max_new_tokens: `sampling.max_new_tokens`.
+    """
+    lengths = np.asarray(counts, dtype=np.int64)
+    if aggregate == "token_mean":
+        each = np.ones(len(lengths))
+    elif aggregate == "sequence_mean":
+        each = 1 / np.maximum(lengths, 1)
+    else:
+        each = np.full(len(lengths), 1 / max_new_tokens)
+    return np.repeat(each, lengths).astype(np.float32)
+
+
+def normaliser(aggregate: Aggregate, *, tokens: int, responses: int) -> int:
+    """Return what the weighted sum of an update is divided by; at least 1.
+
+    Args:
+        aggregate: `learner.loss.aggregate`.
+        tokens: sampled tokens of the update on all ranks, dropped ones and those of zero-advantage responses included.
+        responses: of the update on all ranks, those of zero advantage included.
+    """
+    return max(1, tokens if aggregate == "token_mean" else responses)
+
+
+def lr_factor(rule: Literal["none", "ess", "staleness"], sums: TokenSums, level: Level = "token") -> float:
+    """Return the factor of the learning rate of an update, in (0, 1].
+
+    ess (VCPO, arXiv 2602.17616, section 4.1): the square root of the normalised effective sample size
+    `(sum w)^2 / (n sum w^2)` of the untruncated weights, as for AdamW the rate follows the square root of the number of
+    samples. The paper's weights are those of responses; they count where the gate weighs at level sequence, else the
+    weights of tokens do. staleness: `1 / sqrt(1 + mean staleness of a trained token in steps)`; ours: at 16 steps the
+    whole division was slower than needed, and none at all too fast (docs/staleness.md).
+
+    Args:
+        rule: `learner.correction.lr_scale`.
+        sums: of the update, over all ranks.
+        level: `Corrections.level`.
+    """
+    if rule == "ess":
+        return math.sqrt(sums.response_ess if level == "sequence" else sums.ess)
+    if rule == "staleness":
+        return 1 / math.sqrt(1 + sums.mean("age"))
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Objective:
+    """The objective of each token and the sums of the statistics.
+
+    Attributes:
+        per_token: shape (n,), with a gradient; to be added up, and divided by the normaliser of the update.
+        sums: float64, shape (len(TOKEN_SUMS),), without a gradient, in the order of `TOKEN_SUMS`.
+    """
+
+    per_token: torch.Tensor
+    sums: torch.Tensor = field(repr=False)
+
+
+def objective(
+    tokens: Tokens,
+    recipe: Recipe,
+    kl_coefficient: float,
+    *,
+    weights: torch.Tensor | None = None,
+    limits: Sequence[float | None] | None = None,
+    measure_all: bool = False,
+) -> Objective:
+    """Return `weight x (gates x loss + kl_coefficient x KL - entropy coefficient x entropy)` of each token.
+
+    Gates act on the policy loss alone: the KL term and the entropy bonus are about the policy where it has been, not
+    about how good the token was, and go on for tokens that a gate drops.
+
+    Args:
+        tokens: whole responses; with a reference for a KL in the loss, with an entropy for the bonus.
+        recipe: of the run.
+        kl_coefficient: present value of the controller; used with `learner.kl.where` loss.
+        weights: of the aggregation (`token_weights`), shape (n,); None: 1.
+        limits: of gates that see the whole step (`Corrections.step_limits`); None: these tokens decide.
+        measure_all: statistics are over all responses, not only over those with an advantage.
+    """
+    correction = correct(tokens, recipe.corrections, limits)
+    loss = recipe.loss(tokens)
+    per_token = correction.factor * loss.per_token
+    kl = None if tokens.reference is None else kl_term(tokens, recipe.kl)
+    if recipe.kl.where == "loss":
+        assert kl is not None
+        per_token = per_token + kl_coefficient * kl
+    if recipe.entropy:
+        assert tokens.entropy is not None
+        per_token = per_token - recipe.entropy * tokens.entropy
+    if weights is not None:
+        per_token = weights * per_token
+    sums = token_sums(
+        tokens,
+        correction.log_ratio,
+        loss=per_token,
+        clipped=loss.clipped,
+        cut=correction.cut,
+        keep=correction.keep,
+        kl_reference=kl,
+        kl_whole=recipe.kl.where == "loss",
+        measure_all=measure_all,
+    )
+    return Objective(per_token=per_token, sums=sums)
+
+
+def reaches_zero_advantage(recipe: Recipe) -> bool:
+    """Whether a token with advantage 0 has a gradient all the same, so that its response may not be left out.
+
+    The KL term and the entropy bonus give one; so do losses with a term of their own (kimi), which a trial shows.
+    """
+    if recipe.kl.where == "loss" or recipe.entropy:
+        return True
+    tokens = Tokens.trial(0.0, 0.0, 0.0)
+    (gradient,) = torch.autograd.grad(recipe.loss(tokens).per_token.sum(), tokens.logprobs)
+    return bool(gradient.any())
+
 
 Computed = Literal["proximal", "entropy", "reference", "values"]
 ZeroVariance = Literal["keep", "drop", "resample"]
@@ -160,12 +298,57 @@ class Recipe:
         return frozenset(found)
 
     def normaliser(self, *, tokens: int, responses: int) -> int:
-        """What the gradient of an update is divided by; see `aggregation.normaliser`."""
+        """What the gradient of an update is divided by; see `normaliser`."""
         return normaliser(self.aggregate, tokens=tokens, responses=responses)
 
     def lr_factor(self, sums: TokenSums) -> float:
         """Factor of the learning rate of an update with these statistics of all ranks, in (0, 1]."""
         return lr_factor(self.lr_scale, sums, self.corrections.level)
+
+
+def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
+    """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
+
+    Args:
+        learner: the section of the configuration.
+        corrections: its correction, resolved.
+        loss: its policy loss, resolved. Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no
+            ratio, because something else in it keeps the policy near the one that sampled, as in `kimi`.
+
+    Raises:
+        ConfigError: what is counted twice or not at all, and what to write instead.
+    """
+    base, name = corrections.base, learner.loss.use
+    weighing = [gate.config.use for gate in corrections.gates if gate.traits.weighs]
+    restricting = any(gate.traits.restricts for gate in corrections.gates)
+    any_data = getattr(getattr(loss, "func", loss), "any_data", name == "kimi")
+    where = f"learner.correction.base {base} with learner.loss.use {name}"
+    if len(weighing) > 1:
+        raise ConfigError(
+            f"learner.correction.gates: {' and '.join(weighing)} both weigh by the same ratio, which would be squared",
+            "keep one of them; mask, veto, opsm and m2po drop tokens without a weight",
+        )
+    if base == "bypass" and weighing and uses_ratio(loss):
+        raise ConfigError(
+            f"{where}: the loss contains policy / behaviour already, gate {weighing[0]} would count it twice",
+            "take gates that only drop tokens (mask in place of icepop), or base: decoupled",
+        )
+    if base == "bypass" and not (weighing or restricting or any_data or uses_ratio(loss)):
+        raise ConfigError(
+            f"{where}: neither the loss nor a gate contains policy / behaviour, so stale tokens count as fresh ones",
+            "add tis to learner.correction.gates, or say so with base: uncorrected",
+        )
+    if base in {"decoupled", "prox_approx"} and not (weighing or restricting):
+        raise ConfigError(
+            f"{where}: no gate corrects for old / behaviour, outliers apart",
+            "add tis, icepop, mask or m2po to learner.correction.gates, or say so with base: uncorrected",
+        )
+    if learner.kl.where == "reward" and (learner.kl.unbiased or learner.kl.estimator.endswith("+")):
+        raise ConfigError(
+            "learner.kl: unbiased and estimators with + are about the gradient of a KL term in the loss; in the reward"
+            " it has none",
+            "take k1, k2, k3 or abs, or learner.kl.where: loss",
+        )
 
 
 def _check_needs(estimator: Estimator, config: RunConfig) -> None:

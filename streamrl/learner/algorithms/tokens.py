@@ -1,8 +1,13 @@
-"""What the torch side of an algorithm sees of a micro-batch: whole responses, token by token."""
+"""What the torch side of an algorithm sees of a micro-batch, whole responses token by token, and statistics of it.
+
+Statistics are sums over tokens, so that they add over micro-batches and ranks.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar, Self
 
 import torch
 
@@ -72,3 +77,219 @@ class Tokens:
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Give every token the value of its response: shape (s,) to (n,)."""
         return values.index_select(0, self.sequence)
+
+
+AGE_BUCKETS = ("0", "1", "2_3", "4_7", "8_15", "16")
+"""Staleness in steps, of the buckets; the last one has no end."""
+_AGE_STARTS = (1, 2, 4, 8, 16)
+"""First staleness of each bucket but the first."""
+_RESPONSE_BOUND = 300.0
+"""Bound on the log ratio of a response: its square is still a finite float64 after `exp`, summed over any step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sums:
+    """Numbers summed over tokens, which travel as a tensor and add up over micro-batches and ranks.
+
+    Attributes:
+        tokens: number of tokens, the first of all.
+    """
+
+    tokens: float = 0.0
+    _WIDTH: ClassVar[str] = "tokens"
+    """Number of tokens that a field is summed over, where `_WIDTHS` does not name another."""
+    _WIDTHS: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the fields, in their order in a tensor."""
+        return tuple(item.name for item in fields(cls))
+
+    @classmethod
+    def from_tensor(cls, sums: torch.Tensor) -> Self:
+        """Read the sums out of a tensor of shape (number of fields,), in the order of the fields."""
+        return cls(**dict(zip(cls.names(), sums.tolist(), strict=True)))
+
+    def mean(self, name: str) -> float:
+        """Mean of a field per token; 0 without tokens."""
+        value, count = getattr(self, name), self.count(name)
+        return float(value / count) if count else 0.0
+
+    def count(self, name: str) -> float:
+        """Number of tokens that a field is summed over."""
+        return float(getattr(self, self._WIDTHS.get(name, self._WIDTH)))
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenSums(Sums):
+    """Sums over the tokens of an update, from which all statistics of a loss follow.
+
+    They do not depend on whether responses without an advantage were computed. What needs log-probabilities is summed
+    over the measured tokens: those of responses with an advantage, or of all where the learning rate follows the
+    effective sample size of the whole update (`Recipe.measures_all`).
+
+    w is the importance weight before any bound: the policy at the start of the step (with base bypass: the present
+    one) over the one that sampled.
+
+    Attributes:
+        tokens: number of tokens, measured or not.
+        measured: number of measured tokens.
+        responses: number of measured responses.
+        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
+        weight: sum of w.
+        weight_squared: sum of w^2.
+        response_weight: sum over responses of the product of their w.
+        response_weight_squared: sum over responses of its square.
+        squared_log_ratio: sum of (log w)^2.
+        clipped: tokens on which the trust region of the loss acted.
+        capped: tokens whose weight a gate cut.
+        masked: tokens that a gate dropped.
+        age: sum of the staleness in steps, over `tokens`.
+        kl_k1: sum of -log w, the plain estimator of KL(behaviour || policy).
+        kl_k3: sum of w - 1 - log w, the low-variance estimator of the same; never negative.
+        kl_reference: sum of the estimate of the KL to the reference policy, before its coefficient; 0 without one.
+        kl_tokens: number of tokens that `kl_reference` is summed over: all with a KL in the loss, else the measured.
+        entropy: sum of the entropies in nats; 0 when they were not computed.
+        tokens_0: measured tokens of staleness 0; the next ones: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
+        masked_0: of those, the tokens that a gate dropped; likewise.
+    """
+
+    measured: float = 0.0
+    responses: float = 0.0
+    loss: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    response_weight: float = 0.0
+    response_weight_squared: float = 0.0
+    squared_log_ratio: float = 0.0
+    clipped: float = 0.0
+    capped: float = 0.0
+    masked: float = 0.0
+    age: float = 0.0
+    kl_k1: float = 0.0
+    kl_k3: float = 0.0
+    kl_reference: float = 0.0
+    kl_tokens: float = 0.0
+    entropy: float = 0.0
+    tokens_0: float = 0.0
+    tokens_1: float = 0.0
+    tokens_2_3: float = 0.0
+    tokens_4_7: float = 0.0
+    tokens_8_15: float = 0.0
+    tokens_16: float = 0.0
+    masked_0: float = 0.0
+    masked_1: float = 0.0
+    masked_2_3: float = 0.0
+    masked_4_7: float = 0.0
+    masked_8_15: float = 0.0
+    masked_16: float = 0.0
+    _WIDTH: ClassVar[str] = "measured"
+    _WIDTHS: ClassVar[Mapping[str, str]] = {"loss": "tokens", "age": "tokens", "kl_reference": "kl_tokens"}
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        """Sums over both."""
+        return TokenSums(**{name: getattr(self, name) + getattr(other, name) for name in TOKEN_SUMS})
+
+    @property
+    def ess(self) -> float:
+        """Normalised effective sample size of tokens, (sum w)^2 / (n sum w^2), in (0, 1]; 1 without tokens."""
+        return _ess(self.measured, self.weight, self.weight_squared)
+
+    @property
+    def response_ess(self) -> float:
+        """Normalised effective sample size of responses, whose weight is the product of those of their tokens."""
+        return _ess(self.responses, self.response_weight, self.response_weight_squared)
+
+    @property
+    def masked_by_age(self) -> dict[str, float]:
+        """Share of the measured tokens that a gate dropped, by bucket of staleness; only buckets with tokens."""
+        counts = {bucket: getattr(self, f"tokens_{bucket}") for bucket in AGE_BUCKETS}
+        return {
+            bucket.replace("_", "-"): getattr(self, f"masked_{bucket}") / count
+            for bucket, count in counts.items()
+            if count
+        }
+
+
+TOKEN_SUMS = TokenSums.names()
+
+
+def _ess(count: float, total: float, squares: float) -> float:
+    return total**2 / (count * squares) if count and squares else 1.0
+
+
+def token_sums(
+    tokens: Tokens,
+    log_ratio: torch.Tensor,
+    *,
+    loss: torch.Tensor,
+    clipped: torch.Tensor,
+    cut: torch.Tensor,
+    keep: torch.Tensor,
+    kl_reference: torch.Tensor | None,
+    kl_whole: bool,
+    measure_all: bool,
+) -> torch.Tensor:
+    """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
+
+    Args:
+        tokens: n tokens of whole responses.
+        log_ratio: log w, shape (n,).
+        loss: of each token, as it is differentiated, shape (n,).
+        clipped: bool, shape (n,).
+        cut: bool, shape (n,).
+        keep: bool, shape (n,).
+        kl_reference: estimate of each token, shape (n,); None without a reference.
+        kl_whole: the KL is summed over all tokens, not over the measured ones.
+        measure_all: all tokens are measured, not only those of responses with an advantage.
+    """
+    wide = log_ratio.detach().double()
+    bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight = bounded.exp()
+    ones, none = torch.ones_like(wide), torch.zeros_like(wide)
+    measured, responses = ones, torch.ones_like(tokens.counts, dtype=wide.dtype)
+    if not measure_all:
+        responses = (tokens.sum_per_response((tokens.advantages != 0).double()) > 0).double()
+        measured = tokens.spread(responses)
+    of_kl = none if kl_reference is None else ones if kl_whole else measured
+    masked = (~keep).double()
+    ages = tokens.ages.to(wide.device)
+    # A table of the starts would have to be copied to the device, and the host would wait for that.
+    bucket = torch.stack([ages >= start for start in _AGE_STARTS]).sum(dim=0)
+    by_age = wide.new_zeros(2, len(AGE_BUCKETS)).index_add(1, bucket, torch.stack([measured, measured * masked]))
+    response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp() * responses
+    columns = {
+        "tokens": ones,
+        "measured": measured,
+        "loss": loss.detach().double(),
+        "weight": measured * weight,
+        "weight_squared": measured * weight * weight,
+        "squared_log_ratio": measured * wide * wide,
+        "clipped": measured * clipped,
+        "capped": measured * cut,
+        "masked": measured * masked,
+        "age": ages.double(),
+        "kl_k1": measured * -wide,
+        "kl_k3": measured * (weight - 1 - bounded),
+        "kl_reference": none if kl_reference is None else of_kl * kl_reference.detach().double(),
+        "kl_tokens": of_kl,
+        "entropy": none if tokens.entropy is None else measured * tokens.entropy.detach().double(),
+    }
+    found = dict(zip(columns, torch.stack(tuple(columns.values())).sum(dim=1).unbind(), strict=True))
+    found |= {
+        "responses": responses.sum(),
+        "response_weight": response.sum(),
+        "response_weight_squared": (response * response).sum(),
+    }
+    head = [found[name] for name in TOKEN_SUMS[: len(found)]]
+    return torch.cat([torch.stack(head), by_age.flatten()])
+
+
+def skipped_sums(tokens: int, age: int) -> torch.Tensor:
+    """The sums of responses that were not computed, on the CPU: they have no advantage, so nothing is measured.
+
+    Args:
+        tokens: of these responses.
+        age: sum of their staleness in steps.
+    """
+    return torch.tensor([{"tokens": tokens, "age": age}.get(name, 0) for name in TOKEN_SUMS], dtype=torch.float64)

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
+from streamrl.atomic import draft_of, write_whole
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, StreamrlError
 from streamrl.producers.servers.environments import MARKER, UNFINISHED, Kind, Recipe, install_command, installed, recipe
 
@@ -90,7 +91,7 @@ class _Installation:
     def _begin(self) -> int:
         """Make the folder ready for pip and return how many steps are done."""
         empty = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
-        ours = ("pyvenv.cfg", UNFINISHED, _draft(Path(UNFINISHED)))  # a kill may leave no more than the draft
+        ours = ("pyvenv.cfg", UNFINISHED, draft_of(Path(UNFINISHED)).name)  # a kill may leave no more than the draft
         if not empty and not any((self._folder / name).exists() for name in ours):
             raise CannotCreate(
                 f"{self._folder} holds something else than a virtual environment",
@@ -239,13 +240,7 @@ def _at_work(log: Path) -> str:
 
 def _write(path: Path, value: Any) -> None:
     """Replace a file of JSON whole."""
-    draft = _draft(path)
-    draft.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
-    draft.replace(path)
-
-
-def _draft(path: Path) -> Path:
-    return path.with_suffix(".draft")
+    write_whole(path, orjson.dumps(value, option=orjson.OPT_INDENT_2))
 
 
 def _python() -> str:

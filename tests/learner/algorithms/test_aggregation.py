@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.learner.algorithms.aggregation import normaliser, token_weights
+from streamrl.learner.algorithms.recipe import normaliser, token_weights
 
 MODES = ("token_mean", "sequence_mean", "constant_length")
 

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
 from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.corrections import Corrections, check_combination, correct, old_logprobs
-from streamrl.learner.algorithms.gates import GateResult, traits
-from streamrl.learner.algorithms.loss import LossResult
-from streamrl.learner.algorithms.losses import LOSSES
+from streamrl.learner.algorithms.corrections import (
+    Corrections,
+    GateResult,
+    correct,
+    old_logprobs,
+    traits,
+)
+from streamrl.learner.algorithms.losses import LOSSES, LossResult
+from streamrl.learner.algorithms.recipe import check_combination
 from streamrl.learner.algorithms.tokens import Tokens
 
 LOG_RATIOS = st.floats(-1000, 1000, width=32)

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.advantages import Estimator, GroupData
+from streamrl.learner.algorithms.advantages import Estimator, GroupData, TokenTexts
 from streamrl.learner.algorithms.egpo import confidence_weights, mean_uncertainty, part_of
-from streamrl.learner.algorithms.token_texts import TokenTexts
 from streamrl.runfile import load
 
 

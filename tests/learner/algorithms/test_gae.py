@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.learner.algorithms.gae import generalized_advantages
+from streamrl.learner.algorithms.advantages import generalized_advantages
 
 
 def by_definition(rewards, values, gamma, lam):

@@ -7,8 +7,7 @@ import torch
 
 from streamrl.config.learner import GateConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.corrections import Gate
-from streamrl.learner.algorithms.gates import GateResult, traits
+from streamrl.learner.algorithms.corrections import Gate, GateResult, traits
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
 

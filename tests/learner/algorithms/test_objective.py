@@ -9,13 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config.learner import CorrectionConfig, KlConfig
-from streamrl.learner.algorithms.aggregation import token_weights
 from streamrl.learner.algorithms.corrections import Corrections, old_logprobs
 from streamrl.learner.algorithms.losses import LOSSES
-from streamrl.learner.algorithms.lr_scale import lr_factor
-from streamrl.learner.algorithms.objective import objective, reaches_zero_advantage
-from streamrl.learner.algorithms.sums import TOKEN_SUMS, TokenSums
-from streamrl.learner.algorithms.tokens import Tokens
+from streamrl.learner.algorithms.recipe import lr_factor, objective, reaches_zero_advantage, token_weights
+from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums
 
 BASES = ("decoupled", "prox_approx", "bypass", "uncorrected")
 MASKS = [{"use": "mask"}, {"use": "veto"}, {"use": "opsm"}, {"use": "m2po", "tighten": 0.5}]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streamrl.learner.algorithms.second_moment import smallest_masked, step_limit
+from streamrl.learner.algorithms.corrections import smallest_masked, step_limit
 
 # Multiples of 1/64 add up exactly, so no verdict hangs on rounding.
 # Many lie close together: they differ in their last digits alone.

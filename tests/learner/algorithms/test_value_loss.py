@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.learner.algorithms.value_loss import ValueSums, clipped_value_loss
+from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 
 FINITE = st.floats(-1e6, 1e6, width=32)
 

@@ -1,0 +1,444 @@
+"""The learner's role: rank 0 leads, the other ranks follow.
+
+```
+take over -> load -> publish -> { micro-batches as groups complete -> update -> log -> consume -> publish }
+                                  every k steps: checkpoint -> retire
+```
+The event loop (ledger, files) and torch (one thread of its own) run side by side: while a micro-batch is computed, the
+next groups are read; while a version is written, the next step is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
+from streamrl.learner.export import export_model
+from streamrl.learner.groups import GroupOpener, TrainGroup
+from streamrl.learner.lineage import VersionsLog
+from streamrl.learner.metrics import Sinks, StepMeter, group_frame
+from streamrl.learner.publishing import Publishing
+from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.saving import Saver
+from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.step import StepStats, make_models
+from streamrl.learner.takeover import Start, take_over
+from streamrl.learner.train_buffer import TrainBuffer
+from streamrl.queues.archive import Archive
+from streamrl.queues.role import Role
+from streamrl.queues.turn import LearnerSwitch
+from streamrl.weight_sync.outlets import open_outlet
+from streamrl.weight_sync.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+_STARVED_SECONDS: Final = 0.25
+_MAX_DIVERGED: Final = 8
+"""Steps in a row in which a model had no finite gradient, after which the learner gives up."""
+_MAX_UNREAD: Final = 5
+"""Micro-batches in a row that some rank could not read, after which the learner gives up; about 4 s with the pauses."""
+_UNREAD_SECONDS: Final = 0.125
+"""Half of the first pause after such a micro-batch; the pause doubles."""
+_REPEAT_SECONDS: Final = 2.0
+"""How often a waiting learner makes sure that engines can get the newest version."""
+
+
+async def run_learner(role: Role) -> None:
+    """Train until the run is over or `role.stop` is set; then everything trained is in a checkpoint and retired.
+
+    After the end of the run it returns at once when it is started again, unless there is more to do now. Cancelled or
+    killed at any point it leaves behind what the next learner goes on from.
+
+    Raises:
+        Refused: going on would lose groups or break another promise.
+        Fenced: a newer learner took over.
+        CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
+        Unreachable: Redis or another rank is gone, or a rank cannot read its groups.
+        ConfigError: the model cannot be trained, or the training has diverged.
+    """
+    torch = TorchThread()
+    try:
+        ranks = await torch.run(Ranks.from_environment, role.config.learner)
+        # Rank 0 decides for all: another rank might find another answer a moment later.
+        over = ranks.rank == 0 and await is_over(role.config, role.run_dir, role.ledgers.train)
+        if await torch.run(ranks.broadcast_ints, [int(over)]) == [1]:
+            role.ready()
+        else:
+            await _train(role, ranks, torch)
+        await torch.run(ranks.close)
+    finally:
+        torch.close()
+
+
+async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
+    async with _on_devices(role, ranks.rank) as switch:
+        await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
+        models = await torch.run(make_models, role.config, ranks)
+        worker = await torch.run(RankWorker, role.config, ranks, models, role.run_dir)
+        if ranks.rank == 0:
+            await _lead(role, RankGroup(worker, torch, switch))
+            return
+        role.ready()
+        await follow(worker, torch, role.ledgers.train)
+
+
+@asynccontextmanager
+async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | None]:
+    """Have devices that are shared with engines (`rollout.placement: colocated`) when the block begins.
+
+    None when they are the learner's own, or another rank takes care of it.
+
+    Raises:
+        DeadlineExceeded: engines did not leave.
+        ExceptionGroup: also when the turn was lost; the block is cancelled then, and the process has to end.
+    """
+    if role.config.rollout.placement != "colocated" or rank:
+        yield None
+        return
+    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.turn_deadline)
+    async with asyncio.TaskGroup() as tasks:
+        renewing = tasks.create_task(switch.run(), name="turn on the devices")
+        await switch.take()
+        yield switch
+        renewing.cancel()
+
+
+async def _lead(role: Role, ranks: RankGroup) -> None:
+    start: Start | None = None
+    try:
+        try:
+            start = await _begin(role, ranks)
+            await Leader(role, ranks, start).run()
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
+    except Fenced as error:
+        await ranks.order(Command.STOP)
+        if start is not None and (await role.ledgers.train.state()).epoch < start.epoch:
+            raise Forgotten(f"Redis forgot epoch {start.epoch} of the learner", "start the learner again") from error
+        raise
+
+
+async def _begin(role: Role, ranks: RankGroup) -> Start:
+    """Take over. A large checkpoint is read for longer than the other ranks wait for a word: they get one meanwhile."""
+    checkpoints = Checkpoints(role.run_dir / "checkpoints")
+    async with asyncio.TaskGroup() as tasks:
+        talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
+        start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
+        talking.cancel()
+    return start
+
+
+class Leader:
+    """Rank 0: decides what is trained, writes the ledger, publishes and saves."""
+
+    def __init__(self, role: Role, ranks: RankGroup, start: Start) -> None:
+        self._role, self._config = role, role.config
+        self._ranks, self._worker = ranks, ranks.worker
+        self._ending = Ending(role.config, role.ledgers.roles)
+        self._meter = StepMeter()
+        self._repeat_at = 0.0
+        self._version = start.version
+        self._diverged, self._unread, self._skipped_updates = 0, 0, 0
+        self._published_step = -1
+        self._starved_since: float | None = None
+        self._start = start
+        self._buffer: TrainBuffer
+        self._publishing: Publishing
+        self._saver: Saver
+        self._sinks: Sinks
+
+    async def run(self) -> None:
+        """Load, train, and leave everything durable."""
+        checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
+        start = self._start
+        if start.meta is not None:
+            await self._ranks.order(Command.LOAD, *start.meta.position)
+        opener = GroupOpener(self._worker.recipe, self._worker.misfit)
+        archive = Archive(self._config, self._role.run_dir)
+        self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
+        sinks = self._sinks = Sinks(self._config, self._role.run_dir)
+        versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
+        publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
+        try:
+            async with (
+                open_outlet(self._config, self._role.run_dir, publisher.root) as outlet,
+                asyncio.TaskGroup() as tasks,
+            ):
+                self._saver = Saver(
+                    self._config, self._role.run_dir, start, self._buffer, ranks=self._ranks, tasks=tasks
+                )
+                self._publishing = Publishing(
+                    publisher,
+                    outlet,
+                    versions,
+                    self._buffer,
+                    epoch=start.epoch,
+                    world=self._worker.ranks.world,
+                    deadline=self._config.weights.deadline,
+                    tasks=tasks,
+                )
+                try:
+                    await self._train_and_leave(tasks)
+                finally:
+                    self._publishing.close()
+                    self._saver.close()
+        finally:
+            await archive.close()
+            versions.close()
+            await asyncio.to_thread(sinks.close)
+
+    async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
+        talking = tasks.create_task(self._ranks.keep_alive(self._config.learner.collective_deadline), name="keep alive")
+        await self._publish()
+        await self._publishing.settle()
+        self._role.ready()
+        following = tasks.create_task(self._buffer.follow(), name="train buffer")
+        archiving = tasks.create_task(self._buffer.archive.run(), name="archive")
+        reason = await self._train()
+        if self._buffer.in_step:
+            await self._abandon()
+        if self._worker.step != self._published_step:
+            await self._publish()  # the last steps, where not each is published
+        if not await self._saver.save(self._version):
+            raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
+        await self._publishing.settle()
+        following.cancel()
+        archiving.cancel()
+        if reason is not None:
+            await self._finish(reason)
+        talking.cancel()
+        await self._ranks.release()
+        await self._ranks.order(Command.STOP)
+
+    async def _train(self) -> Reason | None:
+        """Train until the run is over (returns why) or the role is to stop (returns None)."""
+        while not self._role.stop.is_set():
+            in_step = self._buffer.in_step
+            if not in_step and (reason := await self._ending.reason(self._worker.step)):
+                return reason
+            if self._buffer.room <= 0:
+                await self._update()
+                continue
+            groups = await self._choose(last=False)
+            if not groups and self._buffer.room > 0 and await self._buffer.ended():
+                groups = await self._choose(last=True)
+                if not groups and in_step:
+                    await self._update()
+                    continue
+                if not groups and not self._buffer.untrained:
+                    await self._buffer.drop_equal()
+                    return "data"
+            if groups:
+                await self._micro_batch(groups)
+            elif self._buffer.room > 0:
+                await self._starve()
+        return None
+
+    async def _choose(self, *, last: bool) -> list[TrainGroup]:
+        self._buffer.changed.clear()
+        await self._buffer.drop_stale(self._worker.step)
+        zero_variance = self._worker.recipe.zero_variance
+        if zero_variance == "drop":
+            self._buffer.set_equal_aside(self._buffer.room)
+        elif zero_variance == "resample":
+            self._buffer.set_equal_aside(sys.maxsize)
+            await self._buffer.drop_equal()
+        cost = self._config.learner.tokens_per_microbatch * self._worker.ranks.world
+        if self._ranks.alternates:
+            cost = sys.maxsize  # engines stand still from the first micro-batch on: begin with all of the step
+        room = self._buffer.room
+        return self._buffer.choose(room, cost, last=last) if room > 0 else []
+
+    async def _starve(self) -> None:
+        """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
+        now = time.monotonic()
+        self._starved_since = self._starved_since or now
+        if self._worker.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
+            # Engines may wait for it: what they sample with older weights may be too old to be trained.
+            await self._publish()
+        if self._saver.due:
+            await self._save_between_steps()
+        await self._ranks.release()
+        if time.monotonic() >= self._repeat_at:
+            self._repeat_at = time.monotonic() + _REPEAT_SECONDS
+            if not await self._publishing.repeat():
+                logger.warning("engines cannot get the weights: published again", extra={"version": self._version})
+                await self._publish()
+            elif await self._nobody_has_it():
+                logger.warning("no engine took the weights: published whole again", extra={"version": self._version})
+                self._publishing.begin_anew()
+                await self._publish()
+        stopped = asyncio.create_task(self._role.stop.wait())
+        changed = asyncio.create_task(self._buffer.changed.wait())
+        await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        changed.cancel()
+
+    async def _save_between_steps(self) -> None:
+        """Save unless the step is open: then only when nothing else makes room for the groups that it lacks."""
+        if self._buffer.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
+            await self._abandon()
+        if not self._buffer.in_step:
+            await self._saver.begin(self._version)
+
+    async def _nobody_has_it(self) -> bool:
+        """Whether engines are there and none took the newest version within `weights.deadline`.
+
+        Its files may be damaged. Engines that stay behind take no prompts, so there would never be another version.
+        """
+        if self._publishing.age < self._config.weights.deadline:
+            return False
+        roles = await self._role.ledgers.roles.read()
+        held = [int(fields.get("version", 0)) for name, fields in roles.items() if name.startswith("rollout.")]
+        return bool(held) and max(held) < self._publishing.version
+
+    async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
+        """Train one micro-batch; meanwhile the crash counters of the one before are cleared."""
+        self._meter.begin()
+        self._starved_since = None
+        await self._buffer.begin(groups)
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(self._ranks.train(groups))
+            tasks.create_task(self._buffer.clear_crash_counts())
+        if work.result():
+            self._buffer.computed(groups)
+            self._unread = 0
+        else:
+            await self._give_back(groups)
+
+    async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
+        """A rank lacks its share or the reference of it, so nobody trained: they are candidates again, after a pause.
+
+        Raises:
+            Unreachable: that happened too often in a row.
+        """
+        await self._buffer.release(groups)
+        self._unread += 1
+        logger.warning("micro-batch skipped: a rank lacks its groups or their reference", extra={"groups": len(groups)})
+        if self._unread >= _MAX_UNREAD:
+            raise Unreachable(
+                f"a rank lacked its groups or their reference {self._unread} times in a row",
+                "the log of that rank says why",
+            )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._role.stop.wait(), _UNREAD_SECONDS * 2**self._unread)
+
+    async def _update(self) -> None:
+        """Apply the step, write it down, free its places, publish when it is its turn, and save when due."""
+        done = await self._apply() if self._buffer.in_step else None
+        await self._buffer.drop_equal()
+        if done is None:
+            return
+        groups, stats = done
+        step = self._worker.step
+        line = self._meter.line(groups, stats, step, self._ranks.torch.take_busy(), self._buffer.take_lengths())
+        counts = {
+            "skipped_updates": self._skipped_updates,
+            "dropped": self._buffer.dropped,
+            "dropped_zero_variance": self._buffer.zero_variance,
+            **self._buffer.archive.counts,
+        }
+        self._show(step, {**line, **counts, **self._publishing.record})
+        if self._saver.due:
+            await self._saver.begin(self._version)
+
+    async def _apply(self) -> tuple[list[TrainGroup], StepStats] | None:
+        """Apply the step and free the places of its groups; returns both, None when nothing of it was applied.
+
+        Raises:
+            ConfigError: a model had no finite gradient in too many steps in a row: the weights have diverged, and each
+                step would cost more groups.
+        """
+        in_step = self._buffer.in_step
+        tokens, responses = sum(group.tokens for group in in_step), sum(group.responses for group in in_step)
+        stats: StepStats = await self._ranks.order(Command.APPLY, max(1, tokens), responses)
+        self._skipped_updates += stats.skipped_updates
+        step = self._worker.step
+        if stats.skipped:
+            await self._buffer.discard(in_step, "the gradient was not finite")
+        self._diverged = self._diverged + 1 if stats.diverged else 0
+        if self._diverged >= _MAX_DIVERGED:
+            raise ConfigError(
+                f"the gradients of {self._diverged} steps in a row were not finite: the training has diverged at step"
+                f" {step} or before",
+                "lower learner.lr or learner.critic.lr, and start afresh or from a checkpoint before it (checkpoints/)",
+            )
+        if stats.skipped:
+            return None
+        groups = self._buffer.applied()
+        epoch, number = self._start.epoch, self._version + 1
+        gids = [group.gid for group in groups]
+        self._saver.trained(group_frame(group, epoch=epoch, step=step, version=number) for group in groups)
+        await self._make_room(gids)
+        return groups, stats
+
+    async def _make_room(self, gids: Sequence[int]) -> None:
+        """Free the places of trained groups, and publish when it is this step's turn."""
+        due = self._worker.step - self._published_step >= self._config.learner.publish_every
+        if due and not self._config.max_staleness:
+            # Nobody may begin the next step with the weights before: they have to know of the new ones first.
+            await self._publish()
+            await self._publishing.settle()
+            await self._buffer.free_places(gids)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._buffer.free_places(gids))
+            if due:
+                tasks.create_task(self._publish())
+
+    async def _publish(self) -> None:
+        """Give the present weights a number and publish them in the background; waits for the version before."""
+        await self._publishing.settle()
+        self._version += 1
+        self._published_step = self._worker.step
+        self._start.branch.note(self._version, self._published_step)
+        base = self._publishing.next_base()
+        numbers = self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))
+        snapshot: Snapshot = await self._ranks.order(Command.PUBLISH, *numbers)
+        await self._publishing.start(self._version, self._worker.step, base, snapshot)
+
+    async def _abandon(self) -> None:
+        """Forget a partial step: its groups stay closed in Redis, for this learner or the next one."""
+        await self._ranks.order(Command.DISCARD)
+        await self._buffer.release(self._buffer.in_step)
+
+    async def _finish(self, reason: Reason) -> None:
+        if self._saver.newest is None:
+            logger.warning("no model exported: nothing was trained", extra={"model": self._config.model.path})
+        else:
+            await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
+        write_finished(
+            self._role.run_dir,
+            Finished(
+                reason=reason,
+                step=self._worker.step,
+                version=self._version,
+                epoch=self._start.epoch,
+                accuracy=self._ending.accuracy,
+                epochs=self._config.data.epochs,
+            ),
+        )
+        logger.info("the run is over", extra={"reason": reason, "step": self._worker.step})
+
+    def _show(self, step: int, line: dict[str, object]) -> None:
+        head = {"step": step, "epoch": self._start.epoch, "version": self._version}
+        self._role.status.update(
+            {
+                **head,
+                "loss": float(line["loss"]),  # type: ignore[arg-type]
+                "reward": float(line["reward_mean"]),  # type: ignore[arg-type]
+                "idle_fraction": round(self._meter.idle_fraction, 4),
+            }
+        )
+        self._role.record({**head, **line})
+        self._sinks.log(step, line)

@@ -1,0 +1,334 @@
+"""What a step logs: one JSON line, always, and its figures to TensorBoard, Weights & Biases or trackio.
+
+A sink is for looking at: it never holds up or ends the training. Lines go out in a thread of their own; a sink that
+fails is left out from then on, and the log says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.learner.critic import CriticStats
+from streamrl.learner.groups import TrainGroup
+from streamrl.learner.step import StepStats
+
+
+class StepMeter:
+    """Measures from the end of one step to the end of the next; the first step begins with its first groups."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._since = 0.0
+        self._computed = 0.0
+
+    def begin(self) -> None:
+        """The first groups are there. Later calls do nothing."""
+        if self._began is None:
+            self._began = self._since = time.monotonic()
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of the time since the first groups came in which torch did nothing."""
+        total = self._since - self._began if self._began is not None else 0.0
+        return 1 - self._computed / total if total else 0.0
+
+    def line(
+        self,
+        groups: Sequence[TrainGroup],
+        stats: StepStats,
+        step: int,
+        busy: Sequence[tuple[float, float]],
+        read: Sequence[int],
+    ) -> dict[str, Any]:
+        """Close the step and describe it (docs/algorithms.md, what a step logs).
+
+        Args:
+            groups: of the step.
+            stats: of its updates.
+            step: its number, from 1.
+            busy: intervals of computing since the last line, pairs of `time.monotonic()`.
+            read: lengths of the responses that were read since the last line, trained or not.
+        """
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        computed = sum(end - start for start, end in busy)
+        self._computed += computed
+        tokens = sum(group.tokens for group in groups)
+        return {
+            **_groups(groups, step),
+            **_learnt(stats),
+            "length_read": float(np.mean(read)) if read else None,
+            "lengths_read": histogram(read),
+            "idle_seconds": max(0.0, seconds - computed),
+            "busy": [[round(start, 6), round(end, 6)] for start, end in busy],
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+        }
+
+
+def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
+    """What the groups of a step were."""
+    tokens = sum(group.tokens for group in groups)
+    rewards = np.asarray([reward for group in groups for reward in group.rewards])
+    lengths = [len(sample.tokens) for group in groups for sample in group.samples]
+    ages: Counter[int] = sum((group.staleness(step - 1) for group in groups), Counter())
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "groups": len(groups),
+        "zero_advantage_groups": sum(group.zero_gradient for group in groups),
+        "zero_variance_groups": sum(group.zero_variance for group in groups),
+        "tokens": tokens,
+        "prompt_tokens": sum(group.prompt_tokens for group in groups),
+        "length_trained": float(np.mean(lengths)),
+        "lengths_trained": histogram(lengths),
+        "staleness": {str(age): ages[age] for age in sorted(ages)},
+        "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, tokens),
+        "staleness_max": max(ages, default=0),
+        "samples_spanning_versions": sum(group.mixed_version for group in groups),
+    }
+
+
+def _learnt(stats: StepStats) -> dict[str, Any]:
+    """What the updates of a step did."""
+    sums = stats.trained
+    return {
+        "loss": stats.loss,
+        "updates": stats.updates,
+        "ess": sums.ess,
+        "response_ess": sums.response_ess,
+        "mean_squared_log_ratio": sums.mean("squared_log_ratio"),
+        "clip_fraction": sums.mean("clipped"),
+        "capped_fraction": sums.mean("capped"),
+        "masked_fraction": sums.mean("masked"),
+        "masked_by_staleness": sums.masked_by_age,
+        "kl_k1": sums.mean("kl_k1"),
+        "kl_k3": sums.mean("kl_k3"),
+        "kl_reference": sums.mean("kl_reference"),
+        "kl_coefficient": stats.kl_coefficient,
+        "entropy": sums.mean("entropy"),
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "skipped": stats.skipped,
+        **(_criticised(stats.critic) if stats.critic else {}),
+    }
+
+
+def _criticised(critic: Sequence[CriticStats]) -> dict[str, Any]:
+    """What the updates of the critic did; means over the updates."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(critic)
+
+    return {
+        "critic_loss": mean(stats.sums.mean("loss") for stats in critic),
+        "critic_clip_fraction": mean(stats.sums.mean("clipped") for stats in critic),
+        "critic_explained_variance": mean(stats.sums.explained_variance for stats in critic),
+        "critic_value": mean(stats.sums.mean("values") for stats in critic),
+        "critic_return": mean(stats.sums.mean("returns") for stats in critic),
+        "critic_grad_norm": mean(stats.grad_norm for stats in critic),
+        "critic_lr": mean(stats.lr for stats in critic),
+    }
+
+
+def histogram(lengths: Sequence[int]) -> dict[str, int]:
+    """Responses by length: the upper end of the bucket, a power of two, and how many are in it."""
+    counts = Counter(1 << max(0, length - 1).bit_length() for length in lengths)
+    return {str(bound): counts[bound] for bound in sorted(counts)}
+
+
+def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> dict[str, Any]:
+    """The durable record of one trained group.
+
+    `step` is the step it was trained in (from 1), `version` the version that update made; `staleness` is the greatest
+    age of a token in steps, `mean_length` counts sampled tokens.
+    """
+    ages = group.staleness(step - 1)
+    return {
+        "gid": group.gid,
+        "step": step,
+        "epoch": epoch,
+        "version": version,
+        "rewards": list(group.rewards),
+        "staleness": max(ages, default=0),
+        "mean_length": group.tokens / max(1, len(group.samples)),
+    }
+
+
+logger = logging.getLogger(__name__)
+PROJECT: Final = "streamrl"
+_MOST_WAITING: Final = 256
+"""Lines that wait for slow sinks; further ones are left out."""
+_CLOSE_SECONDS: Final = 20.0
+
+
+class Sink(Protocol):
+    """One place that figures go to; used by one thread."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add the figures of a step."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoard(Sink):
+    """Event files in `RUN_DIR/tensorboard`."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        del config
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+
+    @override
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    @override
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker(Sink):
+    """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
+
+    Args:
+        library: the imported module.
+        config: of the run; settings of the learner are sent along, addresses and paths are not.
+        options: further arguments of `init`.
+    """
+
+    def __init__(self, library: Any, config: RunConfig, **options: Any) -> None:
+        about = config.learner.model_dump(mode="json", exclude={"reference", "critic", "device"})
+        self._library = library
+        library.init(project=PROJECT, name=config.name, config=about, **options)
+
+    @override
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        # The step is a figure of its own, since it goes back when a checkpoint is loaded.
+        self._library.log({**figures, "step": step})
+
+    @override
+    def close(self) -> None:
+        self._library.finish()
+
+
+def _wandb(config: RunConfig, run_dir: Path) -> Sink:
+    import wandb
+
+    return Tracker(wandb, config, dir=str(run_dir))
+
+
+def _trackio(config: RunConfig, run_dir: Path) -> Sink:
+    import trackio
+
+    del run_dir
+    return Tracker(trackio, config)
+
+
+_MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}
+
+
+class Sinks:
+    """All sinks of a run (`learner.sinks`).
+
+    Args:
+        config: of the run.
+        run_dir: of the run.
+
+    Raises:
+        ConfigError: a library that is named is not installed.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._names = tuple(dict.fromkeys(config.learner.sinks))
+        for name in self._names:
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"learner.sinks: {name} is not installed", f"pip install 'streamrl[{name}]', or leave it out"
+                )
+        self._config, self._run_dir = config, run_dir
+        self._sinks: dict[str, Sink] = {}
+        self._last: Future[None] | None = None
+        self._waiting = self._left_out = 0
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sinks")
+        if self._names:
+            self._last = self._executor.submit(self._open)
+
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        """Send the figures of a step on; returns at once. The event loop calls it, and nobody else."""
+        if not self._names:
+            return
+        if self._waiting >= _MOST_WAITING:
+            self._left_out += 1
+            if self._left_out == 1:
+                logger.warning("sinks are too slow: lines are left out", extra={"sinks": list(self._names)})
+            return
+        self._waiting += 1
+        self._last = self._executor.submit(self._send, step, figures(line))
+
+    def close(self) -> None:
+        """Write what is left, for at most some seconds; it may block."""
+        if self._names:
+            try:
+                self._executor.submit(self._close).result(_CLOSE_SECONDS)
+            except FutureTimeoutError:
+                logger.warning("sinks do not end", extra={"sinks": list(self._sinks)})
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    # ---- in the thread
+
+    def _open(self) -> None:
+        for name in self._names:
+            self._try(name, partial(self._make, name))
+
+    def _make(self, name: str) -> None:
+        self._sinks[name] = _MAKERS[name](self._config, self._run_dir)
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        self._waiting -= 1
+        for name, sink in list(self._sinks.items()):
+            self._try(name, partial(sink.log, step, values))
+
+    def _close(self) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._try(name, sink.close)
+
+    def _try(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            # A foreign library may raise anything; training goes on without it.
+            self._sinks.pop(name, None)
+            logger.exception("sink left out", extra={"sink": name, "error": str(error)})
+
+
+def figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a step's line; those of a map below it as `name/key`. Lists and texts are left out."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        for key, number in inner.items():
+            if isinstance(number, int | float):
+                found[f"{name}/{key}" if key else name] = float(number)
+    return found

@@ -1,0 +1,324 @@
+"""The actor: the causal language model that is trained, with streaming accumulation of gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.learner.algorithms.corrections import old_logprobs
+from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
+from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
+from streamrl.learner.batch import Microbatch, TrainSample, sizes
+from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.row_limits import row_limits
+from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
+from streamrl.learner.snapshot import Rows
+from streamrl.weight_sync.manifest import Adapter
+from streamrl.wire import Float32Array
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStats:
+    """What one `accumulate` did on this rank.
+
+    Attributes:
+        samples: samples that went through the model.
+        skipped: samples with a zero advantage, whose gradient is zero; they are not computed.
+        tokens: sampled tokens with a gradient.
+        computed: tokens that went through the model, prompts and padding included.
+        passes: forward and backward passes, dummy ones included; the same on all ranks.
+    """
+
+    samples: int
+    skipped: int
+    tokens: int
+    computed: int
+    passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateStats:
+    """What one `apply_update` did; the same on all ranks.
+
+    Attributes:
+        update: updates applied so far, this one included unless it was skipped.
+        loss: sum of the loss over the tokens of the step, divided by their global number.
+        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
+        lr: learning rate of this update.
+        skipped: the gradient norm was not finite, so weights and optimizer are as before.
+        trained: sums over the tokens that had a gradient, of all ranks.
+    """
+
+    update: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    trained: TokenSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
+
+    Attributes:
+        logprobs: float32, shape (completion tokens,) each.
+        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
+    """
+
+    logprobs: list[Float32Array]
+    entropy: list[Float32Array] | None
+
+
+class Actor(TrainableModel):
+    """A causal language model in training, sharded over the ranks of the learner.
+
+    Args:
+        config: the run. Float32 matmul precision and CPU threads of this process are set from it.
+        ranks: the ranks of this learner; every rank makes an actor with the same configuration.
+        small: models with fewer parameters than this are one FSDP unit.
+
+    Attributes:
+        recipe: the algorithm.
+        lora: the adapter, which alone is trained then; None: all weights are.
+
+    Raises:
+        ConfigError: the model is missing, is no causal language model, computes logits in a way we do not know, or
+            cannot be adapted; or the tokenizer, where the algorithm needs it.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
+        self.config = config
+        learner = config.learner
+        self.recipe = Recipe.of(config)
+        if self.recipe.texts is not None:
+            self.recipe.texts.load()
+        if learner.threads is not None:
+            torch.set_num_threads(learner.threads)
+        base = load_model(config.model)
+        self.lora = None
+        if learner.lora.rank:
+            from streamrl.learner.lora import Lora
+
+            self.lora = Lora(base, config)
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
+        model.check()
+        limits = row_limits(config, model)
+        if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
+            logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
+        torch.set_float32_matmul_precision(learner.matmul_precision)
+        set_up_layers(base, learner)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        offload = "parameters" in learner.offload
+        whole = shard(model, ranks.mesh, dtype, small=small, offload=offload)
+        self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
+        super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, whole=whole)
+
+    def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:
+        """Return log-probabilities of the sampled tokens under the present weights. Collective, without gradients.
+
+        Args:
+            batch: this rank's samples, possibly none; advantages and behaviour log-probs are not used.
+            calculate_entropy: also return the entropy at each sampled token.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
+        """
+        logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
+        entropy = [np.zeros(0, dtype=np.float32) for _ in batch]
+        for part in self._agree(batch):
+            with torch.no_grad():
+                logprob, spread = self._forward(part, entropy=calculate_entropy)
+            for target, values in ((logprobs, logprob), (entropy, spread)):
+                if values is not None:
+                    part.deal_out(values.cpu().numpy(), target)
+        return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
+
+    def accumulate(
+        self,
+        batch: Sequence[TrainSample],
+        *,
+        step: int = 0,
+        kl_coefficient: float = 0.0,
+        limits: Sequence[float | None] | None = None,
+    ) -> MicroStats:
+        """Add the gradient of the objective of these samples, summed over tokens. Collective; one all-reduce of ours.
+
+        Samples without an advantage are skipped where that is exact (`Recipe.skips_zero`); they still count in what is
+        given to `apply_update`. The proximal policy of samples that carry none is the present one.
+
+        Args:
+            batch: this rank's samples, possibly none; with a reference where `learner.kl.where` is loss.
+            step: of the learner, from which the ages of tokens follow.
+            kl_coefficient: factor of the KL term in the loss.
+            limits: of gates that see the whole step (`Corrections.step_limits`).
+
+        Returns:
+            What was done on this rank, from numbers known to the host: nothing waits for the device.
+
+        Raises:
+            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
+        """
+        skips = self.recipe.skips_zero
+        live = [sample for sample in batch if sample.has_advantage] if skips else batch
+        idle = [sample for sample in batch if not sample.has_advantage] if skips else []
+        parts = self._agree(live)
+        self._backward(parts, lambda part: self._loss(part, step, kl_coefficient, limits))
+        if idle:
+            ages = np.concatenate([np.maximum(0, step - sample.steps) for sample in idle])
+            self._sums += skipped_sums(ages.size, int(ages.sum())).to(self._sums.device, non_blocking=True)
+        return MicroStats(
+            samples=sum(len(part.samples) for part in parts),
+            skipped=len(idle),
+            tokens=sum(int(part.counts.sum()) for part in parts),
+            computed=sum(part.input_ids.size for part in parts),
+            passes=len(parts),
+        )
+
+    def apply_update(self, size: int) -> UpdateStats:
+        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+
+        The gradient is clipped to `learner.clip_norm`. When its norm is not finite, the update is skipped and reported.
+        Without any accumulated gradient the gradient is zero, and AdamW moves on its momentum as it would have if
+        every zero-advantage sample had been computed.
+
+        Args:
+            size: what the accumulated sum is divided by (`Recipe.normaliser`), at least 1 and the same on all ranks:
+                with `token_mean` the sampled tokens of all ranks, those of zero-advantage samples included.
+        """
+        if size < 1:
+            raise ValueError(f"an update needs the token count of its step, got {size}")
+        applied = self._optimizer.step(
+            size, self._sums, lambda sums: self.recipe.lr_factor(TokenSums.from_tensor(sums))
+        )
+        self._reshard()
+        trained = TokenSums.from_tensor(applied.sums)
+        self._sums.zero_()
+        return UpdateStats(
+            update=applied.update,
+            loss=trained.loss / size,
+            grad_norm=applied.grad_norm,
+            lr=applied.lr,
+            skipped=applied.skipped,
+            trained=trained,
+        )
+
+    def update_policy(
+        self,
+        batch: Sequence[TrainSample],
+        *,
+        size: int | None = None,
+        step: int = 0,
+        kl_coefficient: float = 0.0,
+        limits: Sequence[float | None] | None = None,
+    ) -> tuple[MicroStats, UpdateStats]:
+        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
+
+        Args:
+            batch: as of `accumulate`, and so are `step`, `kl_coefficient` and `limits`.
+            size: as of `apply_update`; None: that of all ranks' batches.
+            step: see `batch`.
+            kl_coefficient: see `batch`.
+            limits: see `batch`.
+        """
+        stats = self.accumulate(batch, step=step, kl_coefficient=kl_coefficient, limits=limits)
+        if size is None:
+            counts = torch.tensor(sizes(batch), device=self.ranks.device)
+            tokens, responses = self.ranks.all_sum(counts).tolist()
+            size = self.recipe.normaliser(tokens=tokens, responses=responses)
+        return stats, self.apply_update(size)
+
+    @override
+    def discard(self) -> None:
+        super().discard()
+        self._sums.zero_()
+
+    @property
+    def published(self) -> dict[str, DTensor]:
+        """Parameters that versions of the weights hold, by name: those that are trained, or what these change."""
+        return dict(self._frozen) if self._merges else self.parameters
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What a version says of itself that holds an adapter alone; None when versions hold all weights."""
+        return None if self.lora is None or self._merges else self.lora.about
+
+    def published_rows(self) -> Rows | None:
+        """What makes the rows of a version of this rank's own rows of `published`; None: they are them. Collective.
+
+        Valid until the next update.
+        """
+        return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
+
+    def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """The policy without its adapter as a `Reference` (`learner.reference.kind: base`): no copy of any weight."""
+        with self.adapter_disabled():
+            return self.compute_log_prob(batch).logprobs
+
+    @contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """Within the block log-probabilities are those of the base (LoRA only). Every rank does the same."""
+        assert self.lora is not None, "no adapter is trained"
+        with self.lora.disabled():
+            yield
+
+    @property
+    def _merges(self) -> bool:
+        return self.lora is not None and not self.config.learner.lora.alone
+
+    @override
+    def _name_of(self, name: str) -> str:
+        return name if self.lora is None else self.lora.name_of(name)
+
+    def _loss(
+        self, part: Microbatch, step: int, kl_coefficient: float, limits: Sequence[float | None] | None
+    ) -> torch.Tensor:
+        logprobs, entropy = self._forward(part, entropy=True, entropy_gradient=bool(self.recipe.entropy))
+        if not len(part.samples):
+            total: torch.Tensor = logprobs.sum() * 0
+            return total
+        found = objective(
+            self._tokens(part, logprobs, entropy, step),
+            self.recipe,
+            kl_coefficient,
+            weights=self._weights(part),
+            limits=limits,
+            measure_all=self.recipe.measures_all,
+        )
+        self._sums += found.sums
+        return found.per_token.sum()
+
+    def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, step: int) -> Tokens:
+        behaviour = self._to_device(part.behaviour)
+        proximal = logprobs.detach() if part.proximal is None else self._to_device(part.proximal)
+        ages = self._to_device(np.maximum(0, step - part.steps))
+        return Tokens(
+            logprobs=logprobs,
+            old=old_logprobs(self.recipe.corrections.base, proximal, behaviour, ages),
+            proximal=proximal,
+            behaviour=behaviour,
+            advantages=self._to_device(part.advantages),
+            sequence=self._to_device(np.repeat(np.arange(len(part.counts)), part.counts)),
+            counts=self._to_device(part.counts),
+            ages=ages,
+            reference=None if part.reference is None else self._to_device(part.reference),
+            entropy=entropy,
+        )
+
+    def _weights(self, part: Microbatch) -> torch.Tensor | None:
+        """Weights of the aggregation; None: all are 1."""
+        aggregate = self.recipe.aggregate
+        if aggregate == "token_mean":
+            return None
+        return self._to_device(token_weights(part.counts, aggregate, self.recipe.max_new_tokens))

@@ -1,0 +1,511 @@
+"""The ranks of a learner: orders of rank 0 as a few integers, and what every rank does, rank 0 too.
+
+```
+Leader -> RankGroup.order(command, *integers) -- broadcast --> RankWorker.execute on every rank, in its torch thread
+                                               follow: the loop of the ranks above 0
+```
+Ids travel, never data. Each rank reads its own groups from Redis, and one all-reduce tells whether all have read
+theirs, because a rank that leaves would let the others hang in a collective.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+
+from streamrl.config import RunConfig, WeightsConfig
+from streamrl.errors import DeadlineExceeded
+from streamrl.learner.batch import TrainSample
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
+from streamrl.learner.lineage import TrainedDigest
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.reference_servers import NoReference
+from streamrl.learner.shards import Part, RankState
+from streamrl.learner.snapshot import Copies, Snapshot
+from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
+from streamrl.queues.ledger import Ledger
+from streamrl.queues.turn import LearnerSwitch
+from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.rank_writer import RankWriter
+
+logger = logging.getLogger(__name__)
+NO_BASE = -1
+"""Numbers of the base of a version that every rank writes whole."""
+NOBODY = -1
+"""Owner of a group whose gradient is exactly zero: no rank reads it."""
+
+
+class Command(IntEnum):
+    """An order of rank 0; the integers that follow are its arguments."""
+
+    IDLE = 0
+    """Nothing to do; keeps the others from giving up."""
+    LOAD = 1
+    """epoch, step: load this checkpoint."""
+    TRAIN = 2
+    """A `MicrobatchOrder`."""
+    APPLY = 3
+    """tokens, responses: the updates of the step."""
+    PUBLISH = 4
+    """epoch, version, epoch and version of the base (`NO_BASE` twice: none): write this rank's share of a version."""
+    DISCARD = 5
+    """Forget the gradients of a step that will not be finished."""
+    SAVE = 6
+    """epoch, step: copy the state and begin to write this rank's shard of the checkpoint."""
+    STOP = 8
+    """Leave."""
+    UNLOAD = 10
+    """Move weights and moments to the host: engines come onto the devices."""
+    RELOAD = 11
+    """Bring them back."""
+    SAVED = 12
+    """Say whether the shard is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchOrder:
+    """The arguments of `Command.TRAIN`.
+
+    Attributes:
+        owners: rank that has each group, by id, or `NOBODY`.
+        steps: step of every version that sampled tokens of these groups, so that all ranks know the ages of tokens.
+    """
+
+    owners: Mapping[int, int]
+    steps: Mapping[int, int]
+
+    def encode(self) -> list[int]:
+        """As integers for a broadcast."""
+        pairs = [*self.owners.items(), *self.steps.items()]
+        return [len(self.owners), *(number for pair in pairs for number in pair)]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> MicrobatchOrder:
+        """Undo `encode`."""
+        pairs = list(zip(numbers[1::2], numbers[2::2], strict=True))
+        return cls(dict(pairs[: numbers[0]]), dict(pairs[numbers[0] :]))
+
+    def step_of(self, version: int) -> int:
+        """Step of a version; a ValueError for one of which rank 0 has found no token."""
+        if version not in self.steps:
+            raise ValueError(f"rank 0 found no token of version {version} in this group")
+        return self.steps[version]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no group has a gradient, so that no rank runs the model."""
+        return max(self.owners.values()) < 0
+
+
+class RankWorker:
+    """One rank's models with what was trained into them.
+
+    All methods but those that say otherwise are collective: every rank calls the same one in the same order, in its
+    torch thread. A step goes one of two ways, as its recipe says: streamed or collected (step.py).
+
+    Args:
+        config: the run.
+        ranks: the ranks of this learner.
+        models: of this rank.
+        run_dir: of the run.
+
+    Attributes:
+        step: steps applied so far.
+        recipe: the algorithm.
+        digest: groups whose gradients are in the weights.
+        state: this rank's share of checkpoints.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, models: Models, run_dir: Path) -> None:
+        actor, weights = models.actor, config.weights
+        self.step = 0
+        self.digest = TrainedDigest()
+        self.ranks, self.recipe = ranks, models.recipe
+        self._models = models
+        self._checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
+        parts: dict[str, Part] = {"actor": actor}
+        if actor.lora is not None:
+            parts["lora"] = actor.lora
+        if models.critic is not None:
+            parts["critic"] = models.critic
+        if config.learner.kl.controller == "adaptive":
+            parts["kl"] = models.kl
+        self.state = RankState(ranks, parts)
+        self._streams = self.recipe.streams
+        self._gids: list[int] = []
+        self._samples: list[TrainSample] = []  # of a step that does not stream
+        # With deltas the version before is what the next one is compared with.
+        sets = 2 if weights.delta.enabled else 1
+        self._copies = Copies(actor.published, getattr(torch, weights.dtype), sets, actor.adapter)
+        self._parts = PartWriter(weights, run_dir, ranks.rank) if ranks.rank else None
+
+    def execute(  # noqa: PLR0911  (one line for each order)
+        self, command: Command, arguments: Sequence[int] = (), samples: Sequence[TrainSample] | None = None
+    ) -> Any:
+        """Carry out an order of rank 0.
+
+        Args:
+            command: what to do.
+            arguments: of the command.
+            samples: this rank's share of a micro-batch; None when it could not be read, and for all other commands.
+        """
+        match command:
+            case Command.LOAD:
+                return self.load(*arguments)
+            case Command.TRAIN:
+                order = MicrobatchOrder.decode(arguments)
+                return self.train(list(order.owners), samples, idle=order.idle)
+            case Command.APPLY:
+                return self.apply(*arguments)
+            case Command.PUBLISH:
+                return self.publish(*arguments)
+            case Command.DISCARD:
+                return self.discard()
+            case Command.SAVE:
+                return self.state.save(self._checkpoints.draft((arguments[0], arguments[1])))
+            case Command.SAVED:
+                return self.state.saved()
+            case Command.UNLOAD:
+                return self.unload()
+            case Command.RELOAD:
+                return self.reload()
+            case Command.IDLE | Command.STOP:
+                return None
+
+    def train(self, gids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool = False) -> bool:
+        """Take in one micro-batch. Returns False, without effect, if any rank lacks its samples or reference log-probs.
+
+        Args:
+            gids: all groups of the micro-batch, on all ranks.
+            samples: this rank's share; None when it could not be read.
+            idle: no group of the micro-batch has a gradient, so no rank runs the model.
+        """
+        if self.ranks.all_min(int(samples is not None)) != [1] or samples is None:
+            return False
+        try:
+            if not idle:
+                with self.ranks.computing("micro-batch"):
+                    if self._streams:
+                        stream(self._models, samples, self.step)
+                    else:
+                        self._samples += collect(self._models, samples)
+        except NoReference as error:
+            logger.warning("micro-batch not trained", extra={"error": error.message})
+            return False
+        self._gids.extend(gids)
+        return True
+
+    def apply(self, tokens: int, responses: int) -> StepStats:
+        """Apply the updates of the step.
+
+        Args:
+            tokens: sampled tokens of the step on all ranks.
+            responses: of the step on all ranks.
+        """
+        with self.ranks.computing("update"):
+            if self._streams:
+                stats = update_streamed(self._models, tokens=tokens, responses=responses)
+            else:
+                stats = update_collected(self._models, sorted(self._gids), self._samples, self.step)
+        if not stats.skipped:
+            self.digest.add(self._gids)
+            self.step += 1
+            if stats.updates:
+                self._models.kl.update(stats.trained.mean("kl_reference"), responses)
+        self._gids, self._samples = [], []
+        return stats
+
+    def discard(self) -> None:
+        """Forget the gradients of a partial step."""
+        self._models.discard()
+        self._gids, self._samples = [], []
+
+    def snapshot(self) -> Snapshot:
+        """A copy of this rank's share of the weights as they are published.
+
+        It is valid until the next one; with deltas until the one after that, which needs it no more.
+        """
+        return self._copies.take(self._models.actor.published_rows())
+
+    def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> Snapshot | None:
+        """Copy this rank's share of a version. A rank above 0 writes it in the background; rank 0 publishes it.
+
+        None when this rank still writes the version before and leaves this one out.
+        """
+        pair = epoch, version
+        if self._parts is not None and self._parts.busy:
+            self._models.actor.published_rows()  # the snapshots of the other ranks need it
+            self._parts.refuse(pair)
+            return None
+        snapshot = self.snapshot()
+        if self._parts is not None:
+            base = base_epoch, base_version
+            self._parts.start(pair, None if NO_BASE in base else base, snapshot)
+        return snapshot
+
+    def load(self, epoch: int, step: int) -> None:
+        """Load this rank's share of a checkpoint.
+
+        Raises:
+            Refused: it is of another model or another algorithm.
+        """
+        folder = self._checkpoints.path((epoch, step))
+        meta = self._checkpoints.read_meta(folder)
+        self.state.load(folder, meta)
+        self.step = meta.step
+        self.digest = TrainedDigest(meta.count, meta.digest)
+
+    def unload(self) -> None:
+        """Move weights and moments to the host; not collective. A repeat does nothing."""
+        for model in self._models.movable:
+            model.to_host()
+
+    def reload(self) -> None:
+        """Bring them back to the device; not collective. A repeat does nothing."""
+        for model in self._models.movable:
+            model.to_device()
+
+    def work(self, samples: Sequence[TrainSample]) -> int:
+        """What the samples of one group cost, in arbitrary units; not collective."""
+        return self._models.actor.work(samples)
+
+    def misfit(self, samples: Sequence[TrainSample]) -> ValueError | None:
+        """Why samples do not fit the model, None when they do; not collective."""
+        return self._models.actor.misfit(samples)
+
+    def close(self) -> None:
+        """End the thread that writes versions; not collective."""
+        if self._parts is not None:
+            self._parts.close()
+
+
+class PartWriter:
+    """Writes this rank's files of one version after the other, in a thread of its own.
+
+    Nobody waits for it but rank 0's thread that puts the version together, and that one has a deadline.
+
+    Args:
+        config: how versions are written.
+        run_dir: of the run.
+        rank: of the learner, above 0.
+    """
+
+    def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
+        self._writer = RankWriter(config, run_dir, rank)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._running: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the version before is still being written."""
+        return self._running is not None and not self._running.done()
+
+    def start(self, pair: Pair, base: Pair | None, snapshot: Snapshot) -> None:
+        """Begin to write this rank's files of a version; `busy` must be False."""
+        self._running = self._executor.submit(self._write, pair, base, snapshot)
+
+    def refuse(self, pair: Pair) -> None:
+        """Tell rank 0 that this rank still writes the version before, and leave this one out."""
+        error = DeadlineExceeded("still writes the version before", "raise weights.deadline, or look at the disk")
+        logger.warning("version left out", extra={"version": pair[1], "error": error.message})
+        self._writer.refuse(pair, error)
+
+    def close(self) -> None:
+        """End the thread; a write that hangs is left to itself."""
+        self._writer.stop()
+        self._executor.shutdown(wait=not self.busy, cancel_futures=True)
+
+    def _write(self, pair: Pair, base: Pair | None, snapshot: Snapshot) -> None:
+        try:
+            self._writer.deliver(pair, base, snapshot.tensors, snapshot.shapes)
+        except Exception as error:
+            # The reader of the last exception: rank 0 leaves the version out, and this rank goes on training.
+            logger.exception("part of a version not written", extra={"version": pair[1]})
+            self._writer.refuse(pair, error)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH})
+"""Orders whose time counts as busy."""
+_NEEDS_NO_DEVICE: Final = frozenset({Command.IDLE, Command.STOP, Command.SAVED, Command.UNLOAD, Command.RELOAD})
+
+
+class TorchThread:
+    """The one thread that runs torch; the event loop stays free for Redis meanwhile.
+
+    `busy` collects the intervals of computing, as pairs of `time.monotonic()`.
+    """
+
+    def __init__(self) -> None:
+        self.busy: list[tuple[float, float]] = []
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
+
+    async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run in the thread and return its result. A cancelled caller leaves the thread to finish what it does."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+    def take_busy(self) -> list[tuple[float, float]]:
+        """Return the intervals collected since the last call."""
+        busy, self.busy = self.busy, []
+        return busy
+
+    def close(self) -> None:
+        """Wait for what runs and end the thread."""
+        self._executor.shutdown()
+
+
+class RankGroup:
+    """Rank 0 with the other ranks behind it.
+
+    Args:
+        worker: rank 0's share of the work.
+        torch: rank 0's torch thread.
+        switch: of devices that are shared with engines; orders that need them take them. None: they are ours.
+    """
+
+    def __init__(self, worker: RankWorker, torch: TorchThread, switch: LearnerSwitch | None = None) -> None:
+        self.worker, self.torch = worker, torch
+        self._told_at = time.monotonic()
+        self._switch = switch
+        if switch is not None:
+            switch.attach(load=lambda: self.order(Command.RELOAD), unload=lambda: self.order(Command.UNLOAD))
+
+    @property
+    def alternates(self) -> bool:
+        """Whether engines stand still while this learner works."""
+        return self._switch is not None
+
+    async def release(self) -> None:
+        """There is nothing to do for now: engines may have shared devices. A repeat does nothing."""
+        if self._switch is not None:
+            await self._switch.give()
+
+    async def order(self, command: Command, *arguments: int, samples: Sequence[TrainSample] | None = None) -> Any:
+        """Have all ranks execute a command; returns what `RankWorker.execute` returns on this one.
+
+        Broadcast and execution are one piece of work of the torch thread: a caller that is cancelled between them would
+        leave the other ranks in a collective that this one never joins.
+
+        Args:
+            command: what to do.
+            arguments: of the command.
+            samples: of a micro-batch, those of this rank.
+        """
+        if self._switch is not None and command not in _NEEDS_NO_DEVICE:
+            await self._switch.take()
+
+        def execute() -> Any:
+            self.worker.ranks.broadcast_ints([command, *arguments])
+            self._told_at = started = time.monotonic()
+            try:
+                return self.worker.execute(command, arguments, samples)
+            finally:
+                if command in _BUSY:
+                    self.torch.busy.append((started, time.monotonic()))
+
+        return await self.torch.run(execute)
+
+    async def train(self, groups: Sequence[TrainGroup]) -> bool:
+        """Have the ranks share a micro-batch. False when a rank could not: then none did anything."""
+        all_read = self.worker.recipe.reads_all
+        owners = share(groups, self.worker.ranks.world, self.worker.work, all_read=all_read)
+        order = MicrobatchOrder(
+            {group.gid: owner for group, owner in zip(groups, owners, strict=True)},
+            {version: step for group in groups for version, step in group.versions.items()},
+        )
+        mine = [sample for group in groups if order.owners[group.gid] == 0 for sample in group.samples]
+        trained: bool = await self.order(Command.TRAIN, *order.encode(), samples=mine)
+        return trained
+
+    async def keep_alive(self, deadline: float) -> None:
+        """Break every silence well before the others give up after `deadline` seconds; runs until cancelled.
+
+        Rank 0 may wait long without a word for groups, for Redis or for a disk.
+        """
+        while True:
+            await asyncio.sleep(max(0.0, self._told_at + deadline / 4 - time.monotonic()))
+            if time.monotonic() >= self._told_at + deadline / 4:
+                await self.order(Command.IDLE)
+
+
+async def follow(worker: RankWorker, torch: TorchThread, ledger: Ledger) -> None:
+    """Execute the orders of rank 0 on another rank until `STOP`; rank 0 alone decides when, also on SIGTERM.
+
+    Args:
+        worker: this rank's share of the work.
+        torch: this rank's torch thread.
+        ledger: the training ledger, only read.
+
+    Raises:
+        DeadlineExceeded: rank 0 said nothing for `learner.collective_deadline`.
+        Unreachable: another rank is gone.
+    """
+    opener = GroupOpener(worker.recipe, worker.misfit)
+    try:
+        while True:
+            command, *arguments = await torch.run(worker.ranks.broadcast_ints)
+            if command == Command.STOP:
+                return
+            samples = None
+            if command == Command.TRAIN:
+                samples = await read_share(MicrobatchOrder.decode(arguments), worker.ranks.rank, ledger, opener)
+            await torch.run(worker.execute, Command(command), arguments, samples)
+    finally:
+        worker.close()
+
+
+async def read_share(
+    order: MicrobatchOrder, rank: int, ledger: Ledger, opener: GroupOpener
+) -> list[TrainSample] | None:
+    """The samples of a rank's groups; None when one of them is not there (any more)."""
+    mine = [gid for gid, owner in order.owners.items() if owner == rank]
+    async with asyncio.TaskGroup() as tasks:
+        reads = [tasks.create_task(ledger.read_group(gid)) for gid in mine]
+    samples: list[TrainSample] = []
+    for gid, read in zip(mine, reads, strict=True):
+        closed = read.result()
+        if closed is None:
+            logger.warning("group is not there", extra={"group": gid})
+            return None
+        try:
+            samples.extend(opener(closed, order.step_of).samples)
+        except Unusable as error:
+            logger.warning("group cannot be read", extra={"group": gid, "error": str(error)})
+            return None
+    return samples
+
+
+def share(
+    groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, all_read: bool
+) -> list[int]:
+    """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
+
+    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
+
+    Args:
+        groups: of one micro-batch.
+        world: ranks.
+        work: of the samples of a group, in any unit (`RowModel.work`).
+        all_read: every group needs a rank that reads it, also one without a gradient (`Recipe.reads_all`).
+    """
+    loads = [(0, rank) for rank in range(world)]
+    owners = [NOBODY] * len(groups)
+    costs = [0 if group.zero_gradient else work(group.samples) for group in groups]
+    for index in sorted(range(len(groups)), key=lambda place: -costs[place]):
+        if all_read or not groups[index].zero_gradient:
+            load, rank = heapq.heappop(loads)
+            owners[index] = rank
+            heapq.heappush(loads, (load + costs[index], rank))
+    return owners

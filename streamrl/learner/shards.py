@@ -1,0 +1,306 @@
+"""The files of a checkpoint: one for each rank of the learner, written in the background, read by any number of ranks.
+
+What a checkpoint holds are the *parts* of the learner (actor, critic, KL controller, ...). A part has tensors, numbers,
+or both: the tensors are in the shards as `PART/NAME`, the numbers in `meta.json`.
+
+Each rank has its rows of each tensor: it is split on its first dimension in equal pieces, the last ones shorter or
+empty (as FSDP2 does it), and a rank without a row leaves the name out. A tensor without dimensions is a number that all
+ranks have. So any number of ranks can read what any other number wrote, without an index of what lies where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from streamrl.errors import Refused
+from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, Shard, describe, shard_name
+from streamrl.learner.ranks import Ranks
+from streamrl.weight_sync import safetensors_file
+
+logger = logging.getLogger(__name__)
+
+
+def rows_of(size: int, rank: int, world: int) -> slice:
+    """Rows of a tensor with `size` of them that a rank holds."""
+    piece = -(-size // world)
+    return slice(min(rank * piece, size), min((rank + 1) * piece, size))
+
+
+# ---- one file
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    """Write one rank's tensors durably, read the file back, and describe it in a note beside it (`NAME.json`).
+
+    Args:
+        path: file to write; it may exist from an attempt that failed.
+        tensors: this rank's tensors, on the CPU. Nobody may write to them meanwhile.
+
+    Raises:
+        OSError: the disk is full or broken.
+        InvalidCheckpoint: what was read back is not what was written.
+    """
+    path.unlink(missing_ok=True)
+    plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
+    entry = safetensors_file.write(path, plain, durable=True)
+    with path.open("rb") as file:
+        # Without the pages in memory the checksum is that of the disk, where the system does as we ask.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    shard = Shard(entry.file, entry.bytes, entry.checksum)
+    if describe(path) != shard:
+        raise InvalidCheckpoint(f"{path}: what was read back is not what was written")
+    _note(path).write_bytes(msgspec.json.encode(shard))
+    return shard
+
+
+def take_notes(draft: Path, world: int) -> list[Shard]:
+    """Read what all ranks noted of their files, by rank, and remove the notes.
+
+    Raises:
+        OSError: a note is missing.
+        InvalidCheckpoint: a note cannot be read, or its file is not there in full.
+    """
+    shards = []
+    for rank in range(world):
+        path = draft / shard_name(rank, world)
+        try:
+            shard = msgspec.json.decode(_note(path).read_bytes(), type=Shard)
+        except msgspec.MsgspecError as error:
+            raise InvalidCheckpoint(f"{_note(path)}: {error}") from error
+        if (shard.file, shard.bytes) != (path.name, path.stat().st_size):
+            raise InvalidCheckpoint(f"{path} is not what its rank has written")
+        shards.append(shard)
+    for shard in shards:
+        _note(draft / shard.file).unlink()
+    return shards
+
+
+def _note(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+# ---- this rank's share
+
+
+@runtime_checkable
+class Tensors(Protocol):
+    """A part with tensors."""
+
+    def shard_state(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of this rank's rows, by flat name; without dimensions: a number that all ranks have."""
+        ...
+
+    def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put back what `shard_state` returned, bit for bit.
+
+        Raises:
+            Refused: it does not fit; nothing is changed.
+        """
+        ...
+
+
+@runtime_checkable
+class Numbers(Protocol):
+    """A part with a few numbers that are the same on all ranks: JSON, so nothing but finite ones."""
+
+    def state(self) -> dict[str, Any]:
+        """The numbers by name."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` returned.
+
+        Raises:
+            Refused: a number is missing or of another kind; nothing is changed.
+        """
+        ...
+
+
+Part = Tensors | Numbers
+
+
+class Progress(IntEnum):
+    """How far the writing of a shard is; the least of all ranks says how far a checkpoint is."""
+
+    WRITING = 0
+    FAILED = 1
+    WRITTEN = 2
+
+
+class RankState:
+    """This rank's share of the checkpoints of a learner.
+
+    Attributes:
+        parts: what is saved and loaded, by name; the same names on every rank.
+
+    Args:
+        ranks: the ranks of this learner.
+        parts: as the attribute.
+    """
+
+    def __init__(self, ranks: Ranks, parts: Mapping[str, Part]) -> None:
+        self.parts: dict[str, Part] = dict(parts)
+        self._ranks = ranks
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._newest: Future[bool] | None = None
+
+    def describe(self, meta: Meta) -> Meta:
+        """Complete the meta data of a checkpoint with the parts and their numbers. Not collective."""
+        numbers = {name: part.state() for name, part in self.parts.items() if isinstance(part, Numbers)}
+        return msgspec.structs.replace(
+            meta, format=FORMAT, world=self._ranks.world, parts=sorted(self.parts), numbers=numbers
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of this rank's rows of all tensors, by `PART/NAME`. Not collective."""
+        return {
+            f"{name}/{key}": rows
+            for name, part in self.parts.items()
+            if isinstance(part, Tensors)
+            for key, rows in part.shard_state().items()
+        }
+
+    def save(self, draft: Path) -> None:
+        """Copy the state to the host and begin to write this rank's file of a draft. Not collective.
+
+        Training may go on at once. Call it between two steps, when the file before it is written or failed.
+        """
+        path = draft / shard_name(self._ranks.rank, self._ranks.world)
+        self._newest = self._executor.submit(_written, path, self.tensors())
+
+    def saved(self) -> Progress:
+        """How far the newest file is on the slowest rank. Collective, one all-reduce; nobody waits for a disk."""
+        if self._newest is None:
+            mine = Progress.FAILED
+        elif not self._newest.done():
+            mine = Progress.WRITING
+        else:
+            mine = Progress.WRITTEN if self._newest.result() else Progress.FAILED
+        return Progress(self._ranks.all_min(mine)[0])
+
+    def load(self, folder: Path, meta: Meta) -> None:
+        """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective.
+
+        Raises:
+            Refused: it is of another model or another algorithm.
+            InvalidCheckpoint: a file is missing or damaged.
+        """
+        self.check(meta)
+        with open_shards(folder, meta.world) as shards:
+            tensors = shards.rows(self._ranks.rank, self._ranks.world)
+        for name, part in self.parts.items():
+            if isinstance(part, Tensors):
+                prefix = f"{name}/"
+                part.load_shard_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            if isinstance(part, Numbers):
+                part.load_state(meta.numbers[name])
+
+    def check(self, meta: Meta) -> None:
+        """See that a checkpoint has the state that this learner needs, and none that it has no use for.
+
+        Raises:
+            Refused: it was written by another algorithm.
+        """
+        ours, theirs = set(self.parts), set(meta.parts)
+        numbered = {name for name, part in self.parts.items() if isinstance(part, Numbers)}
+        if missing := sorted((ours - theirs) | (numbered - meta.numbers.keys())):
+            what = f"has no state of {', '.join(missing)}"
+        elif left := sorted((theirs - ours) | (meta.numbers.keys() - numbered)):
+            what = f"has state of {', '.join(left)}, which this learner has not"
+        else:
+            return
+        raise Refused(
+            f"ckpt-{meta.name} {what}: it was written with another algorithm",
+            "go on with the settings of `learner` that wrote it, or start afresh with --fresh",
+        )
+
+
+def _written(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    try:
+        write_shard(path, tensors)
+    except (OSError, InvalidCheckpoint) as error:
+        logger.error("checkpoint shard failed", extra={"path": str(path), "error": str(error)})  # noqa: TRY400
+        return False
+    return True
+
+
+# ---- all files
+
+
+class ShardReader:
+    """The state in the files of a checkpoint, tensor by tensor.
+
+    Args:
+        shards: open files, by rank.
+    """
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self._holders: dict[str, list[Any]] = {}
+        for shard in shards:
+            for name in shard.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
+                self._holders.setdefault(name, []).append(shard)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._holders)
+
+    def shape(self, name: str) -> list[int]:
+        """Shape of the whole tensor."""
+        shapes = [list(holder.get_slice(name).get_shape()) for holder in self._holders[name]]
+        return [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Rows of a tensor on the CPU, all of them when None; a tensor without dimensions whole."""
+        holders = self._holders[name]
+        if not holders[0].get_slice(name).get_shape():
+            number: torch.Tensor = holders[0].get_tensor(name)
+            return number
+        pieces, first = [], 0
+        for holder in holders:
+            stored = holder.get_slice(name)
+            count = stored.get_shape()[0]
+            begin, end = (0, count) if rows is None else (max(0, rows.start - first), min(count, rows.stop - first))
+            if begin < end:
+                pieces.append(stored[begin:end])
+            first += count
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def rows(self, rank: int, world: int) -> dict[str, torch.Tensor]:
+        """The tensors of one of `world` ranks, whatever number of ranks wrote them."""
+        tensors = {}
+        for name in self.names:
+            shape = self.shape(name)
+            mine = rows_of(shape[0], rank, world) if shape else None
+            if mine is None or mine.start < mine.stop:
+                tensors[name] = self.read(name, mine)
+        return tensors
+
+
+@contextmanager
+def open_shards(folder: Path, world: int) -> Iterator[ShardReader]:
+    """Open the files of a checkpoint that `world` ranks wrote, for the length of the block.
+
+    Raises:
+        InvalidCheckpoint: a file is missing or no safetensors file.
+    """
+    with ExitStack() as files:
+        shards = []
+        for rank in range(world):
+            path = folder / shard_name(rank, world)
+            try:
+                shards.append(files.enter_context(safe_open(path, framework="pt")))
+            except (SafetensorError, OSError) as error:
+                raise InvalidCheckpoint(f"{path}: {error}") from error
+        yield ShardReader(shards)

@@ -1,0 +1,335 @@
+"""One step on one rank, made of the verbs of actor, critic and reference; all functions are collective.
+
+```
+streaming   stream            each micro-batch is differentiated as it comes in
+            update_streamed   one update
+collected   collect           each micro-batch is kept, with proximal, reference, values, entropy (no gradient)
+            update_collected  advantages -> normalised over the step -> passes x mini-batches updates
+```
+`Recipe.streams` says which of the two a run takes: it streams when nothing needs the whole step. Mini-batches are drawn
+by (seed, step, pass), the same on all ranks, whatever the order in which groups came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamrl.config import RunConfig
+from streamrl.learner.algorithms.advantages import normalise
+from streamrl.learner.algorithms.corrections import old_logprobs
+from streamrl.learner.algorithms.kl import KlController, penalties
+from streamrl.learner.algorithms.recipe import Recipe
+from streamrl.learner.algorithms.tokens import TokenSums
+from streamrl.learner.batch import TrainSample, sizes
+from streamrl.learner.critic import Critic, CriticStats, make_critic
+from streamrl.learner.groups import group_data
+from streamrl.learner.policy import Actor, UpdateStats
+from streamrl.learner.ranks import Ranks
+from streamrl.learner.reference import Reference, make_reference
+from streamrl.wire import Float32Array
+
+logger = logging.getLogger(__name__)
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(kw_only=True, slots=True)
+class Models:
+    """What one rank computes with.
+
+    Attributes:
+        actor: the policy.
+        critic: the value function, None without one.
+        reference: the reference policy, None without one.
+        kl: coefficient of the KL term.
+    """
+
+    actor: Actor
+    critic: Critic | None = None
+    reference: Reference | None = None
+    kl: KlController = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kl = KlController(self.actor.config.learner.kl)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The algorithm."""
+        return self.actor.recipe
+
+    @property
+    def kl_coefficient(self) -> float:
+        """Present factor of the KL term; 0 where there is none."""
+        return self.kl.coefficient if self.recipe.kl.where != "none" else 0.0
+
+    @property
+    def movable(self) -> list[Actor | Critic | Reference]:
+        """Those that can leave their device."""
+        return [model for model in (self.actor, self.critic, self.reference) if model is not None]
+
+    def discard(self) -> None:
+        """Forget the gradients of a step in progress."""
+        self.actor.discard()
+        if self.critic is not None:
+            self.critic.discard()
+
+
+def make_models(config: RunConfig, ranks: Ranks) -> Models:
+    """Load actor, critic and reference as configured. Collective.
+
+    Raises:
+        ConfigError: a model is missing, cannot be trained, or cannot read what the policy reads; or the algorithm is
+            none.
+        Unreachable: no reference server answers.
+    """
+    actor = Actor(config, ranks)
+    critic = make_critic(config, ranks, actor) if config.learner.critic.kind == "model" else None
+    base = config.learner.reference.kind == "base"
+    reference: Reference | None = actor if base else make_reference(config, ranks, actor)
+    return Models(actor=actor, critic=critic, reference=reference)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """What all updates of a step did; the same on all ranks. Means are over the updates that were applied.
+
+    Attributes:
+        updates: updates of the actor that were applied.
+        skipped_updates: of actor and critic, whose gradient was not finite.
+        skipped: nothing of the step is in the weights.
+        diverged: actor or critic had updates and none could be applied, or the step could not be computed.
+        loss: mean loss.
+        grad_norm: mean norm of the gradient before clipping.
+        lr: mean learning rate.
+        kl_coefficient: factor of the KL term in this step.
+        trained: sums over all trained tokens; a token counts in each update that it had a part in.
+        critic: updates of the critic that were applied.
+    """
+
+    updates: int
+    skipped_updates: int
+    skipped: bool
+    diverged: bool
+    loss: float
+    grad_norm: float
+    lr: float
+    kl_coefficient: float
+    trained: TokenSums
+    critic: tuple[CriticStats, ...]
+
+    @classmethod
+    def of(
+        cls,
+        updates: Sequence[UpdateStats],
+        *,
+        kl_coefficient: float,
+        critic: Sequence[CriticStats] = (),
+        failed: bool = False,
+    ) -> StepStats:
+        """Put the updates of a step together.
+
+        Args:
+            updates: of the actor, applied or not; none while only the critic learns.
+            kl_coefficient: factor of the KL term.
+            critic: updates of the critic, applied or not.
+            failed: the step could not be computed.
+        """
+        applied = [stats for stats in updates if not stats.skipped]
+        learnt = tuple(stats for stats in critic if not stats.skipped)
+        count = max(1, len(applied))
+        return cls(
+            updates=len(applied),
+            skipped_updates=len(updates) - len(applied) + len(critic) - len(learnt),
+            skipped=failed or not (applied or learnt),
+            diverged=failed or (bool(updates) and not applied) or (bool(critic) and not learnt),
+            loss=sum(stats.loss for stats in applied) / count,
+            grad_norm=sum(stats.grad_norm for stats in applied) / count,
+            lr=sum(stats.lr for stats in applied) / count,
+            kl_coefficient=kl_coefficient,
+            trained=sum((stats.trained for stats in applied), TokenSums()),
+            critic=learnt,
+        )
+
+
+# ---- streaming
+
+
+def stream(models: Models, batch: Sequence[TrainSample], step: int) -> None:
+    """Add the gradient of this rank's share of a micro-batch; theta is proximal in every pass, so u = 1."""
+    batch = _with_reference(models, batch)
+    models.actor.accumulate(batch, step=step, kl_coefficient=models.kl_coefficient)
+
+
+def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats:
+    """Update the actor with all micro-batches of the step.
+
+    Args:
+        models: of this rank.
+        tokens: sampled tokens of the step on all ranks, those of groups that no rank computes included.
+        responses: of the step, likewise.
+    """
+    size = models.recipe.normaliser(tokens=tokens, responses=responses)
+    return StepStats.of([models.actor.apply_update(size)], kl_coefficient=models.kl_coefficient)
+
+
+# ---- collected
+
+
+def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
+    """This rank's share of a micro-batch with what `Recipe.computes` names, computed without gradient."""
+    idle = models.recipe.skips_zero and not models.recipe.corrections.whole_step
+    live = [not idle or sample.has_advantage for sample in batch]
+    computed = iter(_compute(models, [sample for sample, alive in zip(batch, live, strict=True) if alive]))
+    return [next(computed) if alive else sample for sample, alive in zip(batch, live, strict=True)]
+
+
+def update_collected(models: Models, gids: Sequence[int], samples: Sequence[TrainSample], step: int) -> StepStats:
+    """All updates of a step. When advantages cannot be computed on some rank, none is applied: `skipped`.
+
+    Args:
+        models: of this rank.
+        gids: of all groups of the step on all ranks; the same order everywhere.
+        samples: this rank's share, as `collect` returned them.
+        step: of the learner, before the update.
+    """
+    actor, critic, recipe, coefficient = models.actor, models.critic, models.recipe, models.kl_coefficient
+    estimated = _estimate(models, samples)
+    if estimated is None:
+        return StepStats.of([], kl_coefficient=coefficient, failed=True)
+    limits = _limits(models, estimated, step)
+    counts = _counts(actor.ranks, gids, estimated)
+    policy_updates: list[UpdateStats] = []
+    critic_updates: list[CriticStats] = []
+    for chosen in _mini_batches(recipe, gids, step):
+        batch = [sample for sample in estimated if sample.gid in chosen]
+        tokens, responses = (int(count) for count in counts[[gid in chosen for gid in gids]].sum(axis=0))
+        if step >= recipe.critic_warmup:
+            size = recipe.normaliser(tokens=tokens, responses=responses)
+            _, stats = actor.update_policy(batch, size=size, step=step, kl_coefficient=coefficient, limits=limits)
+            policy_updates.append(stats)
+        if critic is not None:
+            critic_updates.append(critic.update_critic(batch, tokens=max(1, tokens)))
+    return StepStats.of(policy_updates, kl_coefficient=coefficient, critic=critic_updates)
+
+
+def _compute(models: Models, batch: list[TrainSample]) -> list[TrainSample]:
+    wanted = models.recipe.computes
+    if wanted & {"proximal", "entropy"}:
+        found = models.actor.compute_log_prob(batch, calculate_entropy="entropy" in wanted)
+        spread: Sequence[Float32Array | None] = found.entropy or [None] * len(batch)
+        batch = [
+            replace(sample, proximal=logprobs if "proximal" in wanted else None, entropy=entropy)
+            for sample, logprobs, entropy in zip(batch, found.logprobs, spread, strict=True)
+        ]
+    if "values" in wanted and models.critic is not None:
+        values = models.critic.compute_values(batch)
+        batch = [replace(sample, values=value) for sample, value in zip(batch, values, strict=True)]
+    return _with_reference(models, batch)
+
+
+def _with_reference(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
+    if models.reference is None:
+        return list(batch)
+    found = models.reference.compute_ref_log_prob(batch)
+    return [replace(sample, reference=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
+
+
+def _estimate(models: Models, samples: Sequence[TrainSample]) -> list[TrainSample] | None:
+    """The samples with their advantages (and returns); None on all ranks when it failed on one."""
+    ranks = models.actor.ranks
+    try:
+        arrays = _advantages(models, samples)
+    except ValueError as error:
+        logger.error("advantages not computed", extra={"error": str(error)})  # noqa: TRY400
+        arrays = None
+    if ranks.all_min(int(arrays is not None)) != [1] or arrays is None:
+        return None
+    try:
+        advantages = normalise(arrays, models.recipe.estimator.normalise, lambda values: _all_sum(ranks, values))
+        done = [
+            replace(
+                sample,
+                advantages=advantage.astype(np.float32),
+                returns=None if sample.values is None else (array + sample.values).astype(np.float32),
+            )
+            for sample, array, advantage in zip(samples, arrays, advantages, strict=True)
+        ]
+    except ValueError as error:
+        logger.error("advantages not computed", extra={"error": str(error)})  # noqa: TRY400
+        done = None
+    return done if ranks.all_min(int(done is not None)) == [1] else None
+
+
+def _advantages(models: Models, samples: Sequence[TrainSample]) -> list[FloatArray]:
+    """Advantages of each sample by its group, before they are normalised over the step."""
+    recipe = models.recipe
+    if recipe.early:
+        return [sample.advantages.astype(np.float64) for sample in samples]
+    groups: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.gid, []).append(index)
+    arrays: list[FloatArray] = [np.zeros(0)] * len(samples)
+    for members in groups.values():
+        group = [samples[index] for index in members]
+        data = group_data(group, _penalties(models, group), texts=recipe.texts)
+        for index, array in zip(members, recipe.estimator(data), strict=True):
+            arrays[index] = array
+    return arrays
+
+
+def _penalties(models: Models, group: Sequence[TrainSample]) -> list[FloatArray] | None:
+    kl = models.recipe.kl
+    if kl.where != "reward":
+        return None
+    proximal = [sample.proximal for sample in group if sample.proximal is not None]
+    reference = [sample.reference for sample in group if sample.reference is not None]
+    return penalties(proximal, reference, kl.estimator, models.kl_coefficient)
+
+
+def _limits(models: Models, samples: Sequence[TrainSample], step: int) -> tuple[float | None, ...]:
+    """What gates that see the whole step need to know of it."""
+    corrections, ranks = models.recipe.corrections, models.actor.ranks
+    if not corrections.whole_step:
+        return (None,) * len(corrections.gates)
+    proximal = _joined([sample.proximal for sample in samples])
+    behaviour = _joined([sample.logprobs for sample in samples])
+    steps = np.concatenate([np.zeros(0, dtype=np.int64), *(sample.steps for sample in samples)])
+    ages = np.maximum(0, step - steps)
+    old = proximal
+    if corrections.base == "prox_approx":
+        tensors = (torch.from_numpy(array) for array in (proximal, behaviour, ages))
+        old = old_logprobs("prox_approx", *tensors).numpy()
+    advantages = _joined([sample.advantages for sample in samples])
+    return corrections.step_limits(old - behaviour, advantages, ages, lambda values: _all_sum(ranks, values))
+
+
+def _counts(ranks: Ranks, gids: Sequence[int], samples: Sequence[TrainSample]) -> FloatArray:
+    """Sampled tokens and responses of each group, whichever rank has it, shape (groups, 2)."""
+    places = {gid: place for place, gid in enumerate(gids)}
+    counts = np.zeros((len(gids), 2))
+    for sample in samples:
+        counts[places[sample.gid]] += sizes([sample])
+    return _all_sum(ranks, counts)
+
+
+def _mini_batches(recipe: Recipe, gids: Sequence[int], step: int) -> Iterator[set[int]]:
+    """Groups of each update of the step."""
+    for number in range(recipe.passes):
+        order = np.random.default_rng([recipe.seed, step, number]).permutation(np.asarray(gids))
+        for part in np.array_split(order, recipe.mini_batches):
+            if part.size:
+                yield set(part.tolist())
+
+
+def _all_sum(ranks: Ranks, values: FloatArray) -> FloatArray:
+    total = ranks.all_sum(torch.from_numpy(np.ascontiguousarray(values)).to(ranks.device))
+    return np.asarray(total.cpu().numpy())
+
+
+def _joined(arrays: Sequence[Float32Array | None]) -> Float32Array:
+    return np.concatenate([np.zeros(0, dtype=np.float32), *(array for array in arrays if array is not None)])

@@ -1,0 +1,354 @@
+"""What the learner trains next, and what it has trained: the learner's side of the ledger.
+
+`TrainBuffer` is the only place of the learner that writes to the ledger after the start. `scored` is read whole each
+time, so that nothing depends on remembered positions; a group that comes back after Redis lost some seconds is known by
+its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from streamrl.config import RunConfig
+from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
+from streamrl.learner.takeover import Start
+from streamrl.queues.archive import Archive
+from streamrl.queues.ledger import ZERO_VARIANCE, Ledger
+from streamrl.queues.records import ClosedGroup
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AHEAD: Final = 2
+_DOORBELL_SECONDS: Final = 0.5
+_REST: Final = 4.0
+"""Pause after a reading, in times of its length: reading takes a fifth of the loop at most, at any rate."""
+
+
+class Stage(Enum):
+    """How far a closed group is."""
+
+    CANDIDATE = 0
+    """It may be trained next."""
+    EQUAL_REWARDS = 1
+    """It takes a place of the step and is dropped at its end; a learner that dies leaves it closed for the next one."""
+    IN_STEP = 2
+    """It has gradients that are not applied yet."""
+    APPLIED = 3
+    """It is in the weights; nobody may have its place yet."""
+    TRAINED = 4
+    """It is in the weights and its place is free; no durable checkpoint holds it."""
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A group that no durable checkpoint holds, as this learner knows it.
+
+    Attributes:
+        stage: how far it is.
+        group: what is trained; None once it is in the weights.
+        computed: its forward and backward pass killed nobody, and its crash counter does not say so yet.
+    """
+
+    stage: Stage
+    group: TrainGroup | None
+    computed: bool = False
+
+
+class TrainBuffer:
+    """Closed groups from their reading to a durable checkpoint, and every fenced write of one learner.
+
+    All methods that write raise `Fenced` when a newer learner took over. They may be repeated and cancelled at any
+    point: the scripts behind them set absolute values.
+
+    Attributes:
+        durable: ids in the chain of the newest durable checkpoint.
+        dropped: groups dropped by this learner, for whatever reason.
+        zero_variance: of these, the ones with equal rewards (`learner.advantage.zero_variance`).
+        unretired: closed groups in Redis that are trained, not retired, and whose places are free, at the last reading.
+        untrained: closed groups in Redis that can still be trained, at the last reading.
+        changed: set after each reading; who waits for it clears it.
+        archive: gets every group that is read, before anything is decided about it.
+
+    Args:
+        ledger: the training ledger.
+        config: of the run.
+        start: where this learner goes on.
+        opener: decodes and checks groups.
+        archive: of the run.
+    """
+
+    def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener, archive: Archive) -> None:
+        self.durable = set(start.trained)
+        self.dropped = self.zero_variance = 0
+        self.unretired = self.untrained = 0
+        self.changed = asyncio.Event()
+        self.archive = archive
+        self._groups: dict[int, GroupState] = {}
+        self._closed = 0
+        self._ledger, self._nonce, self._config = ledger, start.nonce, config
+        self._checkpoint, self._branch = start.checkpoint, start.branch
+        self._opener = opener
+        self._lengths: list[int] = []
+        self._oldest_live: list[int] = []
+        self._lock = asyncio.Lock()
+
+    @property
+    def in_step(self) -> list[TrainGroup]:
+        """Groups with gradients that are not applied yet, in the order in which they were begun."""
+        return self._at(Stage.IN_STEP)
+
+    @property
+    def fresh(self) -> set[int]:
+        """Ids in the weights that no durable checkpoint holds."""
+        return {gid for gid, state in self._groups.items() if state.stage in {Stage.APPLIED, Stage.TRAINED}}
+
+    @property
+    def room(self) -> int:
+        """Free places in the step."""
+        taken = sum(state.stage in {Stage.IN_STEP, Stage.EQUAL_REWARDS} for state in self._groups.values())
+        return self._config.learner.groups_per_step - taken
+
+    # ---- reading
+
+    async def follow(self) -> None:
+        """Keep the candidates up to date; runs until cancelled."""
+        while True:
+            started = time.monotonic()
+            await self.refresh()
+            await asyncio.sleep(_REST * (time.monotonic() - started))
+            await self._ledger.wait_closed(_DOORBELL_SECONDS)
+
+    async def refresh(self) -> None:
+        """Read `scored`: retire what the chain already holds, read new groups, bury those that cannot be trained."""
+        async with self._lock:
+            await self._read()
+
+    async def ended(self) -> bool:
+        """Whether no group will close any more: the data is at its end and every live group is in `scored`.
+
+        An end of fewer epochs than the configuration has now is none: the feeder has not gone on yet. Dead groups that
+        wait to be admitted again are more data.
+        """
+        state, epochs = await self._ledger.state(), self._config.data.epochs
+        if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
+            return False
+        await self.refresh()
+        return state.live <= self._closed
+
+    # ---- choosing
+
+    def choose(self, room: int, cost: int, *, last: bool) -> list[TrainGroup]:
+        """The groups of the next micro-batch, oldest first; none when it is better to wait for more.
+
+        With `learner.order: strict` a group must be among the `room` oldest live ones that are not trained yet, so
+        that a slow group is waited for. A group in whose steps a learner died is tried alone, so that another death
+        tells it from its neighbours.
+
+        Args:
+            room: free places in the step.
+            cost: tokens that make a micro-batch worth a pass; fewer are taken when they fill the step.
+            last: nothing more will come: take what there is.
+        """
+        groups = self._nearest(room)
+        suspects = [group for group in groups if group.crashes]
+        if suspects:
+            return suspects[:1]
+        enough = last or len(groups) == room or sum(group.cost for group in groups) >= cost
+        return groups if enough else []
+
+    async def drop_stale(self, step: int) -> None:
+        """Drop every candidate with a token that is too old to be trained at `step`."""
+        limit = self._config.token_staleness_limit
+        async with self._lock:
+            candidates = self._at(Stage.CANDIDATE)
+            stale = [group.gid for group in candidates if max(group.staleness(step), default=0) > limit]
+            await self._drop(sorted(stale), "stale")
+
+    def set_equal_aside(self, room: int) -> int:
+        """Take out the groups with equal rewards among those that `choose` looks at; returns how many.
+
+        They keep their places until `drop_equal`: whoever fills one while the step is open samples with the weights
+        before, and a step with fewer groups than places would leave those samples one step more to age.
+
+        Args:
+            room: free places in the step.
+        """
+        equal = [group.gid for group in self._nearest(room) if group.zero_variance]
+        for gid in equal:
+            self._groups[gid].stage = Stage.EQUAL_REWARDS
+        return len(equal)
+
+    async def drop_equal(self) -> None:
+        """Drop what `set_equal_aside` took out."""
+        async with self._lock:
+            equal = sorted(group.gid for group in self._at(Stage.EQUAL_REWARDS))
+            self.zero_variance += await self._drop(equal, ZERO_VARIANCE)
+
+    def take_lengths(self) -> list[int]:
+        """Lengths of all responses that were read since the last call, whatever becomes of them."""
+        lengths, self._lengths = self._lengths, []
+        return lengths
+
+    # ---- the step
+
+    async def begin(self, groups: Sequence[TrainGroup]) -> None:
+        """Take groups into the step: their crash counter goes up until it is cleared."""
+        for group in groups:
+            self._groups.pop(group.gid, None)  # in_step has the order in which they were begun
+            self._groups[group.gid] = GroupState(Stage.IN_STEP, group)
+        await self._ledger.begin(self._nonce, [group.gid for group in groups])
+
+    def computed(self, groups: Sequence[TrainGroup]) -> None:
+        """The forward and backward pass of these groups killed nobody."""
+        for group in groups:
+            self._groups[group.gid].computed = True
+
+    async def clear_crash_counts(self) -> None:
+        """Clear the crash counters of groups of the step that were `computed` since the last call."""
+        done = [state for state in self._groups.values() if state.stage is Stage.IN_STEP and state.computed]
+        for state in done:
+            state.computed = False
+        if done:
+            await self._clear_crash_counts([state.group.gid for state in done if state.group is not None])
+
+    async def release(self, groups: Sequence[TrainGroup]) -> None:
+        """Take groups out of the step untrained: they are read again, and are candidates then."""
+        gids = sorted(group.gid for group in groups)
+        await self._clear_crash_counts(gids)
+        for gid in gids:
+            self._groups.pop(gid, None)
+        await self.refresh()
+
+    async def discard(self, groups: Sequence[TrainGroup], why: str) -> None:
+        """Drop groups of the step whose update could not be applied."""
+        async with self._lock:
+            await self._drop([group.gid for group in groups], why)
+
+    def applied(self) -> list[TrainGroup]:
+        """The update of the step is in the weights: its groups are trained. Returns them.
+
+        Their places stay taken until `free_places` names them, also when other calls write `unretired` in between.
+        """
+        groups = self.in_step
+        for group in groups:
+            self._groups[group.gid] = GroupState(Stage.APPLIED, None)
+        return groups
+
+    async def free_places(self, gids: Sequence[int]) -> None:
+        """Free the places of trained groups in the budget, and clear their crash counters."""
+        async with self._lock:
+            for gid in gids:
+                if gid in self._groups:
+                    self._groups[gid].stage = Stage.TRAINED
+            await self._read()
+            await self._ledger.consume(self._nonce, self.unretired, 0, None, gids)
+
+    async def announce(self, version: int, manifest: bytes) -> None:
+        """Show engines a version of the weights; a repeat shows it again where Redis has forgotten it."""
+        async with self._lock:
+            await self._read()
+            await self._ledger.consume(self._nonce, self.unretired, version, manifest)
+
+    async def saved(self, checkpoint: str, gids: Collection[int]) -> None:
+        """Fresh groups are in a durable checkpoint: retire them."""
+        self.durable.update(gids)
+        for gid in gids:
+            self._groups.pop(gid, None)
+        self._checkpoint = checkpoint
+        async with self._lock:
+            await self._retire(await self._ledger.closed())
+            await self._read()
+
+    async def _clear_crash_counts(self, gids: Sequence[int]) -> None:
+        # `unretired` is not written: the last reading may be older than a retirement, or than a Redis from the past.
+        await self._ledger.consume(self._nonce, None, 0, None, gids)
+
+    # ---- inside the lock
+
+    async def _drop(self, gids: Sequence[int], why: str) -> int:
+        """Drop closed groups; returns how many were there."""
+        count = 0
+        if gids:
+            await self.archive.settle()
+        for gid in gids:
+            count += await self._ledger.drop(self._nonce, gid, why)
+            self._groups.pop(gid, None)
+        self._oldest_live = [gid for gid in self._oldest_live if gid not in gids]
+        self.dropped += count
+        return count
+
+    async def _read(self) -> None:
+        closed = await self._ledger.closed()
+        self._count(closed)
+        if any(gid in self.durable for gid in closed):
+            await self._retire(closed)
+        untrained = [gid for gid in closed if not self._taken(gid)]
+        self.untrained = len(untrained)
+        nearest = dict.fromkeys(untrained[: _LOOK_AHEAD * self._config.learner.groups_per_step])
+        async with asyncio.TaskGroup() as tasks:
+            new = [gid for gid in nearest if gid not in self._groups]
+            reads = [tasks.create_task(self._ledger.read_group(gid)) for gid in new]
+        opened = [await self._open(read.result()) for read in reads]
+        if self._config.learner.order == "strict":
+            self._oldest_live = await self._ledger.oldest_live(self._config.hard_cap)
+        for group in self._at(Stage.CANDIDATE):
+            if group.gid not in nearest:
+                del self._groups[group.gid]
+        for found in opened:
+            if found is not None and not self._taken(found.gid):
+                self._groups[found.gid] = GroupState(Stage.CANDIDATE, found)
+        self.changed.set()
+
+    async def _retire(self, closed: Sequence[int]) -> None:
+        gids = [gid for gid in closed if gid in self.durable]
+        self._count([gid for gid in closed if gid not in self.durable])
+        await self._ledger.retire(self._nonce, self._checkpoint, self.unretired, gids)
+
+    async def _open(self, closed: ClosedGroup | None) -> TrainGroup | None:
+        if closed is None:
+            return None
+        self.archive.add(closed)
+        if closed.crashes >= self._config.learner.max_group_crashes:
+            await self._bury(closed.gid, f"learner: {closed.crashes} learners died in steps with this group")
+            return None
+        try:
+            group = self._opener(closed, self._branch.step)
+        except Unusable as error:
+            await self._bury(closed.gid, error.message)
+            return None
+        self._lengths += [len(sample.tokens) for sample in group.samples]
+        return group
+
+    async def _bury(self, gid: int, why: str) -> None:
+        logger.warning("group is dead", extra={"group": gid, "why": why})
+        await self.archive.settle()
+        await self._ledger.bury_group(self._nonce, gid, why)
+
+    def _count(self, closed: Sequence[int]) -> None:
+        trained = {gid for gid, state in self._groups.items() if state.stage is Stage.TRAINED}
+        self._closed = len(closed)
+        self.unretired = sum(gid in self.durable or gid in trained for gid in closed)
+
+    # ---- looking
+
+    def _at(self, stage: Stage) -> list[TrainGroup]:
+        return [state.group for state in self._groups.values() if state.stage is stage and state.group is not None]
+
+    def _nearest(self, room: int) -> list[TrainGroup]:
+        """The oldest candidates; in strict order those among the oldest live groups that are not trained yet."""
+        groups = sorted(self._at(Stage.CANDIDATE), key=lambda group: group.gid)[:room]
+        if self._config.learner.order != "strict":
+            return groups
+        first = set([gid for gid in self._oldest_live if not self._taken(gid)][:room])
+        return [group for group in groups if group.gid in first]
+
+    def _taken(self, gid: int) -> bool:
+        """Whether a group is trained, in the step, or keeps a place of it."""
+        state = self._groups.get(gid)
+        return gid in self.durable or (state is not None and state.stage is not Stage.CANDIDATE)

@@ -1,0 +1,190 @@
+"""What a checkpoint must have for this learner to go on from it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from streamrl.errors import Refused
+from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, shard_name
+from streamrl.learner.shards import Progress, RankState, rows_of, take_notes
+from streamrl.learner.takeover import check_fit
+
+
+class Weights:
+    """A part with tensors."""
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def shard_state(self):
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def load_shard_state(self, tensors):
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in self.tensors.items()}:
+            raise Refused("of another model")
+        self.tensors = dict(tensors)
+
+
+class Coefficient:
+    """A part with a number."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state(self):
+        return {"value": self.value}
+
+    def load_state(self, state):
+        self.value = state["value"]
+
+
+class Both(Weights, Coefficient):
+    """A part with both."""
+
+    def __init__(self, value, **tensors):
+        Weights.__init__(self, **tensors)
+        Coefficient.__init__(self, value)
+
+
+META = Meta(epoch=1, step=4, version=5, model="here", format=FORMAT)
+
+
+def parts(fill=1.0):
+    return {
+        "actor": Weights(weight=torch.full((5, 2), fill), updates=torch.tensor(7)),
+        "kl": Coefficient(0.1 + fill),
+        "critic": Both(fill / 3, weight=torch.arange(4.0) * fill),
+    }
+
+
+def written(ranks, folder, held):
+    """Save and wait; the meta data with what the parts say."""
+    state = RankState(ranks, held)
+    folder.mkdir(exist_ok=True)
+    state.save(folder)
+    while state.saved() is Progress.WRITING:
+        pass
+    assert state.saved() is Progress.WRITTEN
+    meta = state.describe(META)
+    return msgspec.json.decode(
+        msgspec.json.encode(msgspec.structs.replace(meta, shards=take_notes(folder, 1))), type=Meta
+    )
+
+
+def test_all_parts_come_back(one_rank, tmp_path):
+    meta = written(one_rank, tmp_path, parts(2.5))
+    assert (meta.parts, meta.world) == (["actor", "critic", "kl"], 1)
+    found = parts(0.0)
+    RankState(one_rank, found).load(tmp_path, meta)
+    expected = parts(2.5)
+    for name in ("actor", "critic"):
+        ours, theirs = found[name].tensors, expected[name].tensors
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert (found["kl"].value, found["critic"].value) == (expected["kl"].value, expected["critic"].value)
+
+
+def test_training_may_go_on_while_the_copy_is_written(one_rank, tmp_path):
+    held = parts()
+    state = RankState(one_rank, held)
+    state.save(tmp_path)
+    held["actor"].tensors["weight"].fill_(99.0)
+    while state.saved() is Progress.WRITING:
+        pass
+    found = parts(0.0)
+    RankState(one_rank, found).load(tmp_path, state.describe(META))
+    assert torch.equal(found["actor"].tensors["weight"], torch.ones(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("lacks", "word"), [("critic", "no state of critic"), ("kl", "no state of kl"), ("actor", "no state of actor")]
+)
+def test_a_checkpoint_that_lacks_a_part_is_refused(one_rank, tmp_path, lacks, word):
+    held = parts()
+    del held[lacks]
+    meta = written(one_rank, tmp_path, held)
+    with pytest.raises(Refused, match=word):
+        RankState(one_rank, parts()).load(tmp_path, meta)
+    with pytest.raises(Refused, match=f"state of {lacks}, which this learner has not"):
+        RankState(one_rank, held).check(written(one_rank, tmp_path, parts()))
+
+
+def test_a_part_that_has_numbers_now_and_had_none_is_refused(one_rank, tmp_path):
+    meta = written(one_rank, tmp_path, {"actor": Weights(w=torch.ones(1))})
+    with pytest.raises(Refused, match="no state of actor"):
+        RankState(one_rank, {"actor": Both(1, w=torch.ones(1))}).load(tmp_path, meta)
+
+
+def test_a_checkpoint_of_another_model_is_refused(one_rank, tmp_path):
+    meta = written(one_rank, tmp_path, {"actor": Weights(weight=torch.ones(3, 2))})
+    with pytest.raises(Refused, match="another model"):
+        RankState(one_rank, {"actor": Weights(weight=torch.ones(2, 3))}).load(tmp_path, meta)
+
+
+def test_a_missing_file_is_an_error(one_rank, tmp_path):
+    meta = written(one_rank, tmp_path, parts())
+    (tmp_path / shard_name(0, 1)).unlink()
+    with pytest.raises(InvalidCheckpoint):
+        RankState(one_rank, parts()).load(tmp_path, meta)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"format": 1}, "format 1, this version of streamrl reads and writes"),
+        ({"format": FORMAT + 1}, f"format {FORMAT + 1}"),
+        ({"kind": "recording"}, "is of a recording"),
+        ({"model": "there"}, "trained from model there, model.path is here"),
+    ],
+)
+def test_what_a_learner_cannot_go_on_from_is_refused(changed, word):
+    check_fit(META, "model", "here")
+    with pytest.raises(Refused, match=word) as error:
+        check_fit(msgspec.structs.replace(META, **changed), "model", "here")
+    assert error.value.hint
+
+
+def test_meta_data_of_the_first_format_is_known_as_such():
+    """It had no `format`; nothing of it is guessed."""
+    old = {"epoch": 1, "step": 2, "version": 3, "world": 1, "shards": []}
+    assert msgspec.json.decode(msgspec.json.encode(old), type=Meta).format == 1
+
+
+def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(one_rank, tmp_path):
+    state = RankState(one_rank, parts())
+    assert state.saved() is Progress.FAILED  # nothing was begun
+    for folder, expected in ((tmp_path / "none", Progress.FAILED), (tmp_path, Progress.WRITTEN)):
+        state.save(folder)
+        while state.saved() is Progress.WRITING:
+            pass
+        assert state.saved() is expected
+
+
+@pytest.mark.parametrize("damage", ["missing", "rubbish", "short"])
+def test_notes_that_do_not_fit_are_no_checkpoint(one_rank, tmp_path, damage):
+    state = RankState(one_rank, parts())
+    state.save(tmp_path)
+    while state.saved() is Progress.WRITING:
+        pass
+    note, shard = tmp_path / "rank-0-of-1.json", tmp_path / shard_name(0, 1)
+    if damage == "missing":
+        note.unlink()
+    elif damage == "rubbish":
+        note.write_text("{")
+    else:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises((OSError, InvalidCheckpoint)):
+        take_notes(tmp_path, 1)
+
+
+def test_rows_of_a_rank_are_equal_pieces():
+    for size in (0, 1, 2, 5, 61, 64):
+        for world in (1, 2, 3, 7):
+            pieces = [rows_of(size, rank, world) for rank in range(world)]
+            rows = torch.arange(size)
+            assert torch.cat([rows[piece] for piece in pieces]).tolist() == rows.tolist()
+            assert [len(rows[piece]) for piece in pieces] == [
+                len(chunk) for chunk in [*rows.chunk(world), *[rows[:0]] * world][:world]
+            ]
