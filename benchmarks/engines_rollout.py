@@ -20,15 +20,15 @@ from spread import ratios, spread
 
 from streamrl.config import RunConfig
 from streamrl.http import HttpClient
+from streamrl.producers import tiny
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Request
-from streamrl.producers.servers import tiny
-from streamrl.producers.servers.dialect import Dialect, Figures
-from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save
+from streamrl.servers.dialect import Dialect, Figures
+from streamrl.servers.dialects import make_dialect
+from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync import Publisher
 from streamrl.wire import Prompt, decode
 

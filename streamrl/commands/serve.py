@@ -40,13 +40,13 @@ def serve(model: str, host: str, port: int, api_key_file: Path | None, overrides
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train,serve]'")
     from streamrl.http import read_key
-    from streamrl.producers.servers.addresses import take_address
+    from streamrl.producers.serve.addresses import take_address
     from streamrl.runfile import load
 
     config = load(None, [*_UNUSED, f"model.path={model}", *overrides], environ={}).config
     key = read_key("--api-key-file", api_key_file)
     with take_address(host, port, key) as listening:
-        from streamrl.producers.servers.serve import serve as run
+        from streamrl.producers.serve.serve import serve as run
         from streamrl.runtime.logs import log_as_json
 
         log_as_json("engine")

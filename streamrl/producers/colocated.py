@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
-from streamrl.errors import Refused
-from streamrl.producers.engines.contract import (
+from streamrl.engine import (
     Completion,
     Engine,
     EngineLoad,
@@ -25,7 +24,8 @@ from streamrl.producers.engines.contract import (
     PauseMode,
     Request,
 )
-from streamrl.producers.servers.prefix import Prefix
+from streamrl.errors import Refused
+from streamrl.producers.group.prefix import Prefix
 from streamrl.weight_sync.version import Version
 
 _ABORTS: Final = 20

@@ -21,8 +21,8 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.engine import Completion, Engine, Finish, Request
 from streamrl.errors import ConfigError, DataError
-from streamrl.producers.engines.contract import Completion, Engine, Finish, Request
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -184,7 +184,7 @@ def _rows(batch: PromptBatch) -> list[npt.NDArray[np.int32]]:
 
 async def _to_the_end(engine: Engine, request: Request) -> Completion:
     """Go on with a response after each abort, unless the engine gives nothing any more."""
-    from streamrl.producers.servers.prefix import Prefix
+    from streamrl.producers.group.prefix import Prefix
 
     prefix = Prefix(request, frozenset(), context=len(request.tokens) + request.max_new_tokens)
     loop = asyncio.get_running_loop()

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from streamrl.config import EngineConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.producers.servers import environments
+from streamrl.servers import environments
 
 _DEADLINE: Final = 10.0
-_PLUGIN: Final = "streamrl.producers.servers"
+_PLUGIN: Final = "streamrl.servers"
 _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
 _GUARDED: Final = {"vllm": "/v1/models", "openai": "/v1/models", "sglang": "/model_info", "hf": "/about"}
 """A path of each kind of server that answers 401 or 403 without the right key, and changes nothing."""
@@ -48,7 +48,7 @@ def look_at_reward_models(config: RunConfig) -> str:
     found = []
     for name, model in config.reward_models.items():
         if model.managed:
-            from streamrl.runtime.reward_models.kinds import model_server  # an HTTP client, which few runs need here
+            from streamrl.servers.reward_models import model_server  # an HTTP client, which few runs need here
 
             server = model_server(name, model)
             if not server.cpu and environments.computes_on_cpu("auto"):

@@ -16,11 +16,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.producers.servers import environments
-from streamrl.producers.servers.sglang import SglangDialect
-from streamrl.producers.servers.vllm import VllmDialect
 from streamrl.runtime import engine_checks
 from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
+from streamrl.servers import environments
+from streamrl.servers.sglang import SglangDialect
+from streamrl.servers.vllm import VllmDialect
 
 
 def config(**sections: Any) -> RunConfig:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
+from streamrl.engine import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request
 from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
-from streamrl.producers.engines.contract import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.decoder import Decoder, Job, Outcome, Progress
 from streamrl.producers.engines.limits import Limits

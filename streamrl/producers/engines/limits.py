@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from streamrl.engine import Request
 from streamrl.errors import DataError
-from streamrl.producers.engines.contract import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from streamrl.config import RewardModelConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
 from streamrl.http import BadAnswer, Call, HttpClient
-from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.queues.reward_servers import ASLEEP, READY
 from streamrl.queues.role import Role
 from streamrl.queues.turn import DeviceTurn, EngineSwitch
 from streamrl.runtime.reward_models.demand import Demand
-from streamrl.runtime.reward_models.kinds import model_server
+from streamrl.servers.process import ManagedServer, ServerSettings
+from streamrl.servers.reward_models import model_server
 
 logger = logging.getLogger(__name__)
 _LINGER: Final = 1.0
