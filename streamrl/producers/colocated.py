@@ -25,7 +25,7 @@ from streamrl.engine import (
     Request,
 )
 from streamrl.errors import Refused
-from streamrl.producers.group.prefix import Prefix
+from streamrl.producers.group.request import PartialResponse
 from streamrl.weight_sync.version import Version
 
 _ABORTS: Final = 20
@@ -109,21 +109,18 @@ class ColocatedEngine:
         if request.id in self._works:
             raise ValueError(f"a request {request.id!r} is in flight")
         aborted = self._works[request.id] = asyncio.Event()
-        prefix = Prefix(request, self._stops, self._context)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
+        left = -1
+
+        async def ask(rest: Request) -> Completion | None:
+            nonlocal left
+            # with no `leave` since the piece before, the engine itself has aborted that
+            if left == self._leaves or not await self._turn(aborted):
+                return None
+            left = self._leaves
+            return await self._engine.generate(rest, listener)
+
         try:
-            while await self._turn(aborted):
-                leaves = self._leaves
-                last = await self._engine.generate(prefix.rest(), listener)
-                if last.finish != "abort" or aborted.is_set():
-                    return prefix.completed(last, loop.time() - start)
-                prefix.add(last.tokens.tolist(), last.logprobs.tolist(), last.runs, len(last.tokens))
-                if (finish := prefix.finish) is not None:
-                    return prefix.ended(finish, loop.time() - start)
-                if leaves == self._leaves:  # aborted by the engine itself, not by `leave`
-                    return prefix.ended("abort", loop.time() - start)
-            return prefix.ended("abort", loop.time() - start)
+            return await PartialResponse(request, self._stops, self._context).complete(ask)
         finally:
             del self._works[request.id]
 

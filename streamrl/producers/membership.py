@@ -7,7 +7,7 @@ from typing import Final
 
 from streamrl.producers.group.fleet import Fleet
 from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.group.newest import Source
+from streamrl.producers.group.state import Source
 from streamrl.queues import Role
 
 _LOOK_SECONDS: Final = 1.0

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Final, Protocol
 
-from streamrl.engine import Engine, EngineLoad
+from streamrl.engine import Completion, Engine, EngineLoad, Request
 from streamrl.errors import ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
 from streamrl.producers.concurrency import Concurrency, Sighting
-from streamrl.producers.group.work import Work
+from streamrl.producers.group.request import RoutedRequest
+from streamrl.producers.group.state import GroupState
 from streamrl.restarts import Deaths, RestartPolicy
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.version import Version
@@ -51,30 +52,14 @@ class State(StrEnum):
 
 
 class Host(Protocol):
-    """What a server asks of its group."""
+    """What a server asks of the pool that it is in."""
 
-    @property
-    def target(self) -> Pair | None:
-        """The newest version that there is; None before the first."""
-        ...
-
-    @property
-    def awake(self) -> asyncio.Event:
-        """Set while servers may use their devices."""
-        ...
+    changed: Callable[[], None]
+    """A server can take more than before, or one less is there."""
 
     def held_elsewhere(self, member: Member) -> bool:
         """Whether another server has taken the newest version."""
         ...
-
-    async def deliver(self, apply: Callable[[Version], Awaitable[None]]) -> None:
-        """Hand the newest version to `apply`."""
-
-    async def equip(self, engine: Engine) -> None:
-        """Bring a server that has just started into the state of the group: adapters, pause."""
-
-    def changed(self) -> None:
-        """A server can take more than before, or one less is there."""
 
 
 class Member:
@@ -83,7 +68,8 @@ class Member:
     Args:
         name: its URL, or `server.N`.
         make: makes its engine; called for each life.
-        host: the group.
+        state: what it has to be brought to.
+        host: the pool that it is in.
         policy: pauses between lives, and of a server that is ours how many deaths are too many.
         ours: whether the group starts it; a server of others may come back at any time.
         most: requests in flight, at most.
@@ -92,7 +78,7 @@ class Member:
         engine: of the present life; None between lives.
         pair: version that it holds.
         updating: it is taking new weights.
-        works: requests that it has.
+        requests: those that it has.
         reserved: the one request that may be placed on it.
     """
 
@@ -100,6 +86,7 @@ class Member:
         self,
         name: str,
         make: Callable[[], Engine],
+        state: GroupState,
         host: Host,
         policy: RestartPolicy,
         *,
@@ -114,11 +101,12 @@ class Member:
         self.engine: Engine | None = None
         self.pair: Pair = NOTHING
         self.updating = False
-        self.works: set[Work] = set()
-        self.reserved: Work | None = None
+        self.requests: set[RoutedRequest] = set()
+        self.reserved: RoutedRequest | None = None
         self.tried = asyncio.Event()
         self.lives = 0
         self._make = make
+        self._state = state
         self._host = host
         self._most = most
         self._deaths = Deaths(policy if ours else replace(policy, max_restarts=_FOR_EVER))
@@ -147,7 +135,7 @@ class Member:
     @property
     def room(self) -> bool:
         """Whether it could be given one more request now."""
-        return self.serving and self.reserved is None and len(self.works) < self.limit
+        return self.serving and self.reserved is None and len(self.requests) < self.limit
 
     @property
     def final(self) -> bool:
@@ -159,24 +147,38 @@ class Member:
         """Its load as last seen; preemptions are those of all lives."""
         return replace(self._load, preemptions=self._preempted_before + self._load.preemptions)
 
-    def touched_since(self, work: Work) -> bool:
-        """Whether new weights came, or are coming, since the request was placed here."""
-        return self.updating or work.placed_at != self.pair
-
     # --- what the group does -----------------------------------------------------------------------------------------
 
-    def take(self, work: Work) -> None:
+    def take(self, request: RoutedRequest) -> None:
         """Give it a request."""
-        self.works.add(work)
-        self._peak = max(self._peak, len(self.works))
-        work.begin(self)
+        self.requests.add(request)
+        self._peak = max(self._peak, len(self.requests))
 
-    def release(self, work: Work) -> None:
+    async def generate(self, request: RoutedRequest, rest: Request) -> Completion | None:
+        """Go on with a request that it was given; None when it has died before it could.
+
+        Raises:
+            Unreachable: it died of it, or meanwhile.
+        """
+        if self.engine is None:
+            return None
+        began_at = self.pair
+
+        def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            # with new weights it is no longer sure which version sampled what, before the server says so
+            request.hear(tokens, logprobs, sure=not self.updating and self.pair == began_at)
+
+        request.begin()
+        piece = await self.engine.generate(rest, hear)
+        request.came(piece)
+        return piece
+
+    def release(self, request: RoutedRequest) -> None:
         """A request has left it."""
-        self.works.discard(work)
-        if self.reserved is work:
+        self.requests.discard(request)
+        if self.reserved is request:
             self.reserved = None
-        if self._leave.is_set() and not self.works:
+        if self._leave.is_set() and not self.requests:
             self._look.set()
 
     def suspect(self) -> None:
@@ -208,7 +210,7 @@ class Member:
         """Live until it leaves, cannot be used, or has died too often. Raises nothing but a cancellation."""
         loop = asyncio.get_running_loop()
         try:
-            while await self._unless_leaving(self._host.awake.wait()):
+            while await self._unless_leaving(self._state.awake.wait()):
                 self._deaths.started()
                 self.state = State.STARTING
                 try:
@@ -266,7 +268,7 @@ class Member:
             self._behind.set()
             self._host.changed()
             async with asyncio.TaskGroup() as tasks:
-                following = tasks.create_task(self._follow(engine), name=f"weights of {self.name}")
+                following = tasks.create_task(self._follow(), name=f"weights of {self.name}")
                 await self._watch(engine)
                 following.cancel()
         finally:
@@ -276,10 +278,10 @@ class Member:
 
     async def _begin(self, engine: Engine) -> None:
         await engine.start()
-        await self._host.equip(engine)
+        await self._state.equip(engine)
         self.engine = engine
         with contextlib.suppress(WeightsError):  # it gets no prompt before it has taken a version
-            await self._take_newest(engine)
+            await self._take_newest()
 
     async def _unless_leaving(self, work: Awaitable[object]) -> bool:
         """Await something; False when it was given up because the server has to go."""
@@ -306,7 +308,7 @@ class Member:
     async def _watch(self, engine: Engine) -> None:
         """Look at its load, and now and then at its health, until it has left."""
         looks = 0
-        while not (self._leave.is_set() and not self.works):
+        while not (self._leave.is_set() and not self.requests):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._look.wait()
@@ -324,16 +326,16 @@ class Member:
         else:
             now, before = asyncio.get_running_loop().time(), self.limit
             sighting = Sighting(
-                len(self.works), self._peak, load.running, load.waiting, load.preemptions, load.cache_use
+                len(self.requests), self._peak, load.running, load.waiting, load.preemptions, load.cache_use
             )
             if self._concurrency.see(now, sighting) != before:
                 logger.debug("concurrency", extra={"server": self.name, "limit": self.limit, "before": before})
-        self._peak = len(self.works)
+        self._peak = len(self.requests)
         self._host.changed()
 
     # --- its weights -------------------------------------------------------------------------------------------------
 
-    async def _follow(self, engine: Engine) -> None:
+    async def _follow(self) -> None:
         """Take every version that is newest, and try again what others could take.
 
         Raises:
@@ -344,7 +346,7 @@ class Member:
             await self._behind.wait()
             self._behind.clear()
             try:
-                await self._take_newest(engine)
+                await self._take_newest()
                 refusals = 0
             except WeightsError as error:
                 logger.error(  # noqa: TRY400 - the message says it all
@@ -362,15 +364,12 @@ class Member:
                 await asyncio.sleep(_REFUSED_PAUSE * refusals)
                 self._behind.set()
 
-    async def _take_newest(self, engine: Engine) -> None:
-        async def apply(version: Version) -> None:
-            await engine.apply(version)
-            self.pair, self.why = version.pair, ""
-
-        while (target := self._host.target) is not None and self.pair < target:
+    async def _take_newest(self) -> None:
+        weights = self._state.weights
+        while (target := weights.target) is not None and self.pair < target:
             self.updating = True
             try:
-                await self._host.deliver(apply)
+                await weights.deliver(self._apply)
             finally:
                 self.updating = False
                 self._concurrency.interrupted()
@@ -378,6 +377,11 @@ class Member:
             if self.pair < target:
                 raise WeightsError(f"version {target} is not here any more", "the next version mends this")
         self._settle(None)
+
+    async def _apply(self, version: Version) -> None:
+        assert self.engine is not None
+        await self.engine.apply(version)
+        self.pair, self.why = version.pair, ""
 
     def _settle(self, error: Exception | None) -> None:
         """Tell those who wait for a version: all of them of an error, else those whose version is there."""

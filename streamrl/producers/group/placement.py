@@ -1,21 +1,67 @@
-"""Requests that wait for a server, and which one each gets."""
+"""Requests that wait for a server, and which one each gets. `choose` is pure."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.producers.group.balance import Place, choose
 from streamrl.producers.group.member import Member
-from streamrl.producers.group.roster import Roster
-from streamrl.producers.group.work import Work
+from streamrl.producers.group.pool import ServerPool
+from streamrl.producers.group.request import RoutedRequest
 
 _AFFINITIES: Final = 10_000
 _MEMORY: Final = 0.05
 """Weight of the newest response in the expected length."""
+FULL: Final = 0.9
+"""Cache use from which a server gets nothing while others have room."""
+_BLOCK: Final = 16
+"""Tokens of one block of a prefix cache; a shorter prefix is not kept by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server with room for one more request.
+
+    Attributes:
+        tokens: of its requests in flight: prompts, and of each response what is expected or, when more, what there is.
+        limit: requests that it can make use of at the same time; servers of unequal size get unequal shares.
+        cache_use: 0 to 1.
+    """
+
+    tokens: int
+    limit: int
+    cache_use: float = 0.0
+
+    @property
+    def burden(self) -> float:
+        """Tokens for each request that it can make use of."""
+        return self.tokens / self.limit
+
+
+def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, before: int | None = None) -> int:
+    """Return the index of the place for a request.
+
+    The least busy one, those with a full cache last. A request whose prefix is at `before` stays there while that costs
+    less than what it waits for: the server may be busier than the least busy one by as much as a whole group.
+
+    Args:
+        places: at least one.
+        cost: tokens of the request, prompt and expected response.
+        shared: tokens that it has in common with those that went to `before`.
+        together: requests that share a prefix, usually.
+        before: where requests with the same prefix went; None when that place has no room, or there was none.
+    """
+    best = min(range(len(places)), key=lambda at: (places[at].cache_use >= FULL, places[at].burden))
+    if before is None or shared < _BLOCK:
+        return best
+    kept = places[before]
+    if kept.cache_use >= FULL > places[best].cache_use:
+        return best
+    return before if kept.burden - places[best].burden <= together * cost / kept.limit else best
 
 
 class Placement:
@@ -23,15 +69,14 @@ class Placement:
 
     Args:
         config: the run; `sampling` is read.
-        roster: the servers.
-        allows: whether the weights of a server allow a prompt.
+        pool: the servers.
     """
 
-    def __init__(self, config: RunConfig, roster: Roster, allows: Callable[[Member], bool]) -> None:
+    def __init__(self, config: RunConfig, pool: ServerPool) -> None:
         self._together = config.sampling.responses
-        self._roster = roster
-        self._allows = allows
-        self._queue: list[Work] = []
+        self._pool = pool
+        self._queue: dict[RoutedRequest, asyncio.Future[Member | None]] = {}
+        self._placed: dict[RoutedRequest, Member] = {}
         self._affinity: OrderedDict[str, str] = OrderedDict()
         self._expected = float(config.sampling.max_new_tokens)
         self._failure: Exception | None = None
@@ -48,7 +93,11 @@ class Placement:
         since = self._busy_since
         return self._busy if since is None else self._busy + asyncio.get_running_loop().time() - since
 
-    async def wait(self, work: Work) -> Member | None:
+    def server_of(self, request: RoutedRequest) -> Member | None:
+        """The server that a request is on."""
+        return self._placed.get(request)
+
+    async def wait(self, request: RoutedRequest) -> Member | None:
         """Return the server that a request has been given; None when it was aborted before.
 
         Raises:
@@ -56,76 +105,74 @@ class Placement:
         """
         if self._failure is not None:
             raise self._failure
-        if work.aborting:
-            return None
-        work.place = asyncio.get_running_loop().create_future()
-        self._queue.append(work)
+        place: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
+        self._queue[request] = place
         self.place()
         try:
-            return await work.place
+            return await place
         except asyncio.CancelledError:
-            self.release(work)
+            self.release(request)
             raise
         finally:
-            self._queue.remove(work)
+            del self._queue[request]
 
-    def release(self, work: Work) -> None:
+    def release(self, request: RoutedRequest) -> None:
         """A request has left its server, or wants none any more."""
-        if work.member is not None:
-            work.member.release(work)
-            work.member = None
-        for member in self._roster.members:
-            if member.reserved is work:
+        if (server := self._placed.pop(request, None)) is not None:
+            server.release(request)
+        for member in self._pool.members:
+            if member.reserved is request:
                 member.reserved = None
         self._clock()
         self.place()
 
     def place(self) -> None:
         """Give servers with room what waits."""
-        for work in self._queue:
-            if not any(member.room or member.reserved is not None for member in self._roster.members):
+        for request, place in self._queue.items():
+            if not any(member.room or member.reserved is not None for member in self._pool.members):
                 return
-            if work.place.done():
+            if place.done():
                 continue
-            member = self._choose_alone(work) if work.alone else self._choose(work)
+            member = self._choose_alone(request) if request.alone else self._choose(request)
             if member is not None:
-                member.take(work)
-                work.place.set_result(member)
+                member.take(request)
+                self._placed[request] = member
+                place.set_result(member)
                 self._clock()
 
-    def abort(self, which: Callable[[Work], bool]) -> int:
+    def abort(self, which: Callable[[RoutedRequest], bool]) -> int:
         """End requests that wait; return how many."""
-        chosen = [work for work in self._queue if not work.place.done() and which(work)]
-        for work in chosen:
-            work.place.set_result(None)
+        chosen = [place for request, place in self._queue.items() if not place.done() and which(request)]
+        for place in chosen:
+            place.set_result(None)
         return len(chosen)
 
     def fail(self, error: Exception) -> None:
         """End all that wait with an error, and all that want to wait from now on."""
         self._failure = error
-        for work in self._queue:
-            if not work.place.done():
-                work.place.set_exception(error)
+        for place in self._queue.values():
+            if not place.done():
+                place.set_exception(error)
 
     def learn(self, length: int) -> None:
         """Take the length of a response into account."""
         self._expected += _MEMORY * (length - self._expected)
 
-    def _choose(self, work: Work) -> Member | None:
+    def _choose(self, request: RoutedRequest) -> Member | None:
         free = [
             member
-            for member in self._roster.members
+            for member in self._pool.members
             # the versions of one response never go back
-            if member.room and self._allows(member) and member.pair[1] >= work.prefix.version
+            if member.room and self._pool.allows(member) and member.pair[1] >= request.partial.version
         ]
         if not free:
             return None
-        key = work.request.affinity
+        key = request.request.affinity
         before = self._affinity.get(key) if key else None
         at = choose(
             [Place(self._tokens_on(member), member.limit, member.figures.cache_use) for member in free],
-            cost=work.tokens(self._expected),
-            shared=len(work.request.tokens),
+            cost=request.tokens(self._expected),
+            shared=len(request.request.tokens),
             together=self._together,
             before=next((at for at, member in enumerate(free) if member.name == before), None),
         )
@@ -136,22 +183,22 @@ class Placement:
                 self._affinity.popitem(last=False)
         return free[at]
 
-    def _choose_alone(self, work: Work) -> Member | None:
+    def _choose_alone(self, request: RoutedRequest) -> Member | None:
         """Reserve the least busy server for a request under suspicion, and give it that once it is empty."""
-        mine = next((member for member in self._roster.serving if member.reserved is work), None)
+        mine = next((member for member in self._pool.serving if member.reserved is request), None)
         if mine is None:
-            free = [member for member in self._roster.members if member.room and self._allows(member)]
+            free = [member for member in self._pool.members if member.room and self._pool.allows(member)]
             if not free:
                 return None
-            mine = min(free, key=lambda member: len(member.works))
-            mine.reserved = work
-        return None if mine.works else mine
+            mine = min(free, key=lambda member: len(member.requests))
+            mine.reserved = request
+        return None if mine.requests else mine
 
     def _tokens_on(self, member: Member) -> int:
-        return sum(work.tokens(self._expected) for work in member.works)
+        return sum(request.tokens(self._expected) for request in member.requests)
 
     def _clock(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._busy_since is not None:
             self._busy += now - self._busy_since
-        self._busy_since = now if any(member.works for member in self._roster.members) else None
+        self._busy_since = now if any(member.requests for member in self._pool.members) else None

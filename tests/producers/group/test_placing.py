@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.engine import Completion, Request
-from streamrl.producers.group.balance import Place, choose
-from streamrl.producers.group.prefix import Prefix, join_runs
+from streamrl.producers.group.placement import Place, choose
+from streamrl.producers.group.request import PartialResponse, first_tokens, join_runs
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,10 @@ def versions_of(runs, count):
     return [next(version for first, version in reversed(runs) if first <= at) for at in range(count)]
 
 
+def piece_of(tokens, logprobs, runs):
+    return Completion(np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), runs, "abort", 5, 0.0)
+
+
 @st.composite
 def pieces(draw):
     """Pieces of a response as servers leave them: how many tokens, their versions, and how many are proved."""
@@ -44,44 +48,44 @@ def pieces(draw):
 @given(pieces(), st.integers(1, 30), st.integers(10, 40))
 def test_whatever_dies_the_joined_response_is_one_a_single_server_could_have_given(parts, limit, context):
     prompt = np.arange(1, 6, dtype=np.int32)
-    prefix = Prefix(Request("r", prompt, limit), frozenset(), context)
+    partial = PartialResponse(Request("r", prompt, limit), frozenset(), context)
     room = min(limit, context - 5)
     expected_versions = []
     for count, versions, proved in parts:
-        if prefix.finish is not None:
+        if partial.finish is not None:
             break
-        rest = prefix.rest()
-        assert rest.tokens.tolist() == [*prompt, *(100 + at for at in range(len(prefix)))]
-        assert rest.max_new_tokens == limit - len(prefix) >= 1
-        base = len(prefix)
+        rest = partial.rest()
+        assert rest.tokens.tolist() == [*prompt, *(100 + at for at in range(len(partial)))]
+        assert rest.max_new_tokens == limit - len(partial) >= 1
+        base = len(partial)
         runs = [(at, v) for at, v in enumerate(versions) if at == 0 or versions[at - 1] != v]
-        added = prefix.add(
-            [100 + base + at for at in range(count)], [-float(base + at) for at in range(count)], runs, proved
-        )
+        piece = piece_of([100 + base + at for at in range(count)], [-float(base + at) for at in range(count)], runs)
+        partial.add(first_tokens(piece, proved))
+        added = len(partial) - base
         assert added == min(proved, room - base)
         expected_versions += versions[:added]
-    done = prefix.ended("abort", 1.0)
-    assert done.tokens.tolist() == [100 + at for at in range(len(prefix))]
-    assert done.logprobs.tolist() == [-float(at) for at in range(len(prefix))]
-    assert versions_of(done.runs, len(prefix)) == expected_versions
+    done = partial.ended("abort", 1.0)
+    assert done.tokens.tolist() == [100 + at for at in range(len(partial))]
+    assert done.logprobs.tolist() == [-float(at) for at in range(len(partial))]
+    assert versions_of(done.runs, len(partial)) == expected_versions
     assert all(a[0] < b[0] and a[1] < b[1] for a, b in zip(done.runs, done.runs[1:], strict=False))
-    assert (prefix.finish == "length") == (0 < len(prefix) == room)
-    assert prefix.version == (expected_versions[-1] if expected_versions else -1)
+    assert (partial.finish == "length") == (0 < len(partial) == room)
+    assert partial.version == (expected_versions[-1] if expected_versions else -1)
     last = Completion(np.asarray([7], np.int32), np.asarray([-1.0], np.float32), [(0, 99)], "stop", 9, 0.0)
-    whole = prefix.completed(last, 2.0)
+    whole = partial.joined(last, 2.0)
     assert whole.tokens.tolist() == [*done.tokens.tolist(), 7]
-    assert versions_of(whole.runs, len(prefix) + 1) == [*expected_versions, 99]
+    assert versions_of(whole.runs, len(partial) + 1) == [*expected_versions, 99]
     assert (whole.finish, whole.seconds) == ("stop", 2.0)
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.integers(0, 12))
 def test_nothing_is_kept_behind_the_token_that_ends_a_response(tokens, proved):
-    prefix = Prefix(Request("r", np.asarray([9], np.int32), 50), frozenset({3}), 100)
-    prefix.add(tokens, [0.0] * len(tokens), [(0, 1)] if tokens else [], proved)
+    partial = PartialResponse(Request("r", np.asarray([9], np.int32), 50), frozenset({3}), 100)
+    partial.add(first_tokens(piece_of(tokens, [0.0] * len(tokens), [(0, 1)] if tokens else []), proved))
     sure = tokens[:proved]
     expected = sure[: sure.index(3) + 1] if 3 in sure else sure
-    assert prefix.ended("abort", 0.0).tokens.tolist() == expected
-    assert prefix.finish == ("stop" if 3 in sure else None)
+    assert partial.ended("abort", 0.0).tokens.tolist() == expected
+    assert partial.finish == ("stop" if 3 in sure else None)
 
 
 def test_the_least_busy_server_for_its_size_is_taken():

@@ -1,4 +1,4 @@
-"""The servers of a group: who belongs to it, who has to go, and when none is left."""
+"""The servers of a group: which belong to it, which have the newest weights, and when none is left."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.engine import Engine
-from streamrl.errors import StreamrlError, Unreachable
-from streamrl.producers.group.member import Host, Member
+from streamrl.errors import StreamrlError, Unreachable, WeightsError
+from streamrl.producers.group.member import NOTHING, Member
+from streamrl.producers.group.state import GroupState
 from streamrl.restarts import RestartPolicy
+from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS: Final = 0.25
+_GRACE_SECONDS: Final = 1.0
+"""A server that takes longer than the first one by this much, and by as much again as that took, is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +39,20 @@ class ServerSpec:
     ours: bool
 
 
-class Roster:
+class ServerPool:
     """All servers of a group, each with the task that it lives in.
 
     Args:
         config: the run; `supervisor`, `engine.slots` and `engine.start_deadline` are read.
-        host: what the servers ask of their group.
+        state: what every server has to be brought to.
+        changed: called when a server can take more than before, or one less is there.
     """
 
-    def __init__(self, config: RunConfig, host: Host) -> None:
+    def __init__(self, config: RunConfig, state: GroupState, changed: Callable[[], None]) -> None:
         self._config = config
-        self._host = host
+        self._state = state
+        self._before: Pair = NOTHING
+        self.changed = changed
         self._policy = RestartPolicy.of(config.supervisor)
         self._members: dict[str, Member] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -73,6 +81,58 @@ class Roster:
         """Why each server is as it is, for a message."""
         return "; ".join(f"{member.name}: {member.why or member.state}" for member in self._members.values())
 
+    @property
+    def newest(self) -> Pair:
+        """The newest version that a server holds."""
+        return max((member.pair for member in self.serving), default=NOTHING)
+
+    def allows(self, member: Member) -> bool:
+        """Whether the weights of a server allow a prompt.
+
+        With the newest version that any server holds they do, and with the one before while it is taking the newest.
+        A server that missed one takes the newest first.
+        """
+        return member.pair >= self.newest or (member.updating and member.pair >= self._before)
+
+    def held_elsewhere(self, member: Member) -> bool:
+        """Whether a server other than `member` holds the newest version."""
+        target = self._state.weights.target
+        return target is not None and any(other.pair >= target for other in self.serving if other is not member)
+
+    async def apply(self, version: Version) -> None:
+        """Have all servers take a version; see `EngineGroup.apply`."""
+        weights = self._state.weights
+        weights.begin(version)
+        self._before = self.newest
+        try:
+            errors = await self._first_come({member.reach(version.pair) for member in self.serving}, version)
+        finally:
+            weights.end(version)
+        refusals = [error for error in errors if isinstance(error, WeightsError)]
+        if refusals and len(refusals) == len(errors):
+            raise refusals[0]
+        for member in self.serving:
+            member.catch_up()
+
+    async def _first_come(
+        self, waiting: set[asyncio.Future[Exception | None]], version: Version
+    ) -> list[Exception | None]:
+        """What became of the servers; those that are much slower than the first to have it are left out.
+
+        A version without a source is gone when the call that brought it returns, so then all are waited for.
+        """
+        loop = asyncio.get_running_loop()
+        start, ended, limit = loop.time(), set[asyncio.Future[Exception | None]](), None
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            ended |= done
+            if not done:
+                logger.warning("servers left behind", extra={"version": version.number, "servers": len(waiting)})
+                break
+            if limit is None and self._state.weights.has_source and any(future.result() is None for future in done):
+                limit = max(_GRACE_SECONDS, loop.time() - start)
+        return [future.result() for future in ended]
+
     async def run(self, first: Sequence[ServerSpec], running: asyncio.Event) -> None:
         """Own the tasks of all servers until cancelled; sets `running` once those of the first are there.
 
@@ -98,7 +158,9 @@ class Roster:
             return
         if present is not None:
             self._forget(present)
-        member = Member(spec.name, spec.make, self._host, self._policy, ours=spec.ours, most=self._config.engine.slots)
+        member = Member(
+            spec.name, spec.make, self._state, self, self._policy, ours=spec.ours, most=self._config.engine.slots
+        )
         self._members[spec.name] = member
         self._lives[spec.name] = self._tasks.create_task(member.live(), name=f"server {spec.name}")
         logger.info("server added", extra={"server": spec.name})
@@ -110,7 +172,7 @@ class Roster:
             return
         self._leaving_since[member] = asyncio.get_running_loop().time()
         member.leave()
-        logger.info("server leaves", extra={"server": name, "in_flight": len(member.works)})
+        logger.info("server leaves", extra={"server": name, "in_flight": len(member.requests)})
 
     def _sweep(self, now: float) -> None:
         """Forget servers that have left, move what stays too long on one that leaves, and look whether any is left.
@@ -123,10 +185,10 @@ class Roster:
                 self._forget(member)
             elif now - since > self._config.supervisor.drain_deadline and member.engine is not None:
                 self._leaving_since[member] = now
-                for work in member.works:
-                    self._tasks.create_task(_send_away(member.engine, work.request.id))
+                for request in member.requests:
+                    self._tasks.create_task(_send_away(member.engine, request.request.id))
         members, limit = self.members, self._config.engine.start_deadline
-        if not members or self.serving or not self._host.awake.is_set():
+        if not members or self.serving or not self._state.awake.is_set():
             self._served_at = now
         elif all(member.final for member in members):
             raise Unreachable(f"no server is left: {self.reasons}", "the logs of the servers say more")
