@@ -6,17 +6,15 @@ import http
 import http.client
 import os
 import socket
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from streamrl.config import EngineConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
 from streamrl.servers import environments
+from streamrl.servers.launch import PLUGIN
 
 _DEADLINE: Final = 10.0
-_PLUGIN: Final = "streamrl.servers"
 _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
 _GUARDED: Final = {"vllm": "/v1/models", "openai": "/v1/models", "sglang": "/model_info", "hf": "/about"}
 """A path of each kind of server that answers 401 or 403 without the right key, and changes nothing."""
@@ -70,9 +68,7 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
             f"engine.flags sets {', '.join(taken)}, which streamrl chooses for the servers it starts",
             "leave it out; for a server that you start, set engine.url",
         )
-    spec = find_spec(_PLUGIN)
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not any((Path(place) / "plugin" / "streamrl_engine" / f"{kind}.py").is_file() for place in places):
+    if not (PLUGIN / "streamrl_engine" / f"{kind}.py").is_file():
         raise ConfigError(f"streamrl is installed without its plug-in for {kind} servers", "install streamrl again")
     marker = environments.installed(folder)
     if marker is None:

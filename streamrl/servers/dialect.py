@@ -5,19 +5,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
+from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import Call
+from streamrl.servers.launch import Launch
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.version import Version
 
 PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 """Text whose token ids tell whether a server has the tokenizer of the run."""
+_FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
+_LOWEST: Final = -9000.0
+_OTHER_KINDS: Final = "use engine.kind vllm or sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +83,25 @@ class About:
     probe: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a server is started: its command line, and what is added to the environment."""
-
-    argv: Sequence[str]
-    environ: Mapping[str, str]
-
-
-class Dialect(Protocol):
+class Dialect(ABC):
     """Pure translation between `Engine` and one kind of server. No method waits, sends or keeps state.
 
     Methods that return calls return them in the order in which they are sent, each after the success of the one before.
-    Methods that read an answer raise `WireError` when it is not what the server should say.
+    Methods that read an answer raise `WireError` when it is not what the server should say. What is not abstract is, as
+    it stands here, what a server does that cannot do it.
+
+    Args:
+        config: the run.
     """
 
     kind: ClassVar[str]
-    merges: ClassVar[bool]
+    merges: ClassVar[bool] = False
     """Whether its servers merge a version that is an adapter by themselves; the others load it beside the weights."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        # A server may have served another run, whose versions had the same numbers.
+        self._salt = uuid.uuid4().hex
 
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """Return how a server of this kind is started on the loopback interface with all that streamrl needs of it.
@@ -103,24 +113,26 @@ class Dialect(Protocol):
             ConfigError: the environment is missing (with the command that installs it), or streamrl starts no such
                 servers.
         """
-        ...
+        del model, port, seed
+        raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
 
+    @abstractmethod
     def ready(self) -> Call:
         """Cheap and true: 200 when the server can take requests; no call of it may disturb a pause."""
-        ...
 
+    @abstractmethod
     def about(self) -> Sequence[Call]:
         """Calls whose answers `read_about` needs."""
-        ...
 
+    @abstractmethod
     def read_about(self, answers: Sequence[Any]) -> About:
         """Understand the answers to `about`, in their order (parsed JSON, text where it is none, None for 404)."""
-        ...
 
+    @abstractmethod
     def generation(self, request: Request, *, version: int) -> Call:
         """Ask for one response, streamed as server-sent events; `version` isolates the prefix cache."""
-        ...
 
+    @abstractmethod
     def chunk(self, message: Any, *, received: int) -> Chunk:
         """Understand one event of the stream, parsed from JSON; `received` tokens came before it.
 
@@ -128,26 +140,31 @@ class Dialect(Protocol):
             WireError: missing or non-finite log-probabilities, counts that do not fit, or no such message.
             DataError: the server refuses the request itself.
         """
-        ...
 
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """End one request, or all; `paused`: the server stands still, and some need another way then."""
-        ...
+        """End one request, or all; `paused`: the server stands still, and some need another way then.
+
+        Empty: to hang up does it.
+        """
+        del request_id, paused
+        return ()
 
     def pause(self, mode: PauseMode) -> Sequence[Call]:
         """Stop decoding. Empty: it cannot, and weights change when its last request has ended."""
-        ...
+        del mode
+        return ()
 
     def resume(self) -> Sequence[Call]:
         """Go on; harmless when nothing was paused."""
-        ...
+        return ()
 
     def prefetch(self, version: Version) -> Sequence[Call]:
         """Bring the files near and check names and shapes while the server generates; empty when nothing is to be done.
 
         An error answer means `WeightsError`, and nothing was changed.
         """
-        ...
+        del version
+        return ()
 
     def update(self, version: Version) -> Sequence[Call]:
         """Replace the weights and name the version, while the server is paused.
@@ -157,8 +174,10 @@ class Dialect(Protocol):
 
         Raises:
             WeightsError: the version cannot reach such a server.
+            Refused: such a server takes none.
         """
-        ...
+        del version
+        raise Refused(f"the weights of this {self.kind} server stay as they are")
 
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
         """Give memory back.
@@ -166,11 +185,13 @@ class Dialect(Protocol):
         Raises:
             Refused: the server has no such level.
         """
-        ...
+        del level
+        raise Refused(f"an {self.kind} server cannot sleep", _OTHER_KINDS)
 
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         """Undo `sleep`."""
-        ...
+        del tags
+        return ()
 
     def load_adapter(self, name: str, folder: Path) -> Call:
         """Load a LoRA adapter.
@@ -178,16 +199,132 @@ class Dialect(Protocol):
         Raises:
             Refused: the server cannot.
         """
-        ...
+        raise Refused(f"adapter {name!r} in {folder}: an {self.kind} server loads none", _OTHER_KINDS)
 
     def unload_adapter(self, name: str) -> Call:
         """Forget a LoRA adapter."""
-        ...
+        raise Refused(f"adapter {name!r}: an {self.kind} server has none")
 
+    @abstractmethod
     def figures(self) -> Call:
         """Ask for the server's metrics."""
-        ...
 
+    @abstractmethod
     def read_figures(self, answer: Any) -> Figures:
         """Understand the answer to `figures`."""
-        ...
+
+
+def make_dialect(config: RunConfig) -> Dialect:
+    """Return the dialect of `engine.kind`; `hf` is that of `streamrl engines serve`."""
+    kind = config.engine.kind
+    if kind == "vllm":
+        from streamrl.servers.vllm import VllmDialect
+
+        return VllmDialect(config)
+    if kind == "sglang":
+        from streamrl.servers.sglang import SglangDialect
+
+        return SglangDialect(config)
+    if kind == "openai":
+        from streamrl.servers.openai import OpenaiDialect
+
+        return OpenaiDialect(config)
+    from streamrl.servers.native import NativeDialect
+
+    return NativeDialect(config)
+
+
+def read_finish(reason: Any) -> Finish | None:
+    """Why a response ended, as most servers say it; None while it goes on.
+
+    Raises:
+        WireError: for another reason.
+    """
+    if reason is None:
+        return None
+    for known in _FINISHES:
+        if reason == known:
+            return known
+    raise WireError(f"a response ended for a reason that nobody knows: {reason!r}")
+
+
+def read_spans(spans: Any, total: int) -> Runs:
+    """Runs of versions from spans `{version, start, end}`.
+
+    They cover the tokens without a gap. A label that is no decimal number is the model that the server started with.
+
+    Raises:
+        WireError: they do not, or are no spans.
+    """
+    runs: Runs = []
+    end = 0
+    try:
+        for span in spans:
+            label, start, stop = str(span["version"]), int(span["start"]), int(span["end"])
+            if start != end or stop < start:
+                raise WireError(f"the version spans {spans} leave gaps")
+            number = int(label) if label.isascii() and label.isdecimal() else 0
+            if stop > start and (not runs or runs[-1][1] != number):
+                runs.append((start, number))
+            end = stop
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"no version spans: {error!r}") from error
+    if end != total:
+        raise WireError(f"the version spans cover {end} tokens of {total}")
+    return runs
+
+
+def read_logprobs(values: Sequence[Any]) -> list[float]:
+    """Log-probabilities of sampled tokens. vLLM writes -9999 for one that is missing or not finite.
+
+    Raises:
+        WireError: one is not finite, or no number.
+    """
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise WireError("a log-probability is no number")
+    if any(not math.isfinite(value) or value <= _LOWEST for value in values):
+        raise WireError("a sampled token has no finite log-probability")
+    return [float(value) for value in values]
+
+
+def stream_error(error: Any) -> WireError | DataError:
+    """What an error in the midst of a stream means: with a code from 400 to 499 the request is at fault."""
+    code = error.get("code") if isinstance(error, Mapping) else None
+    said = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
+    if isinstance(code, int) and 400 <= code < 500:
+        return DataError(f"the server refuses the request: {said}")
+    return WireError(f"the server failed while it answered: {said}")
+
+
+def read_metrics(text: str) -> Iterator[tuple[str, float]]:
+    """Name and value of each finite sample in Prometheus' text format."""
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name = line.split("{", 1)[0].split(" ", 1)[0]
+        rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
+        try:
+            value = float(rest.split()[0])
+        except (ValueError, IndexError):
+            continue
+        if math.isfinite(value):
+            yield name, value
+
+
+def describe_version(version: Version) -> dict[str, Any]:
+    """Describe a version to our plug-in inside a server; `streamrl_engine.files.Source.parse` reads it.
+
+    Raises:
+        WeightsError: the version has no files.
+    """
+    from streamrl.weight_sync.manifest import folder_name
+
+    if version.folder is None or not version.parts:
+        raise WeightsError(f"version {version.number} has no files that a server could read")
+    source: dict[str, Any] = {
+        "folder": str(version.folder),
+        "parts": {name: list(files) for name, files in version.parts.items()},
+    }
+    if version.sources:  # for a server on a host that does not see the folder
+        source["url"] = f"{version.sources[0].rstrip('/')}/{folder_name(*version.pair)}"
+    return source

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 import orjson
+from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.engine import MemoryTag, PauseMode, Request, Runs
 from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import Call
-from streamrl.servers.dialect import About, Chunk, Figures, Launch
+from streamrl.servers.dialect import About, Chunk, Dialect, Figures, read_finish, read_logprobs
+from streamrl.servers.launch import Launch
 from streamrl.weight_sync.version import Version
 
 SOFTWARE: Final = "streamrl"
-_FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PASSED_ON: Final = ("decode", "slots", "attention", "dtype", "device", "threads", "kv_cache")
 
 
-class NativeDialect:
-    """See `Dialect`.
+class NativeDialect(Dialect):
+    """Speaks to `streamrl engines serve`.
 
     A pause of this dialect belongs to it and carries a lease of `lease.seconds`. Asking for the figures renews it,
     which a live client does all the time; without that the server resumes by itself.
@@ -35,11 +35,12 @@ class NativeDialect:
     merges: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._owner = uuid.uuid4().hex
 
+    @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`: this very environment; it never is missing."""
+        """This very environment; it never is missing."""
         config = self._config
         values: dict[str, Any] = {f"engine.{name}": getattr(config.engine, name) for name in _PASSED_ON}
         values |= {
@@ -55,16 +56,16 @@ class NativeDialect:
                 argv += ["--set", f"{key}={orjson.dumps(value).decode()}"]
         return Launch(argv, {})
 
+    @override
     def ready(self) -> Call:
-        """See `Dialect.ready`."""
         return Call("GET", "/ready", repeatable=True)
 
+    @override
     def about(self) -> Sequence[Call]:
-        """See `Dialect.about`."""
         return (Call("GET", "/about", repeatable=True),)
 
+    @override
     def read_about(self, answers: Sequence[Any]) -> About:
-        """See `Dialect.read_about`."""
         (answer,) = answers
         try:
             if answer["software"] != SOFTWARE:
@@ -82,8 +83,9 @@ class NativeDialect:
                 raise
             raise WireError(f"this is no server of streamrl's: {error!r} in its description of itself") from error
 
+    @override
     def generation(self, request: Request, *, version: int) -> Call:
-        """See `Dialect.generation`; the server itself sees to it that newer weights find nothing of older ones."""
+        """The server itself sees to it that newer weights find nothing of older ones."""
         del version
         body: dict[str, Any] = {
             "id": request.id,
@@ -96,48 +98,49 @@ class NativeDialect:
             body["adapter"] = request.adapter
         return Call("POST", "/generate", body)
 
+    @override
     def chunk(self, message: Any, *, received: int) -> Chunk:
-        """See `Dialect.chunk`."""
         try:
             if "error" in message:
                 raise _error(message["error"])
             tokens = [_whole(token) for token in message["tokens"]]
-            logprobs = [float(logprob) for logprob in message["logprobs"]]
-            finish = message.get("finish")
-            if finish is not None and finish not in _FINISHES:
-                raise WireError(f"a response ended with {finish!r}")
+            logprobs = read_logprobs(message["logprobs"])
+            finish = read_finish(message.get("finish"))
             runs = None if finish is None else _runs(message["runs"])
             prompt = None if finish is None else _whole(message["prompt_tokens"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, WireError | DataError):
                 raise
             raise WireError(f"no event of a response: {error!r}") from error
-        if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
-            raise WireError(f"{len(tokens)} tokens came without a finite log-probability each")
+        if len(tokens) != len(logprobs):
+            raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
         if runs is not None and runs and not runs[-1][0] < received + len(tokens):
             raise WireError(f"the runs {runs} are not those of {received + len(tokens)} tokens")
-        return Chunk(tokens, logprobs, None if finish is None else _FINISHES[finish], runs, prompt)
+        return Chunk(tokens, logprobs, finish, runs, prompt)
 
+    @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """See `Dialect.abort`; works while paused as well."""
+        """Works while paused as well."""
         del paused
         return (Call("POST", "/abort", {"id": request_id}, repeatable=True),)
 
+    @override
     def pause(self, mode: PauseMode) -> Sequence[Call]:
-        """See `Dialect.pause`."""
         body = {"mode": mode, "owner": self._owner, "seconds": self._config.lease.seconds}
         return (Call("POST", "/pause", body, repeatable=True),)
 
+    @override
     def resume(self) -> Sequence[Call]:
-        """See `Dialect.resume`; a pause of somebody else stays, until its own lease ends."""
+        """A pause of somebody else stays, until its own lease ends."""
         return (Call("POST", "/resume", {"owner": self._owner}, repeatable=True),)
 
+    @override
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.prefetch`."""
         return (Call("POST", "/weights/prefetch", self._named(version), repeatable=True),)
 
+    @override
     def update(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.update`; a server on another host pulls the version from where the learner's host serves it."""
+        """A server on another host pulls the version from where the learner's host serves it."""
         return (Call("POST", "/weights/update", self._named(version), repeatable=True),)
 
     def _named(self, version: Version) -> dict[str, Any]:
@@ -155,28 +158,29 @@ class NativeDialect:
             "adapter": None if version.adapter is None else msgspec.to_builtins(version.adapter),
         }
 
+    @override
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """See `Dialect.sleep`."""
         return (Call("POST", "/sleep", {"level": level}, repeatable=True),)
 
+    @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """See `Dialect.wake`."""
         return (Call("POST", "/wake", {"tags": list(tags)}, repeatable=True),)
 
+    @override
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """See `Dialect.load_adapter`."""
         return Call("POST", "/adapters/load", {"name": name, "folder": str(folder.absolute())})
 
+    @override
     def unload_adapter(self, name: str) -> Call:
-        """See `Dialect.unload_adapter`."""
         return Call("POST", "/adapters/unload", {"name": name}, repeatable=True)
 
+    @override
     def figures(self) -> Call:
-        """See `Dialect.figures`; renews this dialect's pause."""
+        """Renews this dialect's pause."""
         return Call("GET", "/figures", query={"owner": self._owner}, repeatable=True)
 
+    @override
     def read_figures(self, answer: Any) -> Figures:
-        """See `Dialect.read_figures`."""
         try:
             return Figures(
                 running=_whole(answer["running"]),

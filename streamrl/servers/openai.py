@@ -14,27 +14,31 @@ Without `reload` its weights stay as they are, and that is said at the start.
 
 from __future__ import annotations
 
-import math
-import re
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request
-from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.engine import Request
+from streamrl.errors import ConfigError, Refused, WeightsError, WireError
 from streamrl.http import Call
-from streamrl.servers.dialect import PROBE, About, Chunk, Figures, Launch
+from streamrl.servers.dialect import (
+    PROBE,
+    About,
+    Chunk,
+    Dialect,
+    Figures,
+    read_finish,
+    read_logprobs,
+    read_metrics,
+    stream_error,
+)
 from streamrl.weight_sync.version import Version
 
 _COMPLETIONS: Final = "/v1/completions"
 _FLAGS: Final = frozenset({"model", "processed-logprobs", "reload", "reload-body"})
 _RELOAD_BODY: Final[Mapping[str, Any]] = {"model_path": "{folder}", "weight_version": "{version}"}
-_FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}
-_LOWEST: Final = -9000.0
-"""vLLM writes -9999 where a log-probability is missing or not finite."""
-_SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 _FIGURES: Final[Mapping[str, str]] = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -48,8 +52,8 @@ _FIGURES: Final[Mapping[str, str]] = {
 }
 
 
-class OpenaiDialect:
-    """See `Dialect`.
+class OpenaiDialect(Dialect):
+    """Speaks to a server with completions of OpenAI's form, and to no other route of it but a reload.
 
     Args:
         config: the run.
@@ -59,9 +63,9 @@ class OpenaiDialect:
     """
 
     kind: ClassVar[str] = "openai"
-    merges: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
         flags = config.engine.flags
         if unknown := sorted(set(flags) - _FLAGS):
             raise ConfigError(
@@ -74,23 +78,17 @@ class OpenaiDialect:
                 f"an openai server's log-probabilities may not be those of sampling.temperature {wanted}",
                 "use temperature 1, or set `processed-logprobs: true` in engine.flags when you know that they are",
             )
-        # A server may have served another run, whose versions had the same numbers.
-        self._salt = uuid.uuid4().hex
         self._model: str | None = flags.get("model")
         self._reload: str | None = flags.get("reload")
         self._reload_body: Mapping[str, Any] = flags.get("reload-body", _RELOAD_BODY)
 
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`; always refused."""
-        del model, port, seed
-        raise ConfigError("streamrl starts no openai servers", "set engine.url to one that runs")
-
+    @override
     def ready(self) -> Call:
-        """See `Dialect.ready`: the one route that all have and that samples nothing."""
+        """The one route that all have and that samples nothing."""
         return Call("GET", "/v1/models", repeatable=True)
 
+    @override
     def about(self) -> Sequence[Call]:
-        """See `Dialect.about`."""
         return [
             Call("GET", "/v1/models", repeatable=True),
             Call("GET", "/version", repeatable=True, missing_ok=True, optional=True),
@@ -104,8 +102,8 @@ class OpenaiDialect:
             ),
         ]
 
+    @override
     def read_about(self, answers: Sequence[Any]) -> About:
-        """See `Dialect.read_about`."""
         models, version, probe = answers
         try:
             entries = models["data"]
@@ -125,8 +123,8 @@ class OpenaiDialect:
             probe=tuple(tokens) if isinstance(tokens, list) else None,
         )
 
+    @override
     def generation(self, request: Request, *, version: int) -> Call:
-        """See `Dialect.generation`."""
         body: dict[str, Any] = {
             "prompt": request.tokens.tolist(),
             "max_tokens": request.max_new_tokens,
@@ -151,11 +149,11 @@ class OpenaiDialect:
             body["cache_salt"] = f"{self._salt}-w{version}"
         return Call("POST", _COMPLETIONS, body)
 
+    @override
     def chunk(self, message: Any, *, received: int) -> Chunk:
-        """See `Dialect.chunk`."""
         del received
         if isinstance(message, Mapping) and message.get("error"):
-            raise _refusal(message["error"])
+            raise stream_error(message["error"])
         try:
             choices = message["choices"]
             usage = message.get("usage") or {}
@@ -163,45 +161,17 @@ class OpenaiDialect:
                 return Chunk(prompt_tokens=usage.get("prompt_tokens"))
             choice = choices[0]
             content = choice.get("logprobs") or {}
-            logprobs = [float(value) for value in content.get("token_logprobs") or ()]
+            values = list(content.get("token_logprobs") or ())
             tokens = _tokens(choice, content)
             reason = choice.get("finish_reason")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise WireError(f"no chunk of a completion with token ids and log-probabilities: {error!r}") from error
-        if len(tokens) != len(logprobs):
-            raise WireError(f"{len(tokens)} token ids came with {len(logprobs)} log-probabilities")
-        if any(not math.isfinite(value) or value <= _LOWEST for value in logprobs):
-            raise WireError("a sampled token has no finite log-probability")
-        if reason is not None and reason not in _FINISHES:
-            raise WireError(f"a completion ended for a reason that nobody knows: {reason!r}")
-        return Chunk(tokens, logprobs, None if reason is None else _FINISHES[reason], None, usage.get("prompt_tokens"))
+        if len(tokens) != len(values):
+            raise WireError(f"{len(tokens)} token ids came with {len(values)} log-probabilities")
+        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, usage.get("prompt_tokens"))
 
-    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """See `Dialect.abort`: nothing to be said, because hanging up does it."""
-        del request_id, paused
-        return []
-
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
-        """See `Dialect.pause`: it cannot."""
-        del mode
-        return []
-
-    def resume(self) -> Sequence[Call]:
-        """See `Dialect.resume`."""
-        return []
-
-    def prefetch(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.prefetch`."""
-        del version
-        return []
-
+    @override
     def update(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.update`.
-
-        Raises:
-            Refused: it has no reload.
-            WeightsError: the version has no files that such a server could read.
-        """
         if self._reload is None:
             raise Refused("the weights of this openai server stay as they are", "set engine.flags.reload if it has one")
         if version.folder is None:
@@ -211,35 +181,18 @@ class OpenaiDialect:
         filled = {"{folder}": str(version.folder), "{version}": str(version.number)}
         return [Call("POST", self._reload, _filled(self._reload_body, filled), repeatable=True)]
 
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """See `Dialect.sleep`; always refused."""
-        del level
-        raise Refused("an openai server cannot sleep", "use engine.kind vllm or sglang")
-
-    def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """See `Dialect.wake`."""
-        del tags
-        return []
-
-    def load_adapter(self, name: str, folder: Path) -> Call:
-        """See `Dialect.load_adapter`; always refused."""
-        raise Refused(f"adapter {name!r} in {folder}: an openai server loads none", "use engine.kind vllm or sglang")
-
-    def unload_adapter(self, name: str) -> Call:
-        """See `Dialect.unload_adapter`; always refused."""
-        raise Refused(f"adapter {name!r}: an openai server has none")
-
+    @override
     def figures(self) -> Call:
-        """See `Dialect.figures`."""
         return Call("GET", "/metrics", repeatable=True, missing_ok=True, optional=True)
 
+    @override
     def read_figures(self, answer: Any) -> Figures:
-        """See `Dialect.read_figures`; those of vLLM, SGLang and TGI are understood, others count as silent."""
+        """Those of vLLM, SGLang and TGI are understood, others count as silent."""
         found = dict.fromkeys(_FIGURES.values(), 0.0)
         if isinstance(answer, str):
-            for name, value in _SAMPLE.findall(answer):
+            for name, value in read_metrics(answer):
                 if name in _FIGURES:
-                    found[_FIGURES[name]] += _number(value)
+                    found[_FIGURES[name]] += value
         return Figures(
             running=int(found["running"]), waiting=int(found["waiting"]), tokens_sampled=int(found["tokens_sampled"])
         )
@@ -253,14 +206,6 @@ def _tokens(choice: Mapping[str, Any], content: Mapping[str, Any]) -> list[int]:
     return [int(token) for token in ids]
 
 
-def _refusal(error: Any) -> WireError | DataError:
-    code = error.get("code") if isinstance(error, Mapping) else None
-    said = error.get("message", error) if isinstance(error, Mapping) else error
-    if isinstance(code, int) and 400 <= code < 500:
-        return DataError(f"the server refuses the request: {said}")
-    return WireError(f"the server failed while it answered: {said}")
-
-
 def _filled(template: Any, values: Mapping[str, str]) -> Any:
     if isinstance(template, Mapping):
         return {key: _filled(value, values) for key, value in template.items()}
@@ -268,11 +213,3 @@ def _filled(template: Any, values: Mapping[str, str]) -> Any:
         for name, value in values.items():
             template = template.replace(name, value)
     return template
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if math.isfinite(value) else 0.0

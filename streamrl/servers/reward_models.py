@@ -10,11 +10,9 @@ from typing import Any, ClassVar, Final, Protocol
 from streamrl.config import RewardModelConfig
 from streamrl.errors import ConfigError
 from streamrl.http import Call
-from streamrl.servers.command_line import merged, words
-from streamrl.servers.dialect import Launch
 from streamrl.servers.environments import Kind, computes_on_cpu, find_environment, installed
+from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, merged, python_path, words
 from streamrl.servers.process import Startable
-from streamrl.servers.sglang_launch import PLUGIN, SHIM
 
 _CPU_CACHE_BYTES: Final = 1 << 30
 _CPU_CACHE_TOKENS: Final = 1 << 16
@@ -79,10 +77,6 @@ class _Model:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self._config.servers))}
 
 
-def _path(first: Path) -> str:
-    return os.pathsep.join(path for path in (str(first), os.environ.get("PYTHONPATH", "")) if path)
-
-
 class VllmModel(_Model):
     """vLLM 0.32 and 0.33."""
 
@@ -101,7 +95,7 @@ class VllmModel(_Model):
         environ = {"VLLM_NO_USAGE_STATS": "1"}
         if self.cpu:
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_CACHE_BYTES}
-            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads(), "PYTHONPATH": _path(PLUGIN)}
+            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads(), "PYTHONPATH": python_path(PLUGIN)}
         if self._config.sleep:
             flags["enable-sleep-mode"] = True
             environ["VLLM_SERVER_DEV_MODE"] = "1"  # otherwise it has no routes for it
@@ -148,7 +142,7 @@ class SglangModel(_Model):
             environ["HF_HUB_OFFLINE"] = "1"
         if self.cpu:
             flags |= {"device": "cpu", "max-total-tokens": _CPU_CACHE_TOKENS}
-            environ |= {"SGLANG_USE_CPU_ENGINE": "1", **self._threads(), "PYTHONPATH": _path(SHIM)}
+            environ |= {"SGLANG_USE_CPU_ENGINE": "1", **self._threads(), "PYTHONPATH": python_path(SGLANG_CPU)}
         if self._config.sleep:
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
         return Launch(self._argv("sglang.launch_server", flags), environ)

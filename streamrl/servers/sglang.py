@@ -9,64 +9,63 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
+import os
 import re
 import struct
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import orjson
+from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
-from streamrl.errors import DataError, Refused, StreamrlError, WireError
+from streamrl.engine import Finish, MemoryTag, PauseMode, Request
+from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
 from streamrl.http import Call
-from streamrl.servers.command_line import merged
-from streamrl.servers.dialect import PROBE, About, Chunk, Figures, Launch
-from streamrl.servers.environments import on_cpu
-from streamrl.servers.plugin_source import describe_version
-from streamrl.servers.sglang_launch import LOADER, PLUGIN, launch_server, wants_memory_saver
+from streamrl.servers.dialect import (
+    PROBE,
+    About,
+    Chunk,
+    Dialect,
+    Figures,
+    describe_version,
+    read_finish,
+    read_logprobs,
+    read_spans,
+    stream_error,
+)
+from streamrl.servers.environments import find_environment, on_cpu
+from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, adapters_in_flight, merged, python_path, words
 from streamrl.weight_sync.version import Version
 
+LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)
 _RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
-_FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
-class SglangDialect:
-    """See `Dialect`.
+class SglangDialect(Dialect):
+    """Speaks to SGLang.
 
     Request ids are hashed to 32 digits on the way out: SGLang aborts every request whose id begins with the one named.
     Whoever sends requests uses no id twice: two seconds after a response has ended SGLang aborts its id once more.
-
-    Args:
-        config: the run.
     """
 
     kind: ClassVar[str] = "sglang"
-    merges: ClassVar[bool] = False
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        # A server may have served another run, whose versions had the same numbers.
-        self._salt = uuid.uuid4().hex
-
+    @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`."""
-        return launch_server(self._config, model=model, port=port, seed=seed)
+        return _launch(self._config, model=model, port=port, seed=seed)
 
+    @override
     def ready(self) -> Call:
-        """See `Dialect.ready`.
-
-        503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
-        the server is paused, and marks it as unhealthy afterwards.
-        """
+        # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s
+        # while the server is paused, and marks it as unhealthy afterwards.
         return Call("GET", "/ready", repeatable=True)
 
+    @override
     def about(self) -> Sequence[Call]:
-        """See `Dialect.about`."""
         probe = {"model": "", "prompt": PROBE, "add_special_tokens": False}
         return [
             Call("GET", "/server_info", repeatable=True),
@@ -74,8 +73,9 @@ class SglangDialect:
             Call("POST", "/tokenize", probe, repeatable=True, optional=True),
         ]
 
+    @override
     def read_about(self, answers: Sequence[Any]) -> About:
-        """See `Dialect.read_about`. It never tells its vocabulary, and its tokenizer only when it has one."""
+        """It never tells its vocabulary, and its tokenizer only when it has one."""
         if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
             raise WireError(
                 "the server does not answer /server_info and /model_info as SGLang does", "is engine.kind right?"
@@ -99,8 +99,8 @@ class SglangDialect:
             probe=_token_ids(probe),
         )
 
+    @override
     def generation(self, request: Request, *, version: int) -> Call:
-        """See `Dialect.generation`."""
         room = self._config.model.context - len(request.tokens)
         sampling = {
             "max_new_tokens": max(1, min(request.max_new_tokens, room)),
@@ -128,14 +128,12 @@ class SglangDialect:
             body["lora_path"] = request.adapter
         return Call("POST", "/generate", body)
 
+    @override
     def chunk(self, message: Any, *, received: int) -> Chunk:
-        """See `Dialect.chunk`.
-
-        Messages are cumulative unless the server runs with `--incremental-streaming-output`, and a cumulative one may
-        already hold more than it counts; the count says which of its tokens are new.
-        """
+        # Messages are cumulative unless the server runs with `--incremental-streaming-output`, and a cumulative one may
+        # already hold more than it counts; the count says which of its tokens are new.
         if isinstance(message, Mapping) and "error" in message:
-            raise _refusal(message["error"])
+            raise stream_error(message["error"])
         try:
             return _chunk(message["output_ids"], message["meta_info"], received)
         except StreamrlError:
@@ -143,24 +141,21 @@ class SglangDialect:
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise WireError(f"no message of SGLang's /generate: {error!r}") from error
 
+    @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """See `Dialect.abort`.
-
-        A request that is being decoded ends with the next step. A paused server makes none, but one that was put back
-        into the queue ends at once: so all are put back first. The others will find their keys and values in the cache.
-        """
+        # A request that is being decoded ends with the next step. A paused server makes none, but one that was put back
+        # into the queue ends at once: so all are put back first. The others will find their keys and values in the
+        # cache.
         body = {"abort_all": True} if request_id is None else {"rid": _rid(request_id)}
         abort = Call("POST", "/abort_request", body, repeatable=True)
         return [_RETRACT, abort] if paused else [abort]
 
+    @override
     def pause(self, mode: PauseMode) -> Sequence[Call]:
-        """See `Dialect.pause`.
-
-        To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
-        old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in a
-        server that is paused already. The first abort lets running requests end with all they have, the second takes
-        those that the pause overtook.
-        """
+        # To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
+        # old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in
+        # a server that is paused already. The first abort lets running requests end with all they have, the second
+        # takes those that the pause overtook.
         if mode == "keep":
             return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
         if mode == "recompute":
@@ -168,25 +163,21 @@ class SglangDialect:
         abort = Call("POST", "/abort_request", {"abort_all": True}, repeatable=True)
         return [abort, _RETRACT, abort]
 
+    @override
     def resume(self) -> Sequence[Call]:
-        """See `Dialect.resume`."""
         return [Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True)]
 
+    @override
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.prefetch`: nothing, because SGLang looks at weights only while no request runs or it is paused.
-
-        The files are mostly on its host already, and the checks need their headers and one pass over the bytes. A
-        server on another host fetches them while it stands still.
-        """
+        # Nothing, because SGLang looks at weights only while no request runs or it is paused. The files are mostly on
+        # its host already, and the checks need their headers and one pass over the bytes. A server on another host
+        # fetches them while it stands still.
         del version
         return []
 
+    @override
     def update(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.update`. May be repeated: the same bytes are copied again.
-
-        Raises:
-            WeightsError: the version has no files.
-        """
+        # May be repeated: the same bytes are copied again.
         manifest = orjson.dumps(describe_version(version))
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
@@ -198,11 +189,9 @@ class SglangDialect:
         }
         return [Call("POST", "/update_weights_from_tensor", body, repeatable=True)]
 
+    @override
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """See `Dialect.sleep`.
-
-        The server dies of giving memory back while it decodes, so what runs is put back into the queue before.
-        """
+        """The server dies of giving memory back while it decodes, so what runs is put back into the queue before."""
         if level == 0:
             return self.pause("keep")
         if on_cpu(self._config.engine):
@@ -210,7 +199,7 @@ class SglangDialect:
                 f"SGLang on a CPU cannot sleep at level {level}: it answers that it did and frees nothing",
                 "use level 0, or stop the server",
             )
-        if not wants_memory_saver(self._config):
+        if not _wants_memory_saver(self._config):
             raise Refused(
                 f"this SGLang server cannot sleep at level {level}: it was not started for that",
                 "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
@@ -218,15 +207,17 @@ class SglangDialect:
         release = {"tags": ["kv_cache", "weights"]}
         return [_RETRACT, Call("POST", "/release_memory_occupation", release, repeatable=True)]
 
+    @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """See `Dialect.wake`. Decoding goes on when the keys and values are back."""
+        """Decoding goes on when the keys and values are back."""
         calls = []
-        if not on_cpu(self._config.engine) and wants_memory_saver(self._config):
+        if not on_cpu(self._config.engine) and _wants_memory_saver(self._config):
             calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
         return [*calls, *self.resume()] if "kv_cache" in tags else calls
 
+    @override
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """See `Dialect.load_adapter`. SGLang refuses a name or a folder that it has loaded already."""
+        """SGLang refuses a name or a folder that it has loaded already."""
         engine, alone = self._config.engine, self._config.learner.lora.alone
         if not (engine.url or alone or "enable-lora" in merged({}, engine.flags)):
             raise Refused(
@@ -235,20 +226,19 @@ class SglangDialect:
             )
         return Call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
+    @override
     def unload_adapter(self, name: str) -> Call:
-        """See `Dialect.unload_adapter`. The answer comes when no request uses the adapter any more."""
+        """The answer comes when no request uses the adapter any more."""
         return Call("POST", "/unload_lora_adapter", {"lora_name": name})
 
+    @override
     def figures(self) -> Call:
-        """See `Dialect.figures`.
-
-        `/v1/loads`, not `/metrics`: it is true at the moment of the question, `/metrics` is as old as up to 40 decode
-        steps. It counts neither tokens nor preemptions; a preempted request shows as a waiting one.
-        """
+        # `/v1/loads`, not `/metrics`: it is true at the moment of the question, `/metrics` is as old as up to 40 decode
+        # steps. It counts neither tokens nor preemptions; a preempted request shows as a waiting one.
         return Call("GET", "/v1/loads", query={"include": "core"}, repeatable=True)
 
+    @override
     def read_figures(self, answer: Any) -> Figures:
-        """See `Dialect.read_figures`."""
         try:
             loads = answer["loads"]
             return Figures(
@@ -287,26 +277,19 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
     unsaid = spans is None and finish == "abort"
-    runs = None if finish is None or unsaid else _runs(spans or (), total)
+    runs = None if finish is None or unsaid else read_spans(spans or (), total)
     return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"))
-
-
-def _refusal(error: Any) -> WireError | DataError:
-    message, code = (error.get("message"), error.get("code")) if isinstance(error, Mapping) else (error, None)
-    if isinstance(code, int) and 400 <= code < 500:
-        return DataError(f"SGLang refuses the request: {message}")
-    return WireError(f"SGLang failed: {message}")
 
 
 def _finish(reason: Any) -> Finish | None:
     if reason is None:
         return None
-    if not isinstance(reason, Mapping) or reason.get("type") not in _FINISHES:
+    if not isinstance(reason, Mapping):
         raise WireError(f"SGLang ended a response for a reason that nobody knows: {reason!r}")
-    code = reason.get("status_code")
-    if isinstance(code, int) and code >= 400:
-        raise _refusal({"message": reason.get("message"), "code": code})
-    return _FINISHES[reason["type"]]
+    finish = read_finish(reason["type"])
+    if isinstance(code := reason.get("status_code"), int) and code >= 400:
+        raise stream_error({"message": reason.get("message"), "code": code})
+    return finish
 
 
 def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
@@ -318,29 +301,10 @@ def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
 
 
 def _logprobs(entries: Sequence[Any], tokens: Sequence[int]) -> list[float]:
-    values = []
-    for (value, named, *_), token in zip(entries, tokens, strict=True):
+    for (_, named, *_), token in zip(entries, tokens, strict=True):
         if named != token:
             raise WireError(f"SGLang's log-probability of token {named} came with token {token}")
-        if not isinstance(value, float | int) or not math.isfinite(value):
-            raise WireError(f"SGLang's log-probability of token {token} is {value}")
-        values.append(float(value))
-    return values
-
-
-def _runs(spans: Sequence[Mapping[str, Any]], total: int) -> Runs:
-    runs: Runs = []
-    end = 0
-    for span in spans:
-        if span["start"] != end or span["end"] < end:
-            raise WireError(f"SGLang's version spans have a gap: {spans}")
-        end = span["end"]
-        version = int(span["version"]) if str(span["version"]).isdecimal() else 0
-        if span["end"] > span["start"] and (not runs or runs[-1][1] != version):
-            runs.append((span["start"], version))
-    if end != total:
-        raise WireError(f"SGLang's version spans end at {end}, the response has {total} tokens")
-    return runs
+    return read_logprobs([entry[0] for entry in entries])
 
 
 def _frame(manifest: bytes) -> str:
@@ -352,3 +316,104 @@ def _frame(manifest: bytes) -> str:
     """
     frame = b"\x80\x02]X" + struct.pack("<I", len(manifest)) + manifest + b"ctorch\nByteTensor\n)R\x86a."
     return base64.b64encode(frame).decode()
+
+
+def _wants_memory_saver(config: RunConfig) -> bool:
+    """Whether the servers of this run can give memory back: started so by us, or by others, who know it best."""
+    engine = config.engine
+    asked = "enable-memory-saver" in merged({}, engine.flags)
+    return bool(engine.url) or asked or config.rollout.placement == "colocated"
+
+
+def _launch(config: RunConfig, *, model: str, port: int, seed: int) -> Launch:
+    """Return command line and environment of a server on the loopback interface; the user's flags have the last word.
+
+    Raises:
+        ConfigError: there is no environment for SGLang, the GPU is missing, or `model` is a folder without a readable
+            `config.json`.
+    """
+    engine = config.engine
+    python = find_environment(engine.environment, "sglang") / "bin" / "python"
+    flags: dict[str, Any] = {
+        "model-path": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": engine.dtype,
+        "context-length": config.model.context,
+        "max-running-requests": engine.slots,
+        "stream-interval": engine.stream_interval,
+        # Without it each message holds the whole response so far.
+        "incremental-streaming-output": True,
+        # Token ids are all that travels. The warm-up would be a text, which kills the server when the model's own
+        # vocabulary has no word of it.
+        "skip-tokenizer-init": True,
+        "skip-server-warmup": True,
+        "sampling-defaults": "openai",
+        "custom-weight-loader": LOADER,
+        "tp-size": engine.tensor_parallel,
+        "random-seed": seed,
+        # Otherwise the idle scheduler keeps a core busy.
+        "sleep-on-idle": True,
+    }
+    if config.model.tokenizer is not None:
+        flags["tokenizer-path"] = config.model.tokenizer
+    tokens = _cache_tokens(config, model)
+    if tokens is not None:
+        flags["max-total-tokens"] = tokens
+    if config.learner.lora.alone:
+        flags |= {
+            "enable-lora": True,
+            "max-lora-rank": config.learner.lora.rank,
+            "lora-target-modules": "all",
+            "max-loras-per-batch": adapters_in_flight(config.max_staleness),
+        }
+    if on_cpu(config.engine):
+        flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
+    elif _wants_memory_saver(config):
+        flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+    argv = [str(python), "-m", "sglang.launch_server", *words(merged(flags, engine.flags))]
+    return Launch(argv, _environ(config, model))
+
+
+def _environ(config: RunConfig, model: str) -> dict[str, str]:
+    engine = config.engine
+    # A look at /health is then only a look: no token is sampled for it.
+    environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    paths = [PLUGIN]
+    if Path(model).is_dir():
+        environ["HF_HUB_OFFLINE"] = "1"
+    if on_cpu(config.engine):
+        # More threads than one fight each other for the cores of a busy machine.
+        environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
+        if engine.tensor_parallel > 1:
+            # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
+        paths.append(SGLANG_CPU)
+    return environ | {"PYTHONPATH": python_path(*paths)}
+
+
+def _cache_tokens(config: RunConfig, model: str) -> int | None:
+    """Tokens that `engine.kv_cache` has room for: at least one response, at most twice what all slots can hold.
+
+    None when the model is not a folder, so that nobody knows the size of a token.
+    """
+    path = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        return None
+    try:
+        shape = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    shape = shape.get("text_config", shape)
+    try:
+        heads = int(shape.get("num_attention_heads") or shape["n_head"])
+        width = int(shape.get("head_dim") or int(shape.get("hidden_size") or shape["n_embd"]) // heads)
+        layers = int(shape.get("num_hidden_layers") or shape["n_layer"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    kept = int(shape.get("num_key_value_heads") or heads)
+    token = 2 * layers * kept * width * _BYTES[config.engine.dtype]
+    context = config.model.context
+    most = 2 * config.engine.slots * context
+    return max(context + 1, min(most, config.engine.kv_cache * config.engine.tensor_parallel // token))

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from streamrl.config import RunConfig
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
+from typing_extensions import override
+
+from streamrl.engine import MemoryTag, PauseMode, Request
 from streamrl.errors import DataError, Refused, WireError
 from streamrl.http import Call
-from streamrl.servers.command_line import adapters_in_flight, merged, words
-from streamrl.servers.dialect import PROBE, About, Chunk, Figures, Launch
+from streamrl.servers.dialect import (
+    PROBE,
+    About,
+    Chunk,
+    Dialect,
+    Figures,
+    describe_version,
+    read_finish,
+    read_logprobs,
+    read_metrics,
+    read_spans,
+    stream_error,
+)
 from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.plugin_source import describe_version
+from streamrl.servers.launch import PLUGIN, Launch, adapters_in_flight, merged, python_path, words
 from streamrl.weight_sync.version import Version
 
-PLUGIN: Final = Path(__file__).parent / "plugin"
 BACKEND: Final = "streamrl"
 EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"
 MODEL: Final = "policy"
 OLDEST: Final = (0, 32)
 
-# What the server writes for a log-probability that is missing, NaN or minus infinity is -9999.
-_LOWEST: Final = -9000.0
-_FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PREFIX: Final = "generate-tokens-"
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 _GENERATE: Final = "/inference/v1/generate"
@@ -41,19 +46,14 @@ _FIGURES: Final = {
 }
 
 
-class VllmDialect:
-    """See `Dialect`. Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
+class VllmDialect(Dialect):
+    """Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
 
     kind: ClassVar[str] = "vllm"
-    merges: ClassVar[bool] = False
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        # A server may have served another run, whose versions had the same numbers.
-        self._salt = uuid.uuid4().hex
-
+    @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`. Raises `ConfigError` when the environment or the GPU is missing."""
+        """Raises `ConfigError` when the environment or the GPU is missing."""
         engine = self._config.engine
         python = find_environment(engine.environment, "vllm") / "bin" / "python"
         cpu = on_cpu(engine)
@@ -95,9 +95,8 @@ class VllmDialect:
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
 
     def _environ(self, *, cpu: bool) -> dict[str, str]:
-        paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
         environ = {
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONPATH": python_path(PLUGIN),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
             "VLLM_NO_USAGE_STATS": "1",
@@ -110,12 +109,12 @@ class VllmDialect:
                 environ["OMP_NUM_THREADS"] = str(threads)
         return environ
 
+    @override
     def ready(self) -> Call:
-        """See `Dialect.ready`."""
         return Call("GET", "/health", repeatable=True)
 
+    @override
     def about(self) -> Sequence[Call]:
-        """See `Dialect.about`."""
         return (
             Call("GET", "/version", repeatable=True),
             Call("GET", "/v1/models", repeatable=True),
@@ -133,8 +132,9 @@ class VllmDialect:
             ),
         )
 
+    @override
     def read_about(self, answers: Sequence[Any]) -> About:
-        """See `Dialect.read_about`. A server without a list of its routes (0.33 may hide it) is taken at its word."""
+        """A server without a list of its routes (0.33 may hide it) is taken at its word."""
         version, models, schema, info, probe = answers
         try:
             release = str(version["version"])
@@ -165,12 +165,8 @@ class VllmDialect:
                 "start it with --logprobs-mode processed_logprobs",
             )
 
+    @override
     def generation(self, request: Request, *, version: int) -> Call:
-        """See `Dialect.generation`.
-
-        Raises:
-            DataError: the context has no room for the prompt and one token.
-        """
         room = self._config.model.context - len(request.tokens)
         if room < 1:
             raise DataError(f"a prompt of {len(request.tokens)} tokens leaves no room in model.context")
@@ -192,10 +188,10 @@ class VllmDialect:
             body["model"] = request.adapter
         return Call("POST", _GENERATE, body)
 
+    @override
     def chunk(self, message: Any, *, received: int) -> Chunk:
-        """See `Dialect.chunk`."""
         if isinstance(message, dict) and "error" in message:
-            raise _error(message["error"])
+            raise stream_error(message["error"])
         try:
             choices = message["choices"]
             prompt = (message.get("usage") or {}).get("prompt_tokens")
@@ -204,7 +200,7 @@ class VllmDialect:
             choice = choices[0]
             tokens = [int(token) for token in choice["token_ids"] or ()]
             content = (choice["logprobs"] or {}).get("content") or ()
-            logprobs = [float(entry["logprob"]) for entry in content]
+            values = [entry["logprob"] for entry in content]
             named = [int(entry["token_id"]) for entry in content]
             reason = choice["finish_reason"]
             spans = choice["weight_versions"]
@@ -212,43 +208,39 @@ class VllmDialect:
             raise WireError(f"no chunk of a vLLM response: {error!r}") from error
         if named != tokens:
             raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(named)} others in one chunk")
-        if any(not math.isfinite(value) or value <= _LOWEST for value in logprobs):
-            raise WireError("a sampled token has no finite log-probability")
-        if reason is None:
-            return Chunk(tokens, logprobs, prompt_tokens=prompt)
-        if reason not in _FINISHES:
-            raise WireError(f"vLLM ended a response with {reason!r}")
-        runs = None if spans is None and reason == "abort" else _runs(spans or (), received + len(tokens))
-        return Chunk(tokens, logprobs, _FINISHES[reason], runs, prompt)
+        logprobs, finish = read_logprobs(values), read_finish(reason)
+        unsaid = finish is None or (spans is None and finish == "abort")
+        runs = None if unsaid else read_spans(spans or (), received + len(tokens))
+        return Chunk(tokens, logprobs, finish, runs, prompt)
 
+    @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """See `Dialect.abort`; works while paused as well."""
+        """Works while paused as well."""
         del paused
         body = {} if request_id is None else {"request_ids": [_PREFIX + request_id]}
         return (Call("POST", "/abort_requests", body, repeatable=True),)
 
+    @override
     def pause(self, mode: PauseMode) -> Sequence[Call]:
-        """See `Dialect.pause`."""
         # vLLM's own `abort` would refuse or hold new requests in ways that differ between 0.32 and 0.33: freeze, then
         # end what is there. With clear_cache the requests lose their keys and values and compute them anew.
         query = {"mode": "keep", "clear_cache": "true" if mode == "recompute" else "false"}
         freeze = Call("POST", "/pause", query=query, repeatable=True)
         return (freeze, *self.abort(None)) if mode == "abort" else (freeze,)
 
+    @override
     def resume(self) -> Sequence[Call]:
-        """See `Dialect.resume`."""
         return (Call("POST", "/resume", repeatable=True),)
 
+    @override
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.prefetch`: names, shapes, whole fused groups and finite values are checked by our plug-in."""
+        """Names, shapes, whole fused groups and finite values are checked by our plug-in."""
         return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
+    @override
     def update(self, version: Version) -> Sequence[Call]:
-        """See `Dialect.update`.
-
-        After a failure in the midst of it the model samples no more until the whole sequence, for this or another
-        version, has succeeded while the server is still paused; a server that is resumed without that dies.
-        """
+        # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
+        # version, has succeeded while the server is still paused; a server that is resumed without that dies.
         return (
             self._rpc("streamrl_begin", {}),
             Call("POST", "/start_weight_update"),
@@ -256,38 +248,41 @@ class VllmDialect:
             Call("POST", "/finish_weight_update", {"weight_version": str(version.number)}),
         )
 
+    @override
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """See `Dialect.sleep`. A server on a CPU keeps its memory."""
+        """A server on a CPU keeps its memory."""
         engine = self._config.engine
         asleep = self._config.rollout.placement == "colocated" or engine.flags.get("enable-sleep-mode") or engine.url
         if level > 0 and not asleep and not on_cpu(engine):
             raise Refused("this vLLM server keeps its memory", "engine.flags.enable-sleep-mode: true")
         return (Call("POST", "/sleep", query={"level": str(level), "mode": "keep"}, repeatable=True),)
 
+    @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """See `Dialect.wake`; decoding goes on when nothing sleeps any more."""
+        """Decoding goes on when nothing sleeps any more."""
         only = {"tags": tags[0]} if len(set(tags)) == 1 else {}
         return (Call("POST", "/wake_up", query=only, repeatable=True),)
 
+    @override
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """See `Dialect.load_adapter`."""
         return Call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
+    @override
     def unload_adapter(self, name: str) -> Call:
-        """See `Dialect.unload_adapter`."""
         return Call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, repeatable=True, missing_ok=True)
 
+    @override
     def figures(self) -> Call:
-        """See `Dialect.figures`."""
         return Call("GET", "/metrics", repeatable=True)
 
+    @override
     def read_figures(self, answer: Any) -> Figures:
-        """See `Dialect.read_figures`; sums over the engines of one server."""
+        """Sums over the engines of one server."""
         if not isinstance(answer, str):
             raise WireError("the metrics of vLLM are text")
         found = dict.fromkeys(_FIGURES.values(), 0.0)
         engines = 0
-        for name, value in _samples(answer):
+        for name, value in read_metrics(answer):
             if name in _FIGURES:
                 found[_FIGURES[name]] += value
                 engines += name == "vllm:kv_cache_usage_perc"
@@ -318,46 +313,3 @@ def _missing(routes: Any, settings: Any) -> str:
             f' and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
         )
     return ""
-
-
-def _runs(spans: Any, total: int) -> Runs:
-    """Spans cover the tokens without gap; a label that is no decimal number is the model the server started with."""
-    runs: Runs = []
-    end = 0
-    try:
-        for span in spans:
-            label, start, stop = str(span["version"]), int(span["start"]), int(span["end"])
-            if start != end or stop < start:
-                raise WireError(f"the version spans {spans} leave gaps")
-            number = int(label) if label.isascii() and label.isdecimal() else 0
-            if stop > start and (not runs or runs[-1][1] != number):
-                runs.append((start, number))
-            end = stop
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"no version spans: {error!r}") from error
-    if end != total:
-        raise WireError(f"the version spans cover {end} tokens of {total}")
-    return runs
-
-
-def _error(error: Any) -> Exception:
-    code = error.get("code") if isinstance(error, dict) else None
-    text = str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    if isinstance(code, int) and 400 <= code < 500:
-        return DataError(f"vLLM refuses the request: {text}")
-    return WireError(f"vLLM failed while it answered: {text}")
-
-
-def _samples(text: str) -> Iterator[tuple[str, float]]:
-    """Name and value of each line of Prometheus' text format."""
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        name = line.split("{", 1)[0].split(" ", 1)[0]
-        rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
-        try:
-            value = float(rest.split()[0])
-        except (ValueError, IndexError):
-            continue
-        if math.isfinite(value):
-            yield name, value

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -92,10 +90,7 @@ def test_flags_that_streamrl_needs_for_itself_are_refused(environment: Path, fla
 def test_an_installation_without_the_plug_in_is_found(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shutil.copytree(Path(environments.__file__).parent, tmp_path / "servers")
-    shutil.rmtree(tmp_path / "servers" / "plugin")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "servers")])
-    monkeypatch.setattr(engine_checks, "find_spec", lambda _: spec)
+    monkeypatch.setattr(engine_checks, "PLUGIN", tmp_path / "plugin")
     with pytest.raises(ConfigError, match="without its plug-in for vllm"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from streamrl.servers.vllm import PLUGIN
+from streamrl.servers.launch import PLUGIN
 
 sys.path.insert(0, str(PLUGIN))
 files = importlib.import_module("streamrl_engine.files")

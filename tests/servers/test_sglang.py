@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
-from streamrl.servers import environments, sglang_launch
-from streamrl.servers.sglang import SglangDialect
-from streamrl.servers.sglang_launch import LOADER, PLUGIN
+from streamrl.servers import environments, sglang
+from streamrl.servers.launch import PLUGIN
+from streamrl.servers.sglang import LOADER, SglangDialect
 from streamrl.weight_sync.version import Version
 
 TRIPLES = [[-4.690021514892578, 2, None], [-4.580459117889404, 22, None], [-4.856745719909668, 74, None]]
@@ -460,7 +460,7 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path, monkeypatch):
     assert "streamrl engines install sglang" in missing.value.hint
     folder = tmp_path / "empty"
     folder.mkdir()
-    monkeypatch.setattr(sglang_launch, "find_environment", lambda *_: tmp_path)
+    monkeypatch.setattr(sglang, "find_environment", lambda *_: tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json"):
         dialect().launch(model=str(folder), port=1, seed=9)
 

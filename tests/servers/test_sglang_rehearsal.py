@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamrl.servers.sglang_launch import PLUGIN
+from streamrl.servers.launch import PLUGIN
 
 WIDTH, HIDDEN, WORDS, PADDED = 8, 12, 10, 16
 

@@ -18,7 +18,8 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.servers import environments
-from streamrl.servers.vllm import PLUGIN, VllmDialect
+from streamrl.servers.launch import PLUGIN
+from streamrl.servers.vllm import VllmDialect
 from streamrl.weight_sync.version import Version
 
 FIRST = orjson.loads(

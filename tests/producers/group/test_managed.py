@@ -20,8 +20,7 @@ from toy import Toy, make_dialect, serving, until
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers.group.server import ServerDied, ServerEngine
 from streamrl.servers import process as managed
-from streamrl.servers.ports import free_port, listens
-from streamrl.servers.process import ManagedServer, ServerSettings
+from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
 
 HERE = Path(__file__).parent
 ORPHANS = {"TOY_FREE": "1", "TOY_ORPHANS": "1"}
@@ -142,7 +141,7 @@ PARENT = """
     from pathlib import Path
     sys.path.insert(0, {here!r})
     from test_managed import make_dialect, settings, ORPHANS
-    from streamrl.servers.process import ManagedServer, ServerSettings
+    from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
 
     async def main():
         dialect = make_dialect()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.servers.command_line import merged, words
+from streamrl.servers.launch import merged, words
 
 
 def test_the_user_has_the_last_word_whichever_way_a_flag_is_written():

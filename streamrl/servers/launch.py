@@ -1,13 +1,20 @@
-"""The flags of a server that streamrl starts: its own, then those of the configuration, as words of a command line."""
+"""How servers are started: their flags as words of a command line, and where they find our plug-in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from streamrl.errors import ConfigError
 
+PLUGIN: Final = Path(__file__).parent / "plugin"
+"""For the PYTHONPATH of vLLM and SGLang servers."""
+SGLANG_CPU: Final = PLUGIN / "sglang_cpu"
+"""What SGLang needs besides on a CPU."""
 _NOT_GIVEN: Final = {
     "host": "a server that streamrl starts listens on the loopback interface: it has routes that no key guards",
     "port": "streamrl finds a free port for each server",
@@ -16,6 +23,14 @@ _NOT_GIVEN: Final = {
 _MOST_ADAPTERS: Final = 8
 """Servers keep room for each of them from their start on; requests with more wait for others to end."""
 _NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started: its command line, and what is added to the environment."""
+
+    argv: Sequence[str]
+    environ: Mapping[str, str]
 
 
 def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:
@@ -50,6 +65,11 @@ def words(flags: Mapping[str, Any]) -> Iterator[str]:
             yield json.dumps(value)
         elif value is not True:
             yield str(value)
+
+
+def python_path(*first: Path) -> str:
+    """A PYTHONPATH: ours, then that of this process."""
+    return os.pathsep.join(path for path in (*map(str, first), os.environ.get("PYTHONPATH", "")) if path)
 
 
 def adapters_in_flight(max_staleness: int) -> int:
