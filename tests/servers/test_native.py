@@ -16,7 +16,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.producers.serve import messages
-from streamrl.producers.serve.leases import PauseLeases
+from streamrl.producers.serve.app import PauseLeases
 from streamrl.runfile import load
 from streamrl.servers.dialect import make_dialect
 from streamrl.servers.native import NativeDialect

@@ -9,18 +9,19 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import uvicorn
+from aiohttp import web
 
 from streamrl import __version__
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, unwrap
+from streamrl.listening import url_of
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.serve.addresses import url_of
-from streamrl.producers.serve.asgi import EngineApp
+from streamrl.producers.serve.app import EngineApp
 from streamrl.producers.serve.deliveries import Deliveries
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.servers.dialect import PROBE
@@ -56,10 +57,10 @@ async def serve(
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-serve-")))
         deliveries = await stack.enter_async_context(Deliveries(config.weights.deadline, place, pulls=key is not None))
         about = await asyncio.to_thread(describe_engine, config, engine)
-        served = EngineApp(engine, about, deliveries, key)
         logger.info("serving", extra={"url": url, "model": config.model.path})
         try:
-            await _run(served, engine, listening, lambda: ready(url))
+            make = partial(EngineApp, engine, about, deliveries, key)
+            await _run(engine, listening, make, lambda: ready(url))
         except BaseExceptionGroup as group:
             raise unwrap(group) from group
 
@@ -83,40 +84,34 @@ def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
     }
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: it would raise the signal again when all is done."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _run(served: EngineApp, engine: HfEngine, listening: socket.socket, ready: Callable[[], None]) -> None:
+async def _run(
+    engine: HfEngine,
+    listening: socket.socket,
+    make: Callable[[asyncio.TaskGroup], EngineApp],
+    ready: Callable[[], None],
+) -> None:
     """Serve until a signal, or until the engine dies."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = _Server(
-        uvicorn.Config(
+    async with _stop_signal() as stop, asyncio.TaskGroup() as tasks:
+        served = make(tasks)
+        runner = web.AppRunner(
             served.app(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=_FAREWELL_SECONDS,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEP_ALIVE,
+            shutdown_timeout=_FAREWELL_SECONDS,
         )
-    )
-    async with _stop_signal() as stop, asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve(sockets=[listening]), name="serve")
-        watches = [group.create_task(served.watch_leases()), group.create_task(_watch(engine))]
-        while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn sets no event
-            await asyncio.sleep(0.01)
-        ready()
-        await stop.wait()
-        for watch in watches:
-            watch.cancel()
-        await engine.close()
-        server.should_exit = True
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listening, backlog=512).start()
+            watches = [tasks.create_task(served.watch_leases()), tasks.create_task(_watch(engine))]
+            ready()
+            await stop.wait()
+            for watch in watches:
+                watch.cancel()
+            await engine.close()
+        finally:
+            await runner.cleanup()
 
 
 async def _watch(engine: HfEngine) -> None:

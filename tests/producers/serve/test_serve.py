@@ -20,7 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, StreamrlError
 from streamrl.producers import tiny
 from streamrl.producers.group.server import ServerEngine
-from streamrl.producers.serve.asgi import MAX_BODY
+from streamrl.producers.serve.app import MAX_BODY
 from streamrl.servers.native import NativeDialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 
