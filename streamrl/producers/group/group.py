@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from typing_extensions import override
+
 from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.02
 
 
-class EngineGroup:
+class EngineGroup(Engine):
     """`Engine` over the servers of a replica.
 
     Dead is the group when all its servers are beyond help, or none of them has served for `engine.start_deadline`; a
@@ -77,8 +79,9 @@ class EngineGroup:
 
     # --- life --------------------------------------------------------------------------------------------------------
 
+    @override
     async def start(self) -> None:
-        """See `Engine.start`. Returns when the first server can serve; the others come when they come.
+        """Returns when the first server can serve; the others come when they come.
 
         Raises:
             ConfigError: a server cannot be used as it is, and was found so before any other could serve.
@@ -98,8 +101,9 @@ class EngineGroup:
                 raise refused.error
             await asyncio.sleep(_LOOK_SECONDS)
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`. Servers that the group started end; servers of others go on."""
+        """Servers that the group started end; servers of others go on."""
         if self._closed:
             return
         self._closed = True
@@ -108,14 +112,16 @@ class EngineGroup:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
+    @override
     async def health(self) -> None:
-        """See `Engine.health`; also `Unreachable` while there are servers and none of them can serve."""
+        """Also `Unreachable` while there are servers and none of them can serve."""
         self._check()
         if self._pool.members and not self._pool.serving:
             raise Unreachable(f"no server can serve now: {self._pool.reasons}")
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine.load`. `waiting` counts requests without a server as well."""
+        """`waiting` counts requests without a server as well."""
         serving = self._pool.serving
         usable = [member for member in serving if self._pool.allows(member)]
         queued = sum(min(member.figures.waiting, len(member.requests)) for member in serving)
@@ -162,8 +168,9 @@ class EngineGroup:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
+    @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`. Outlives the death of servers.
+        """Outlives the death of servers.
 
         Raises:
             DataError: also when three servers in a row died of the request, the last one with nothing else to do.
@@ -202,8 +209,8 @@ class EngineGroup:
             return piece
         return None
 
+    @override
     async def abort(self, request_id: str | None = None) -> int:
-        """See `Engine.abort`."""
         self._check()
         chosen = {
             request for name, request in self._requests.items() if request_id in {None, name} and not request.aborting
@@ -232,22 +239,24 @@ class EngineGroup:
 
     # --- controls ----------------------------------------------------------------------------------------------------
 
+    @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`; servers that come later are paused as well."""
+        """Servers that come later are paused as well."""
         self._check()
         self._state.paused = mode
         if mode == "abort":
             self._abort_all()
         await self._each(lambda engine: engine.pause(mode))
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         self._check()
         self._state.paused = None
         await self._each(lambda engine: engine.resume())
 
+    @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`; servers are not started meanwhile."""
+        """Servers are not started meanwhile."""
         self._check()
         self._state.awake.clear()
         try:
@@ -256,29 +265,31 @@ class EngineGroup:
             self._state.awake.set()
             raise
 
+    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`."""
         self._check()
         await self._each(lambda engine: engine.wake(tags))
         if set(tags) == {"weights", "kv_cache"}:
             self._state.awake.set()
 
+    @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`. The folder has to stay: servers that come later load it as well."""
+        """The folder has to stay: servers that come later load it as well."""
         self._check()
         if name in self._state.adapters:
             raise Refused(f"an adapter {name!r} is loaded", "every version of an adapter needs a name of its own")
         await self._each(lambda engine: engine.load_adapter(name, folder))
         self._state.adapters[name] = folder
 
+    @override
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`."""
         self._check()
         if self._state.adapters.pop(name, None) is not None:
             await self._each(lambda engine: engine.unload_adapter(name))
 
+    @override
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`. Each server takes the version by itself, all at the same time.
+        """Each server takes the version by itself, all at the same time.
 
         Returns when all that can serve have it, or when those that take much longer than the first are left behind:
         they take it, or a newer one, before their next prompt. With none that can serve it returns at once.

@@ -16,9 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from typing_extensions import override
+
 from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
+    Engine,
     EngineLoad,
     Listener,
     MemoryTag,
@@ -32,7 +35,6 @@ from streamrl.producers.engines.limits import Limits
 from streamrl.producers.group.connect import Facts, connect
 from streamrl.producers.group.controls import Controls
 from streamrl.producers.group.flights import Flight, ServerDied
-from streamrl.producers.group.life import Life
 from streamrl.servers.dialect import Dialect, Figures
 from streamrl.servers.process import ManagedServer
 from streamrl.weight_sync.version import Version
@@ -49,9 +51,62 @@ _POLL_DEADLINE: Final = 5.0
 _PROBE_SECONDS: Final = 20.0
 _LAST_SECONDS: Final = 10.0
 _ANY_TOKEN: Final = 1 << 31
+_LONGEST_GAP: Final = 1.0
+"""Seconds between two looks that count at most: a process that was stopped (SIGSTOP) has not waited all that time."""
 
 
-class ServerEngine:
+class Liveness:
+    """Whether a server lives, judged by what it does, not by what it answers; pure, with the clock as an argument.
+
+    Args:
+        patience: longest time without a sign, in seconds.
+        now: any clock's.
+
+    Attributes:
+        busy_seconds: time in which requests were being decoded.
+    """
+
+    def __init__(self, patience: float, now: float) -> None:
+        self._patience = patience
+        self._looked_at = now
+        self._still = 0.0
+        self._silent = 0.0
+        self.busy_seconds = 0.0
+
+    def progress(self) -> None:
+        """It has sampled tokens, or its own figures have changed."""
+        self._still = self._silent = 0.0
+
+    def answered(self) -> None:
+        """It has answered something; that alone does not prove that it decodes."""
+        self._silent = 0.0
+
+    def look(self, now: float, *, busy: bool, held: bool) -> str:
+        """Return why it counts as dead now; empty when it does not.
+
+        Args:
+            now: of the clock.
+            busy: it has requests to decode.
+            held: it was told to stand still, so that neither decoding nor answers are expected.
+        """
+        passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP), now
+        if held:
+            self._still = self._silent = 0.0
+            return ""
+        self._silent += passed
+        if busy:
+            self.busy_seconds += passed
+            self._still += passed
+        else:
+            self._still = 0.0
+        if self._still >= self._patience:
+            return f"no token and no other sign of progress for {self._still:.0f} s"
+        if self._silent >= self._patience:
+            return f"no answer to anything for {self._silent:.0f} s"
+        return ""
+
+
+class ServerEngine(Engine):
     """`Engine` over one server. One life: after its death or `close`, make another one.
 
     Its death (the process ends, connections are refused, no sign of life for a deadline, a control that does not end)
@@ -93,20 +148,15 @@ class ServerEngine:
         self._client: HttpClient | None = None
         self._controls: Controls | None = None
         self._facts = Facts(config.model.context, None, fixed=False)
-        self._life = Life(0.0, 0.0)
+        self._liveness = Liveness(0.0, 0.0)
 
     @property
     def pause_seconds(self) -> float:
         """How long decoding stood still for the last `apply`; 0 before."""
         return self._controls.pause_seconds if self._controls else 0.0
 
+    @override
     async def start(self) -> None:
-        """See `Engine.start`.
-
-        Raises:
-            ConfigError: the server is not the right one; see `connect`.
-            Unreachable: nobody answers, or our own server does not get ready.
-        """
         self._loop = asyncio.get_running_loop()
         try:
             key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
@@ -133,12 +183,13 @@ class ServerEngine:
                 extra={"url": url, "server": self._dialect.kind},
             )
         longest = min(self._config.weights.deadline, self._config.lease.max_hold / 2)
-        self._life = Life(longest, self._loop.time())
+        self._liveness = Liveness(longest, self._loop.time())
         self._own(self._watch(), "engine-watch")
         self._own(self._poll(client), "engine-poll")
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`. A server of our own is stopped; one that we paused goes on."""
+        """A server of our own is stopped; one that we paused goes on."""
         if self._closed:
             return
         self._closed = True
@@ -156,8 +207,9 @@ class ServerEngine:
         if self._server is not None:
             await self._server.stop()
 
+    @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`. Raises `ServerDied` when the server dies meanwhile."""
+        """Raises `ServerDied` when the server dies meanwhile."""
         controls = self._serving()
         limit = Limits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
         if request.id in self._flights:
@@ -178,54 +230,57 @@ class ServerEngine:
             del self._flights[request.id]
             self._conversations.pop(flight, None)
 
+    @override
     async def abort(self, request_id: str | None = None) -> int:
-        """See `Engine.abort`. At most `ABORT_SECONDS`, whatever the server does."""
+        """At most `ABORT_SECONDS`, whatever the server does."""
         controls = self._serving()
         chosen = [
             flight for name, flight in self._flights.items() if request_id in {None, name} and not flight.outcome.done()
         ]
         return await self.end(chosen, controls.tell_abort)
 
+    @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         await self._control(lambda controls: controls.pause(mode))
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         await self._control(lambda controls: controls.resume())
 
+    @override
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`. A server with weights of its own keeps them, and the version of the first call."""
+        """A server with weights of its own keeps them, and the version of the first call."""
         if self._facts.fixed:
             self._serving().keep(version)
         else:
             await self._control(lambda controls: controls.apply(version))
 
+    @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
         await self._control(lambda controls: controls.sleep(level))
 
+    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`."""
         await self._control(lambda controls: controls.wake(tags))
 
+    @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`."""
         await self._control(lambda controls: controls.load_adapter(name, folder))
 
+    @override
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`."""
         await self._control(lambda controls: controls.unload_adapter(name))
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine.load`: what we sent and heard, and what the server itself said about a second ago."""
+        """What we sent and heard, and what the server itself said about a second ago."""
         sent = sum(flight.sent for flight in self._flights.values())
         waiting = min(sent, self._figures.waiting)
         return EngineLoad(
             running=sent - waiting,
             waiting=len(self._flights) - sent + waiting,
             tokens_sampled=self._tokens,
-            busy_seconds=self._life.busy_seconds,
+            busy_seconds=self._liveness.busy_seconds,
             version=self._controls.version if self._controls else 0,
             capacity=self._config.engine.slots,
             cache_use=self._figures.cache_use,
@@ -233,8 +288,8 @@ class ServerEngine:
             servers=int(self._controls is not None and self._failure is None and not self._closed),
         )
 
+    @override
     async def health(self) -> None:
-        """See `Engine.health`."""
         controls = self._serving()
         self._look()
         if not controls.held:
@@ -336,7 +391,7 @@ class ServerEngine:
     def _look(self) -> None:
         busy = any(flight.sent for flight in self.flights)
         held = self._controls is None or self._controls.held
-        if why := self._life.look(self._loop.time(), busy=busy, held=held):
+        if why := self._liveness.look(self._loop.time(), busy=busy, held=held):
             self.die(Unreachable(f"the engine server hangs: {why}", "see its log"))
 
     async def _poll(self, client: HttpClient) -> None:
@@ -346,19 +401,19 @@ class ServerEngine:
             await asyncio.sleep(_POLL_SECONDS)
             try:
                 answer = await client.call(self._dialect.figures(), _POLL_DEADLINE, retry=False)
-                self._life.answered()
+                self._liveness.answered()
                 figures = self._dialect.read_figures(answer)
             except Lost as error:
                 if not error.sent:
                     await self._there()
             except (BadAnswer, DataError, WireError) as error:
-                self._life.answered()
+                self._liveness.answered()
                 if not told:
                     logger.warning("the server does not tell its figures", extra={"why": error.message})
                 told = True
             else:
                 if figures != self._figures:
-                    self._life.progress()
+                    self._liveness.progress()
                 self._figures = figures
 
     async def _there(self) -> bool:
@@ -412,7 +467,7 @@ class ServerEngine:
             async for message in messages:
                 chunk = self._dialect.chunk(message, received=flight.heard)
                 if chunk.tokens or chunk.finish is not None:
-                    self._life.progress()
+                    self._liveness.progress()
                 flight.hear(chunk)
                 self._tokens += len(chunk.tokens)
                 if chunk.finish is not None:
