@@ -49,7 +49,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServerMetrics:
     """What a server's own metrics say; counters grow from the start of the server."""
 
     running: int = 0
@@ -60,7 +60,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ServerInfo:
     """What a server says of itself at connect.
 
     Attributes:
@@ -125,7 +125,7 @@ class Dialect(ABC):
         """Calls whose answers `read_about` needs."""
 
     @abstractmethod
-    def read_about(self, answers: Sequence[Any]) -> About:
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         """Understand the answers to `about`, in their order (parsed JSON, text where it is none, None for 404)."""
 
     @abstractmethod
@@ -206,12 +206,12 @@ class Dialect(ABC):
         raise Refused(f"adapter {name!r}: an {self.kind} server has none")
 
     @abstractmethod
-    def figures(self) -> Call:
+    def metrics(self) -> Call:
         """Ask for the server's metrics."""
 
     @abstractmethod
-    def read_figures(self, answer: Any) -> Figures:
-        """Understand the answer to `figures`."""
+    def read_metrics(self, answer: Any) -> ServerMetrics:
+        """Understand the answer to `metrics`."""
 
 
 def make_dialect(config: RunConfig) -> Dialect:
@@ -296,7 +296,7 @@ def stream_error(error: Any) -> WireError | DataError:
     return WireError(f"the server failed while it answered: {said}")
 
 
-def read_metrics(text: str) -> Iterator[tuple[str, float]]:
+def parse_metrics(text: str) -> Iterator[tuple[str, float]]:
     """Name and value of each finite sample in Prometheus' text format."""
     for line in text.splitlines():
         if not line or line.startswith("#"):

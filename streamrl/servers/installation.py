@@ -17,7 +17,15 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, StreamrlError
-from streamrl.servers.environments import MARKER, UNFINISHED, Kind, Recipe, install_command, installed, recipe
+from streamrl.servers.environments import (
+    MARKER,
+    UNFINISHED,
+    EnvironmentRecipe,
+    Kind,
+    install_command,
+    installed,
+    recipe,
+)
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -68,7 +76,7 @@ def install(kind: Kind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
 class _Installation:
     """One call of `install`, which holds the folder's lock."""
 
-    def __init__(self, wanted: Recipe, folder: Path, python: str, lock: int, say: Say) -> None:
+    def __init__(self, wanted: EnvironmentRecipe, folder: Path, python: str, lock: int, say: Say) -> None:
         self._recipe = wanted
         self._folder = folder
         self._python = python

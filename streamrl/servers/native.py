@@ -16,7 +16,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import MemoryTag, PauseMode, Request, Runs
 from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import Call
-from streamrl.servers.dialect import About, Chunk, Dialect, Figures, read_finish, read_logprobs
+from streamrl.servers.dialect import Chunk, Dialect, ServerInfo, ServerMetrics, read_finish, read_logprobs
 from streamrl.servers.launch import Launch
 from streamrl.weight_sync.version import Version
 
@@ -65,13 +65,13 @@ class NativeDialect(Dialect):
         return (Call("GET", "/about", repeatable=True),)
 
     @override
-    def read_about(self, answers: Sequence[Any]) -> About:
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         (answer,) = answers
         try:
             if answer["software"] != SOFTWARE:
                 raise WireError(f"this is no server of streamrl's, but {answer['software']!r}")
             probe = answer["probe"]
-            return About(
+            return ServerInfo(
                 version=str(answer["version"]),
                 model=str(answer["model"]),
                 context=int(answer["context"]),
@@ -175,14 +175,14 @@ class NativeDialect(Dialect):
         return Call("POST", "/adapters/unload", {"name": name}, repeatable=True)
 
     @override
-    def figures(self) -> Call:
+    def metrics(self) -> Call:
         """Renews this dialect's pause."""
         return Call("GET", "/figures", query={"owner": self._owner}, repeatable=True)
 
     @override
-    def read_figures(self, answer: Any) -> Figures:
+    def read_metrics(self, answer: Any) -> ServerMetrics:
         try:
-            return Figures(
+            return ServerMetrics(
                 running=_whole(answer["running"]),
                 waiting=_whole(answer["waiting"]),
                 cache_use=min(max(float(answer["cache_use"]), 0.0), 1.0),

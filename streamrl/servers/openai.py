@@ -25,13 +25,13 @@ from streamrl.errors import ConfigError, Refused, WeightsError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     PROBE,
-    About,
     Chunk,
     Dialect,
-    Figures,
+    ServerInfo,
+    ServerMetrics,
+    parse_metrics,
     read_finish,
     read_logprobs,
-    read_metrics,
     stream_error,
 )
 from streamrl.weight_sync.version import Version
@@ -103,7 +103,7 @@ class OpenaiDialect(Dialect):
         ]
 
     @override
-    def read_about(self, answers: Sequence[Any]) -> About:
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         models, version, probe = answers
         try:
             entries = models["data"]
@@ -115,7 +115,7 @@ class OpenaiDialect(Dialect):
             raise ConfigError(f"the server has no model {self._model!r}", f"engine.flags.model: {', '.join(known)}")
         context = entry.get("max_model_len")
         tokens = probe.get("tokens") if isinstance(probe, Mapping) else None
-        return About(
+        return ServerInfo(
             version=str(version.get("version", "")) if isinstance(version, Mapping) else "",
             model=str(entry["id"]),
             context=context if isinstance(context, int) else None,
@@ -182,18 +182,18 @@ class OpenaiDialect(Dialect):
         return [Call("POST", self._reload, _filled(self._reload_body, filled), repeatable=True)]
 
     @override
-    def figures(self) -> Call:
+    def metrics(self) -> Call:
         return Call("GET", "/metrics", repeatable=True, missing_ok=True, optional=True)
 
     @override
-    def read_figures(self, answer: Any) -> Figures:
+    def read_metrics(self, answer: Any) -> ServerMetrics:
         """Those of vLLM, SGLang and TGI are understood, others count as silent."""
         found = dict.fromkeys(_FIGURES.values(), 0.0)
         if isinstance(answer, str):
-            for name, value in read_metrics(answer):
+            for name, value in parse_metrics(answer):
                 if name in _FIGURES:
                     found[_FIGURES[name]] += value
-        return Figures(
+        return ServerMetrics(
             running=int(found["running"]), waiting=int(found["waiting"]), tokens_sampled=int(found["tokens_sampled"])
         )
 

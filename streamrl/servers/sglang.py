@@ -25,10 +25,10 @@ from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     PROBE,
-    About,
     Chunk,
     Dialect,
-    Figures,
+    ServerInfo,
+    ServerMetrics,
     describe_version,
     read_finish,
     read_logprobs,
@@ -74,7 +74,7 @@ class SglangDialect(Dialect):
         ]
 
     @override
-    def read_about(self, answers: Sequence[Any]) -> About:
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         """It never tells its vocabulary, and its tokenizer only when it has one."""
         if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
             raise WireError(
@@ -90,7 +90,7 @@ class SglangDialect(Dialect):
                 f"set engine.tensor_parallel to {ranks}",
             )
         missing = _missing(server, version)
-        return About(
+        return ServerInfo(
             version=version,
             model=str(model.get("model_path", "")),
             context=context if isinstance(context, int) else None,
@@ -232,16 +232,16 @@ class SglangDialect(Dialect):
         return Call("POST", "/unload_lora_adapter", {"lora_name": name})
 
     @override
-    def figures(self) -> Call:
+    def metrics(self) -> Call:
         # `/v1/loads`, not `/metrics`: it is true at the moment of the question, `/metrics` is as old as up to 40 decode
         # steps. It counts neither tokens nor preemptions; a preempted request shows as a waiting one.
         return Call("GET", "/v1/loads", query={"include": "core"}, repeatable=True)
 
     @override
-    def read_figures(self, answer: Any) -> Figures:
+    def read_metrics(self, answer: Any) -> ServerMetrics:
         try:
             loads = answer["loads"]
-            return Figures(
+            return ServerMetrics(
                 running=sum(int(load["num_running_reqs"]) for load in loads),
                 waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
                 cache_use=min(1.0, max(float(load["token_usage"]) for load in loads)),

@@ -14,14 +14,14 @@ from streamrl.errors import DataError, Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     PROBE,
-    About,
     Chunk,
     Dialect,
-    Figures,
+    ServerInfo,
+    ServerMetrics,
     describe_version,
+    parse_metrics,
     read_finish,
     read_logprobs,
-    read_metrics,
     read_spans,
     stream_error,
 )
@@ -133,7 +133,7 @@ class VllmDialect(Dialect):
         )
 
     @override
-    def read_about(self, answers: Sequence[Any]) -> About:
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         """A server without a list of its routes (0.33 may hide it) is taken at its word."""
         version, models, schema, info, probe = answers
         try:
@@ -155,7 +155,7 @@ class VllmDialect(Dialect):
         missing = _missing(routes, settings)
         if settings is not None:
             self._check_logprobs(settings["model_config"]["logprobs_mode"])
-        return About(release, name, context, can_update=not missing, missing=missing, probe=tokens)
+        return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
         wanted = self._config.sampling.temperature
@@ -272,21 +272,21 @@ class VllmDialect(Dialect):
         return Call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, repeatable=True, missing_ok=True)
 
     @override
-    def figures(self) -> Call:
+    def metrics(self) -> Call:
         return Call("GET", "/metrics", repeatable=True)
 
     @override
-    def read_figures(self, answer: Any) -> Figures:
+    def read_metrics(self, answer: Any) -> ServerMetrics:
         """Sums over the engines of one server."""
         if not isinstance(answer, str):
             raise WireError("the metrics of vLLM are text")
         found = dict.fromkeys(_FIGURES.values(), 0.0)
         engines = 0
-        for name, value in read_metrics(answer):
+        for name, value in parse_metrics(answer):
             if name in _FIGURES:
                 found[_FIGURES[name]] += value
                 engines += name == "vllm:kv_cache_usage_perc"
-        return Figures(
+        return ServerMetrics(
             running=int(found["running"]),
             waiting=int(found["waiting"]),
             cache_use=min(found["cache_use"] / max(engines, 1), 1.0),

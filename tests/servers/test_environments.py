@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.servers import environments, installation
-from streamrl.servers.environments import MARKER, UNFINISHED, Recipe, find_environment, installed
+from streamrl.servers.environments import MARKER, UNFINISHED, EnvironmentRecipe, find_environment, installed
 from streamrl.servers.installation import install
 
 NAMES = ("torch", "transformers", "xxhash", "zstandard", "engine")
@@ -119,8 +119,8 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, ...]) -> Recipe:
-    made = Recipe("vllm", True, steps, "engine")
+def plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, ...]) -> EnvironmentRecipe:
+    made = EnvironmentRecipe("vllm", True, steps, "engine")
     monkeypatch.setattr(installation, "recipe", lambda *_, **__: made)
     return made
 
@@ -229,9 +229,9 @@ KILLED = """
 import sys
 from pathlib import Path
 from streamrl.servers import installation
-from streamrl.servers.environments import Recipe
+from streamrl.servers.environments import EnvironmentRecipe
 steps = (("torch", "transformers", "xxhash", "zstandard", "engine"),)
-installation.recipe = lambda *_, **__: Recipe("vllm", True, steps, "engine")
+installation.recipe = lambda *_, **__: EnvironmentRecipe("vllm", True, steps, "engine")
 installation.install("vllm", Path(sys.argv[1]), cpu=True, say=lambda text: print(text, flush=True))
 """
 

@@ -52,8 +52,8 @@ def test_every_call_is_a_message_of_the_server(dialect):
     (pause,), (resume,) = dialect.pause("recompute"), dialect.resume()
     held = understood(pause, messages.Pause)
     assert (held.mode, held.seconds) == ("recompute", RunConfig().lease.seconds)
-    assert held.owner == understood(resume, messages.Resume).owner == dialect.figures().query["owner"]
-    assert held.owner != NativeDialect(RunConfig()).figures().query["owner"]
+    assert held.owner == understood(resume, messages.Resume).owner == dialect.metrics().query["owner"]
+    assert held.owner != NativeDialect(RunConfig()).metrics().query["owner"]
     assert understood(dialect.sleep(2)[0], messages.Sleep).level == 2
     assert understood(dialect.wake(["weights"])[0], messages.Wake).tags == ["weights"]
     assert understood(dialect.load_adapter("a", Path("b")), messages.LoadAdapter).folder == str(Path.cwd() / "b")
@@ -138,7 +138,7 @@ def test_any_json_is_understood_or_refused(answer):
     for read in (
         lambda: dialect.chunk(answer, received=0),
         lambda: dialect.read_about([answer]),
-        lambda: dialect.read_figures(answer),
+        lambda: dialect.read_metrics(answer),
     ):
         try:
             read()
@@ -153,7 +153,7 @@ def test_what_a_server_says_of_itself(dialect):
     assert dialect.read_about([said | {"probe": None}]).probe is None
     with pytest.raises(WireError, match="nginx"):
         dialect.read_about([said | {"software": "nginx"}])
-    figures = dialect.read_figures(
+    figures = dialect.read_metrics(
         {"running": 1, "waiting": 2, "cache_use": 1.5, "tokens_sampled": 3, "preemptions": 4}
     )
     assert (figures.running, figures.waiting, figures.cache_use, figures.preemptions) == (1, 2, 1.0, 4)

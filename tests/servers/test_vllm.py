@@ -260,19 +260,19 @@ def test_sleep_is_refused_where_memory_would_stay(monkeypatch: pytest.MonkeyPatc
 
 
 def test_metrics_are_read() -> None:
-    found = dialect().read_figures(METRICS)
+    found = dialect().read_metrics(METRICS)
     assert (found.running, found.waiting, found.cache_use) == (3, 2, 0.25)
     assert (found.tokens_sampled, found.preemptions) == (255, 1)
     two = METRICS + METRICS.replace('engine="0"', 'engine="1"').replace("0.25", "0.75")
-    assert dialect().read_figures(two).cache_use == 0.5
-    assert dialect().read_figures(two).running == 6
+    assert dialect().read_metrics(two).cache_use == 0.5
+    assert dialect().read_metrics(two).running == 6
     with pytest.raises(WireError):
-        dialect().read_figures(None)
+        dialect().read_metrics(None)
 
 
 @given(st.text())
 def test_no_metrics_break_the_reader(text: str) -> None:
-    dialect().read_figures(text)
+    dialect().read_metrics(text)
 
 
 def answers(**values: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from streamrl.config import ModelConfig, RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost
-from streamrl.servers.dialect import PROBE, About, Dialect
+from streamrl.servers.dialect import PROBE, Dialect, ServerInfo
 
 logger = logging.getLogger(__name__)
 PATIENCE: Final = 15.0
@@ -101,7 +101,7 @@ async def _reach(client: HttpClient, dialect: Dialect) -> None:
         await asyncio.sleep(_KNOCK_PAUSE)
 
 
-async def _ask(client: HttpClient, dialect: Dialect) -> About:
+async def _ask(client: HttpClient, dialect: Dialect) -> ServerInfo:
     try:
         answers = [await client.call(call, _ABOUT_SECONDS) for call in dialect.about()]
         return dialect.read_about(answers)
@@ -145,7 +145,7 @@ def _expectations(model: ModelConfig, probe: bool) -> _Expected:
     return _Expected(vocabulary, positions, ids)
 
 
-def _compare(url: str, about: About, expected: _Expected) -> None:
+def _compare(url: str, about: ServerInfo, expected: _Expected) -> None:
     mend = "start it with the model of the run (model.path), or set model.path to the server's"
     if None not in {about.vocabulary, expected.vocabulary} and about.vocabulary != expected.vocabulary:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _short(ids: Sequence[int] | None) -> str:
     return str(list(ids or ())[:8])
 
 
-def _context(url: str, about: About, config: RunConfig, expected: _Expected) -> int:
+def _context(url: str, about: ServerInfo, config: RunConfig, expected: _Expected) -> int:
     wanted = min(config.model.context, expected.positions or config.model.context)
     if about.context is not None and about.context < wanted:
         raise ConfigError(

@@ -9,13 +9,13 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from streamrl.engine import MemoryTag, PauseMode
 from streamrl.errors import CannotCreate, DataError, Refused, StreamrlError, Unreachable, WeightsError, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
 from streamrl.isolation.watchdog import Watchdog
-from streamrl.producers.group.flights import Flight
+from streamrl.producers.group.flights import InFlightRequest
 from streamrl.servers.dialect import Dialect
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import Pair
@@ -30,11 +30,15 @@ _MANY: Final = 8
 _MERGED: Final = "learner.lora.publish: merged works with every engine and every adapter"
 
 
-class Host(Protocol):
+Tell: TypeAlias = Callable[[list[str]], Coroutine[Any, Any, None]]
+"""Tells the server to end the requests of these names."""
+
+
+class ControlledEngine(Protocol):
     """What controls need of their engine."""
 
     @property
-    def flights(self) -> Sequence[Flight]:
+    def flights(self) -> Sequence[InFlightRequest]:
         """All that have not landed."""
         ...
 
@@ -46,7 +50,7 @@ class Host(Protocol):
     def die(self, cause: Unreachable) -> None:
         """Declare the server dead."""
 
-    async def end(self, flights: Sequence[Flight], tell: Callable[[list[str]], Coroutine[Any, Any, None]]) -> int:
+    async def end(self, flights: Sequence[InFlightRequest], tell: Tell) -> int:
         """Let flights end with what they have."""
         ...
 
@@ -58,7 +62,7 @@ class Controls:
         client: of the server.
         dialect: of the server.
         seconds: within which each control must end, or the server counts as dead.
-        host: the engine.
+        engine: that controls the server.
         watchdog: resumes the server when this process dies; None for a server that dies with it.
         folder: for versions that are an adapter, which the server reads there; it belongs to these controls. None:
             such versions are refused.
@@ -74,7 +78,7 @@ class Controls:
         client: HttpClient,
         dialect: Dialect,
         seconds: float,
-        host: Host,
+        engine: ControlledEngine,
         *,
         watchdog: Watchdog | None = None,
         folder: Path | None = None,
@@ -82,7 +86,7 @@ class Controls:
         self._client = client
         self._dialect = dialect
         self._seconds = seconds
-        self._host = host
+        self._engine = engine
         self._watchdog = watchdog
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
@@ -124,7 +128,7 @@ class Controls:
 
         One whose weights are torn stays as it is: the next engine gives it whole ones.
         """
-        if self._watchdog is not None and not self._host.dead:
+        if self._watchdog is not None and not self._engine.dead:
             for name in self._own:
                 await self.unload_adapter(name)
         if self._folder is not None:
@@ -134,7 +138,7 @@ class Controls:
         farewell = True
         if (self._paused or self._swapping) and not self._torn:
             try:
-                if self._host.dead:
+                if self._engine.dead:
                     raise Unreachable("it counts as dead")
                 await self._send(self._dialect.resume(), _LAST_SECONDS)
             except StreamrlError as error:
@@ -156,7 +160,7 @@ class Controls:
             if self._level is None:
                 await self._must(calls)
             if mode == "abort":
-                await self._host.end(self._host.flights, _say_nothing)
+                await self._engine.end(self._engine.flights, _say_nothing)
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
@@ -190,7 +194,7 @@ class Controls:
             await self._update(version, calls, end)
             self._pair, self.serving = version.pair, None
             self._forgotten = False
-            for flight in self._host.flights:
+            for flight in self._engine.flights:
                 flight.turn(version.number)
         logger.info("weights applied", extra={"version": version.number, "pause": round(self.pause_seconds, 4)})
 
@@ -213,7 +217,7 @@ class Controls:
         self._own[name] = folder
         self._pair, self.serving = version.pair, name
         logger.info("adapter applied", extra={"version": version.number, "adapter": name})
-        used = {flight.adapter for flight in self._host.flights}
+        used = {flight.adapter for flight in self._engine.flights}
         for old in [old for old in self._own if old not in {name, *used}]:
             await self.unload_adapter(old)
             await asyncio.to_thread(shutil.rmtree, self._own.pop(old), ignore_errors=True)
@@ -231,7 +235,7 @@ class Controls:
         async with self._lock:
             if self._level is not None and level <= self._level:
                 return
-            if any(flight.sent for flight in self._host.flights):
+            if any(flight.sent for flight in self._engine.flights):
                 raise Refused(
                     "the engine cannot sleep: requests are at the server", "abort them, or wait for their end"
                 )
@@ -245,7 +249,7 @@ class Controls:
                 self._gate()
                 raise Refused(f"the server cannot sleep at level {level}: {error.message}") from error
             except Unreachable as error:
-                self._host.die(error)
+                self._engine.die(error)
                 raise
             self._asleep = {"weights", "kv_cache"} if level else {"kv_cache"}
             self._forgotten = self._forgotten or level == 2
@@ -282,7 +286,7 @@ class Controls:
         except _ANSWERED as error:
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
         except Unreachable as error:
-            self._host.die(error)
+            self._engine.die(error)
             raise
         self.adapters.add(name)
 
@@ -313,7 +317,7 @@ class Controls:
 
     async def _send_aborts(self, ids: Sequence[str], *, paused: bool) -> None:
         everything = (
-            self._watchdog is None and len(ids) >= _MANY and len(ids) >= sum(f.sent for f in self._host.flights)
+            self._watchdog is None and len(ids) >= _MANY and len(ids) >= sum(f.sent for f in self._engine.flights)
         )
         names: Sequence[str | None] = [None] if everything else ids
         sends = [self._send(self._dialect.abort(name, paused=paused), _ABORT_DEADLINE) for name in names]
@@ -327,7 +331,7 @@ class Controls:
         except _ANSWERED as error:
             raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
         except Unreachable as error:
-            self._host.die(error)
+            self._engine.die(error)
             raise
 
     @asynccontextmanager
@@ -352,16 +356,16 @@ class Controls:
         except asyncio.CancelledError:
             raise  # the engine is dead or is being closed: `close` sees to it that the server goes on
         except BaseException:
-            if not self._host.dead:
+            if not self._engine.dead:
                 await self._go_on(begun)
             raise
         await self._go_on(begun)
 
     async def _run_dry(self) -> None:
         """Wait until nothing is at a server that cannot pause; what takes too long ends with what it has."""
-        if sent := [flight for flight in self._host.flights if flight.sent]:
+        if sent := [flight for flight in self._engine.flights if flight.sent]:
             await asyncio.wait([flight.outcome for flight in sent], timeout=self._seconds / 2)
-            await self._host.end([flight for flight in sent if not flight.outcome.done()], self.tell_abort)
+            await self._engine.end([flight for flight in sent if not flight.outcome.done()], self.tell_abort)
 
     async def _go_on(self, begun: float) -> None:
         if self._level is None:
@@ -383,7 +387,7 @@ class Controls:
         finally:
             if self._level == 2:
                 self._asleep.discard("weights")
-            elif not self._host.dead:
+            elif not self._engine.dead:
                 await self._must(self._dialect.sleep(1))
 
     async def _update(self, version: Version, calls: Sequence[Call], end: float) -> None:
@@ -397,7 +401,7 @@ class Controls:
         except (BadAnswer, WireError) as error:
             await self._once_more(version, calls, end, error)
         except Unreachable as error:
-            self._host.die(error)
+            self._engine.die(error)
             raise
         else:
             try:
@@ -405,7 +409,7 @@ class Controls:
             except _ANSWERED as error:
                 await self._once_more(version, calls, end, error)
             except Unreachable as error:
-                self._host.die(error)
+                self._engine.die(error)
                 raise
         self._torn = False
 
@@ -415,7 +419,7 @@ class Controls:
             await self._send([*self._dialect.prefetch(version), *calls], end - self._loop.time())
         except StreamrlError as again:
             cause = Unreachable(f"the server has no whole weights any more: {again.message}", "see its log")
-            self._host.die(cause)
+            self._engine.die(cause)
             raise cause from again
 
     def _gate(self) -> None:
@@ -438,7 +442,7 @@ class Controls:
             await self._send(calls, self._seconds)
         except StreamrlError as error:
             cause = error if isinstance(error, Unreachable) else Unreachable(error.message, error.hint)
-            self._host.die(cause)
+            self._engine.die(cause)
             raise cause from error
 
     async def _send(self, calls: Sequence[Call], seconds: float) -> None:

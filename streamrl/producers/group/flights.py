@@ -47,7 +47,7 @@ class ServerDied(Unreachable):
         return type(self), (self.message, self.hint, self.tokens, self.logprobs, self.runs, self.proved)
 
 
-class Flight:
+class InFlightRequest:
     """One request from `generate` to its completion.
 
     Attributes:

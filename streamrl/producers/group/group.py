@@ -31,7 +31,7 @@ from streamrl.engine import (
     Request,
 )
 from streamrl.errors import Refused, Unreachable, unwrap
-from streamrl.producers.group.member import State
+from streamrl.producers.group.member import ServerState
 from streamrl.producers.group.placement import Placement
 from streamrl.producers.group.pool import ServerPool, ServerSpec
 from streamrl.producers.group.request import RoutedRequest
@@ -96,7 +96,7 @@ class EngineGroup(Engine):
         while self._first and not self._pool.serving:
             if self._failure is not None:
                 raise self._failure
-            refused = next((member for member in self._pool.members if member.state is State.REFUSED), None)
+            refused = next((member for member in self._pool.members if member.state is ServerState.REFUSED), None)
             if refused is not None and refused.error is not None:
                 raise refused.error
             await asyncio.sleep(_LOOK_SECONDS)
@@ -124,7 +124,7 @@ class EngineGroup(Engine):
         """`waiting` counts requests without a server as well."""
         serving = self._pool.serving
         usable = [member for member in serving if self._pool.allows(member)]
-        queued = sum(min(member.figures.waiting, len(member.requests)) for member in serving)
+        queued = sum(min(member.load.waiting, len(member.requests)) for member in serving)
         return EngineLoad(
             running=sum(len(member.requests) for member in self._pool.members) - queued,
             waiting=queued + len(self._placement),
@@ -132,7 +132,7 @@ class EngineGroup(Engine):
             busy_seconds=self._placement.busy_seconds,
             version=max(0, self._pool.newest[1]),
             capacity=sum(member.limit for member in usable),
-            cache_use=sum(member.figures.cache_use for member in serving) / max(1, len(serving)),
+            cache_use=sum(member.load.cache_use for member in serving) / max(1, len(serving)),
             preemptions=self._pool.preemptions,
             servers=len(usable),
         )
@@ -145,7 +145,7 @@ class EngineGroup(Engine):
                 "version": max(0, member.pair[1]),
                 "in_flight": len(member.requests),
                 "limit": member.limit,
-                "cache_use": round(member.figures.cache_use, 3),
+                "cache_use": round(member.load.cache_use, 3),
                 "lives": member.lives,
                 "why": member.why,
             }
@@ -203,7 +203,7 @@ class EngineGroup(Engine):
                 self._placement.release(request)
             if piece is None:
                 continue
-            if piece.finish == "abort" and not request.aborting and member.state is not State.LEAVING:
+            if piece.finish == "abort" and not request.aborting and member.state is not ServerState.LEAVING:
                 logger.info("response broke off", extra={"request": request.request.id, "server": member.name})
                 return request.broke_off(piece)
             return piece

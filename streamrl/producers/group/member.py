@@ -34,7 +34,7 @@ NOTHING: Final[Pair] = (0, 0)
 """Version of a server that has taken none in this life."""
 
 
-class State(StrEnum):
+class ServerState(StrEnum):
     """Where a server is in its life."""
 
     STARTING = "starting"
@@ -51,7 +51,7 @@ class State(StrEnum):
     """Died too often, or left; final."""
 
 
-class Host(Protocol):
+class MemberPool(Protocol):
     """What a server asks of the pool that it is in."""
 
     changed: Callable[[], None]
@@ -69,7 +69,7 @@ class Member:
         name: its URL, or `server.N`.
         make: makes its engine; called for each life.
         state: what it has to be brought to.
-        host: the pool that it is in.
+        pool: the one that it is in.
         policy: pauses between lives, and of a server that is ours how many deaths are too many.
         ours: whether the group starts it; a server of others may come back at any time.
         most: requests in flight, at most.
@@ -87,7 +87,7 @@ class Member:
         name: str,
         make: Callable[[], Engine],
         state: GroupState,
-        host: Host,
+        pool: MemberPool,
         policy: RestartPolicy,
         *,
         ours: bool,
@@ -95,7 +95,7 @@ class Member:
     ) -> None:
         self.name = name
         self.ours = ours
-        self.state = State.STARTING
+        self.state = ServerState.STARTING
         self.why = ""
         self.error: StreamrlError | None = None
         self.engine: Engine | None = None
@@ -107,7 +107,7 @@ class Member:
         self.lives = 0
         self._make = make
         self._state = state
-        self._host = host
+        self._pool = pool
         self._most = most
         self._deaths = Deaths(policy if ours else replace(policy, max_restarts=_FOR_EVER))
         self._concurrency = Concurrency(most)
@@ -130,7 +130,7 @@ class Member:
     @property
     def serving(self) -> bool:
         """Whether it is up and not suspected to be dead."""
-        return self.state is State.READY and self.engine is not None and not self._suspected
+        return self.state is ServerState.READY and self.engine is not None and not self._suspected
 
     @property
     def room(self) -> bool:
@@ -140,10 +140,10 @@ class Member:
     @property
     def final(self) -> bool:
         """Whether it never comes back by itself."""
-        return self.state in {State.REFUSED, State.GONE}
+        return self.state in {ServerState.REFUSED, ServerState.GONE}
 
     @property
-    def figures(self) -> EngineLoad:
+    def load(self) -> EngineLoad:
         """Its load as last seen; preemptions are those of all lives."""
         return replace(self._load, preemptions=self._preempted_before + self._load.preemptions)
 
@@ -201,8 +201,8 @@ class Member:
         """Take no more, end what it has, and go. A repeat does nothing."""
         self._leave.set()
         self._look.set()
-        if self.state is State.READY:
-            self.state = State.LEAVING
+        if self.state is ServerState.READY:
+            self.state = ServerState.LEAVING
 
     # --- its life ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Member:
         try:
             while await self._unless_leaving(self._state.awake.wait()):
                 self._deaths.started()
-                self.state = State.STARTING
+                self.state = ServerState.STARTING
                 try:
                     await self._one_life()
                     break
@@ -222,17 +222,17 @@ class Member:
                     cause = unwrap(error)
                 pause = self._died(cause, loop.time())
                 self.tried.set()
-                self._host.changed()
+                self._pool.changed()
                 if pause is None:
                     return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._leave.wait()
-            self.state, self.why = State.GONE, "removed"
+            self.state, self.why = ServerState.GONE, "removed"
         finally:
             self.tried.set()
             self._settle(Unreachable(f"server {self.name} has left"))
-            self._host.changed()
+            self._pool.changed()
 
     def _died(self, cause: BaseException, now: float) -> float | None:
         """Note the end of a life; return the pause before the next, None when there is none."""
@@ -242,13 +242,13 @@ class Member:
         pause = None if isinstance(cause, ConfigError) else self._deaths.died(now, random.random())  # noqa: S311
         extra = {"server": self.name, "why": self.why, "hint": self.error.hint, "pause": pause}
         if isinstance(cause, ConfigError):
-            self.state = State.REFUSED
+            self.state = ServerState.REFUSED
             logger.error("server refused", extra=extra)
         elif pause is None:
-            self.state = State.GONE
+            self.state = ServerState.GONE
             logger.error("server given up", extra={**extra, "deaths": self._deaths.recent})
         else:
-            self.state = State.WAITING
+            self.state = ServerState.WAITING
             logger.warning("server died", extra=extra, exc_info=None if isinstance(cause, StreamrlError) else cause)
         return pause
 
@@ -261,19 +261,19 @@ class Member:
         try:
             if not await self._unless_leaving(self._begin(engine)):
                 return
-            self.state, self.why, self.error = State.READY, "", None
+            self.state, self.why, self.error = ServerState.READY, "", None
             self._deaths.ready(asyncio.get_running_loop().time())
             logger.info("server ready", extra={"server": self.name, "version": self.pair, "life": self.lives})
             self.tried.set()
             self._behind.set()
-            self._host.changed()
+            self._pool.changed()
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(self._follow(), name=f"weights of {self.name}")
                 await self._watch(engine)
                 following.cancel()
         finally:
             self.engine = None
-            self._preempted_before, self._load = self.figures.preemptions, EngineLoad(0, 0, 0, 0.0, 0)
+            self._preempted_before, self._load = self.load.preemptions, EngineLoad(0, 0, 0, 0.0, 0)
             await self._close(engine)
 
     async def _begin(self, engine: Engine) -> None:
@@ -331,7 +331,7 @@ class Member:
             if self._concurrency.see(now, sighting) != before:
                 logger.debug("concurrency", extra={"server": self.name, "limit": self.limit, "before": before})
         self._peak = len(self.requests)
-        self._host.changed()
+        self._pool.changed()
 
     # --- its weights -------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class Member:
                 self.why = error.message
                 self._settle(error)
                 refusals += 1
-                if not self._host.held_elsewhere(self):
+                if not self._pool.held_elsewhere(self):
                     continue
                 if refusals >= _REFUSALS:
                     raise Unreachable(
@@ -373,7 +373,7 @@ class Member:
             finally:
                 self.updating = False
                 self._concurrency.interrupted()
-            self._host.changed()
+            self._pool.changed()
             if self.pair < target:
                 raise WeightsError(f"version {target} is not here any more", "the next version mends this")
         self._settle(None)

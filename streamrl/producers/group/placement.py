@@ -170,7 +170,7 @@ class Placement:
         key = request.request.affinity
         before = self._affinity.get(key) if key else None
         at = choose(
-            [Place(self._tokens_on(member), member.limit, member.figures.cache_use) for member in free],
+            [Place(self._tokens_on(member), member.limit, member.load.cache_use) for member in free],
             cost=request.tokens(self._expected),
             shared=len(request.request.tokens),
             together=self._together,

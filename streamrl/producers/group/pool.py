@@ -74,7 +74,7 @@ class ServerPool:
     @property
     def preemptions(self) -> int:
         """Of all servers that ever belonged to the group."""
-        return self._forgotten_preemptions + sum(member.figures.preemptions for member in self._members.values())
+        return self._forgotten_preemptions + sum(member.load.preemptions for member in self._members.values())
 
     @property
     def reasons(self) -> str:
@@ -199,7 +199,7 @@ class ServerPool:
             )
 
     def _forget(self, member: Member) -> None:
-        self._forgotten_preemptions += member.figures.preemptions
+        self._forgotten_preemptions += member.load.preemptions
         self._leaving_since.pop(member, None)
         del self._members[member.name], self._lives[member.name]
 

@@ -27,15 +27,15 @@ from streamrl.engine import (
     MemoryTag,
     PauseMode,
     Request,
+    RequestLimits,
 )
 from streamrl.errors import DataError, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost, read_key
 from streamrl.isolation.watchdog import Watchdog
-from streamrl.producers.engines.limits import Limits
 from streamrl.producers.group.connect import Facts, connect
-from streamrl.producers.group.controls import Controls
-from streamrl.producers.group.flights import Flight, ServerDied
-from streamrl.servers.dialect import Dialect, Figures
+from streamrl.producers.group.controls import Controls, Tell
+from streamrl.producers.group.flights import InFlightRequest, ServerDied
+from streamrl.servers.dialect import Dialect, ServerMetrics
 from streamrl.servers.process import ManagedServer
 from streamrl.weight_sync.version import Version
 
@@ -138,13 +138,13 @@ class ServerEngine(Engine):
         self._adapters = adapters
         self._failure: Unreachable | None = None
         self._closed = False
-        self._flights: dict[str, Flight] = {}
-        self._conversations: dict[Flight, asyncio.Task[None]] = {}
+        self._flights: dict[str, InFlightRequest] = {}
+        self._conversations: dict[InFlightRequest, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._room = asyncio.Semaphore(config.engine.slots)
         self._suspicion = asyncio.Lock()
         self._tokens = 0
-        self._figures = Figures()
+        self._figures = ServerMetrics()
         self._client: HttpClient | None = None
         self._controls: Controls | None = None
         self._facts = Facts(config.model.context, None, fixed=False)
@@ -211,12 +211,12 @@ class ServerEngine(Engine):
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """Raises `ServerDied` when the server dies meanwhile."""
         controls = self._serving()
-        limit = Limits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
+        limit = RequestLimits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
         if request.id in self._flights:
             raise ValueError(f"a request {request.id!r} is in flight")
         if request.adapter is not None and request.adapter not in controls.adapters:
             raise DataError(f"request {request.id!r}: no adapter {request.adapter!r} is loaded")
-        flight = Flight(request, uuid.uuid4().hex, listener, self._loop.time())
+        flight = InFlightRequest(request, uuid.uuid4().hex, listener, self._loop.time())
         self._flights[request.id] = flight
         self._conversations[flight] = self._own(self._fly(flight, limit, controls), "engine-flight")
         try:
@@ -299,7 +299,7 @@ class ServerEngine(Engine):
     # --- what the controls need of the engine ----------------------------------------------------------------------
 
     @property
-    def flights(self) -> Sequence[Flight]:
+    def flights(self) -> Sequence[InFlightRequest]:
         """All that have not landed."""
         return [flight for flight in self._flights.values() if not flight.outcome.done()]
 
@@ -321,7 +321,7 @@ class ServerEngine(Engine):
             if task is not current:
                 task.cancel()
 
-    async def end(self, flights: Sequence[Flight], tell: Callable[[list[str]], Coroutine[Any, Any, None]]) -> int:
+    async def end(self, flights: Sequence[InFlightRequest], tell: Tell) -> int:
         """Let flights end with what they have; return how many did so because of this."""
         for flight in flights:
             flight.aborting = True
@@ -400,9 +400,9 @@ class ServerEngine(Engine):
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             try:
-                answer = await client.call(self._dialect.figures(), _POLL_DEADLINE, retry=False)
+                answer = await client.call(self._dialect.metrics(), _POLL_DEADLINE, retry=False)
                 self._liveness.answered()
-                figures = self._dialect.read_figures(answer)
+                figures = self._dialect.read_metrics(answer)
             except Lost as error:
                 if not error.sent:
                     await self._there()
@@ -434,12 +434,12 @@ class ServerEngine(Engine):
 
     # --- conversations ---------------------------------------------------------------------------------------------
 
-    def _cut(self, flight: Flight) -> None:
+    def _cut(self, flight: InFlightRequest) -> None:
         """Hang up; most servers take that as an abort too."""
         if (task := self._conversations.get(flight)) is not None:
             task.cancel()
 
-    async def _fly(self, flight: Flight, limit: int, controls: Controls) -> None:
+    async def _fly(self, flight: InFlightRequest, limit: int, controls: Controls) -> None:
         async with self._room:
             await controls.passing()
             try:
@@ -454,7 +454,7 @@ class ServerEngine(Engine):
             except Exception as error:  # noqa: BLE001 - whatever a dialect or a listener raises is the request's
                 flight.fail(error)
 
-    async def _converse(self, flight: Flight, limit: int, controls: Controls) -> None:
+    async def _converse(self, flight: InFlightRequest, limit: int, controls: Controls) -> None:
         assert self._client is not None
         # A version that is an adapter stays with the request to its end; the server names no version for its tokens.
         own = controls.serving if flight.request.adapter is None else None
@@ -478,7 +478,7 @@ class ServerEngine(Engine):
                 raise Lost(f"{self._client.url} ended a response without saying why")
             await _read_out(messages)
 
-    async def _broke_off(self, flight: Flight, error: Unreachable) -> None:
+    async def _broke_off(self, flight: InFlightRequest, error: Unreachable) -> None:
         """A stream ended early: the server is dead, or this one connection is.
 
         With the server alive the response ends as aborted, with what was heard, and its caller may go on from there.
@@ -504,6 +504,6 @@ async def _read_out(messages: Any) -> None:
         return
 
 
-def _aborted(flight: Flight) -> bool:
+def _aborted(flight: InFlightRequest) -> bool:
     outcome = flight.outcome
     return not outcome.cancelled() and outcome.exception() is None and outcome.result().finish == "abort"

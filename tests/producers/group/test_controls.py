@@ -416,7 +416,7 @@ async def test_a_task_of_the_engine_that_fails_is_its_death(monkeypatch):
     monkeypatch.setattr(server, "_POLL_SECONDS", 0.01)
     dialect = make_dialect()
     async with engine_on(Toy(), dialect=dialect) as engine:
-        monkeypatch.setattr(dialect, "read_figures", lambda _: 1 / 0)
+        monkeypatch.setattr(dialect, "read_metrics", lambda _: 1 / 0)
         await until(lambda: engine.dead)
         with pytest.raises(Unreachable, match="engine-poll failed"):
             await engine.health()

@@ -15,7 +15,7 @@ from toy import until
 
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.dialect import Chunk, Figures
+from streamrl.servers.dialect import Chunk, ServerMetrics
 from streamrl.servers.openai import OpenaiDialect
 from streamrl.weight_sync.version import Version
 
@@ -141,11 +141,11 @@ def test_reload():
 
 def test_figures():
     text = '# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{a="b"} 1.2e3\nother 4\n'
-    assert dialect().read_figures(text) == Figures(running=3, tokens_sampled=1200)
-    assert dialect().read_figures(
+    assert dialect().read_metrics(text) == ServerMetrics(running=3, tokens_sampled=1200)
+    assert dialect().read_metrics(
         "tgi_queue_size 2\ntgi_batch_current_size NaN\nvllm:num_requests_running x"
-    ) == Figures(waiting=2)
-    assert dialect().read_figures(None) == Figures()
+    ) == ServerMetrics(waiting=2)
+    assert dialect().read_metrics(None) == ServerMetrics()
 
 
 class Completions:

@@ -237,7 +237,7 @@ if __name__ == "__main__":
 def make_dialect() -> Any:
     from streamrl.errors import WireError
     from streamrl.http import Call
-    from streamrl.servers.dialect import About, Chunk, Figures, Launch
+    from streamrl.servers.dialect import Chunk, Launch, ServerInfo, ServerMetrics
 
     class ToyDialect:
         kind: ClassVar[str] = "toy"
@@ -263,7 +263,7 @@ def make_dialect() -> Any:
             try:
                 about = dict(answers[0])
                 probe = about.pop("probe", None)
-                return About(**about, probe=None if probe is None else tuple(probe))
+                return ServerInfo(**about, probe=None if probe is None else tuple(probe))
             except (TypeError, ValueError) as error:
                 raise WireError("no toy") from error
 
@@ -310,10 +310,10 @@ def make_dialect() -> Any:
         def unload_adapter(self, name):
             return Call("POST", "/adapters", {"drop": name})
 
-        def figures(self):
+        def metrics(self):
             return Call("GET", "/figures", repeatable=True)
 
-        def read_figures(self, answer):
-            return Figures(**answer)
+        def read_metrics(self, answer):
+            return ServerMetrics(**answer)
 
     return ToyDialect()
