@@ -19,7 +19,7 @@ from weights_apply import Road, busy, timing
 
 from streamrl.producers.group.controls import Controls
 from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.dialect import make_dialect
+from streamrl.servers.kinds import make_dialect
 
 WIDTH = 8
 

@@ -26,7 +26,8 @@ from streamrl.producers.engines import Request
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save
-from streamrl.servers.dialect import Dialect, ServerMetrics, make_dialect
+from streamrl.servers.dialect import Dialect, ServerMetrics
+from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync import Publisher
 from streamrl.wire import Prompt, decode

@@ -23,7 +23,7 @@ from streamrl.http import HttpClient
 from streamrl.producers import tiny
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.dialect import make_dialect
+from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 
 Kind: TypeAlias = Literal["vllm", "sglang", "hf"]

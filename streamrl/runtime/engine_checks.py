@@ -16,8 +16,6 @@ from streamrl.servers.launch import PLUGIN
 
 _DEADLINE: Final = 10.0
 _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
-_GUARDED: Final = {"vllm": "/v1/models", "openai": "/v1/models", "sglang": "/model_info", "hf": "/about"}
-"""A path of each kind of server that answers 401 or 403 without the right key, and changes nothing."""
 
 
 def look_at_engine(config: RunConfig) -> str:
@@ -86,15 +84,17 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
 def _answers(engine: EngineConfig, url: str) -> str:
     """Return the URL when something that speaks HTTP is there and takes the key."""
     from streamrl.http import read_key  # an HTTP client, which takes a while
+    from streamrl.servers.kinds import DIALECTS
 
     parts = urlsplit(url)
     assert parts.hostname, "the configuration refuses other URLs"
+    guarded = DIALECTS[engine.kind].guarded
     key = read_key("engine.api_key_file", engine.api_key_file)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=_DEADLINE)
     try:
-        connection.request("GET", parts.path.rstrip("/") + _GUARDED[engine.kind], headers=headers)
+        connection.request("GET", parts.path.rstrip("/") + guarded, headers=headers)
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         hint = f"start it, or leave out engine.url to let streamrl start {engine.kind} servers"
@@ -105,7 +105,7 @@ def _answers(engine: EngineConfig, url: str) -> str:
         raise ConfigError(f"the server at {url} refuses our key (HTTP {status})", "set engine.api_key_file")
     if status == http.HTTPStatus.NOT_FOUND and engine.kind != "openai":
         raise ConfigError(
-            f"the server at {url} is no {engine.kind} server: it has no {_GUARDED[engine.kind]}",
+            f"the server at {url} is no {engine.kind} server: it has no {guarded}",
             "let engine.kind say what runs there",
         )
     return url

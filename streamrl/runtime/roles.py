@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RUNNERS: Final = {
-    "reward_model": ("streamrl.runtime.reward_models.role", "run_reward_model"),
+    "reward_model": ("streamrl.runtime.reward_model", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),

@@ -95,6 +95,8 @@ class Dialect(ABC):
     """
 
     kind: ClassVar[str]
+    guarded: ClassVar[str]
+    """A path that answers 401 or 403 without the right key, and changes nothing."""
     merges: ClassVar[bool] = False
     """Whether its servers merge a version that is an adapter by themselves; the others load it beside the weights."""
 
@@ -212,26 +214,6 @@ class Dialect(ABC):
     @abstractmethod
     def read_metrics(self, answer: Any) -> ServerMetrics:
         """Understand the answer to `metrics`."""
-
-
-def make_dialect(config: RunConfig) -> Dialect:
-    """Return the dialect of `engine.kind`; `hf` is that of `streamrl engines serve`."""
-    kind = config.engine.kind
-    if kind == "vllm":
-        from streamrl.servers.vllm import VllmDialect
-
-        return VllmDialect(config)
-    if kind == "sglang":
-        from streamrl.servers.sglang import SglangDialect
-
-        return SglangDialect(config)
-    if kind == "openai":
-        from streamrl.servers.openai import OpenaiDialect
-
-        return OpenaiDialect(config)
-    from streamrl.servers.native import NativeDialect
-
-    return NativeDialect(config)
 
 
 def read_finish(reason: Any) -> Finish | None:

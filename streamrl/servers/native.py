@@ -6,7 +6,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import msgspec
 import orjson
@@ -18,7 +18,9 @@ from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import Chunk, Dialect, ServerInfo, ServerMetrics, read_finish, read_logprobs
 from streamrl.servers.launch import Launch
-from streamrl.weight_sync.version import Version
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
 
 SOFTWARE: Final = "streamrl"
 _PASSED_ON: Final = ("decode", "slots", "attention", "dtype", "device", "threads", "kv_cache")
@@ -32,6 +34,7 @@ class NativeDialect(Dialect):
     """
 
     kind: ClassVar[str] = "hf"
+    guarded: ClassVar[str] = "/about"
     merges: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig) -> None:

@@ -15,7 +15,7 @@ Without `reload` its weights stay as they are, and that is said at the start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
@@ -34,7 +34,9 @@ from streamrl.servers.dialect import (
     read_logprobs,
     stream_error,
 )
-from streamrl.weight_sync.version import Version
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
 
 _COMPLETIONS: Final = "/v1/completions"
 _FLAGS: Final = frozenset({"model", "processed-logprobs", "reload", "reload-body"})
@@ -63,6 +65,7 @@ class OpenaiDialect(Dialect):
     """
 
     kind: ClassVar[str] = "openai"
+    guarded: ClassVar[str] = "/v1/models"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
 
 from streamrl.config import RewardModelConfig
 from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.servers.environments import Kind, computes_on_cpu, find_environment, installed
 from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, merged, python_path, words
-from streamrl.servers.process import Startable
 
 _CPU_CACHE_BYTES: Final = 1 << 30
 _CPU_CACHE_TOKENS: Final = 1 << 16
@@ -20,33 +22,8 @@ _CPU_CACHE_TOKENS: Final = 1 << 16
 _MEMORY: Final = ["kv_cache", "weights"]
 
 
-class ModelServer(Startable, Protocol):
-    """A kind of server of one reward model, as `_Model` makes it."""
-
-    environment: Path
-    cpu: bool
-
-    def sleep(self) -> Sequence[Call]:
-        """Give its memory back; requests that come wait until it wakes."""
-        ...
-
-    def wake(self) -> Sequence[Call]:
-        """Undo `sleep`."""
-        ...
-
-
-def model_server(name: str, config: RewardModelConfig) -> ModelServer:
-    """Return the kind of the servers of `reward_models.NAME`.
-
-    Raises:
-        ConfigError: no environment for them, flags that are not the user's to give, or servers that cannot sleep and
-            should; the message names the key.
-    """
-    return SglangModel(name, config) if config.kind == "sglang" else VllmModel(name, config)
-
-
-class _Model:
-    """What both kinds have in common.
+class ModelServer(ABC):
+    """A kind of server of one reward model, which `ManagedServer` can start.
 
     Attributes:
         environment: folder of the virtual environment that its servers run in.
@@ -68,6 +45,22 @@ class _Model:
                 f"leave out {self._section}.sleep",
             )
 
+    @abstractmethod
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        """See `Dialect.launch`."""
+
+    @abstractmethod
+    def ready(self) -> Call:
+        """See `Dialect.ready`."""
+
+    @abstractmethod
+    def sleep(self) -> Sequence[Call]:
+        """Give its memory back; requests that come wait until it wakes."""
+
+    @abstractmethod
+    def wake(self) -> Sequence[Call]:
+        """Undo `sleep`."""
+
     def _argv(self, module: str, flags: dict[str, Any]) -> list[str]:
         given = merged(flags, self._config.flags, section=self._section)
         return [str(self.environment / "bin" / "python"), "-m", module, *words(given)]
@@ -77,13 +70,13 @@ class _Model:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self._config.servers))}
 
 
-class VllmModel(_Model):
+class VllmModel(ModelServer):
     """vLLM 0.32 and 0.33."""
 
     kind: ClassVar[Kind] = "vllm"
 
+    @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`."""
         flags: dict[str, Any] = {
             "model": model,
             "host": "127.0.0.1",
@@ -101,30 +94,28 @@ class VllmModel(_Model):
             environ["VLLM_SERVER_DEV_MODE"] = "1"  # otherwise it has no routes for it
         return Launch(self._argv("vllm.entrypoints.openai.api_server", flags), environ)
 
+    @override
     def ready(self) -> Call:
-        """See `Dialect.ready`."""
         return Call("GET", "/health", repeatable=True)
 
+    @override
     def sleep(self) -> Sequence[Call]:
-        """See `ModelServer.sleep`: weights go into the host's memory, keys and values are forgotten.
-
-        It waits for what it is computing: a request that were kept half done would go on with keys and values that are
-        gone, and answer with another number.
-        """
+        # Weights go into the host's memory, keys and values are forgotten. It waits for what it computes: a request
+        # that is kept half done would go on with keys and values that are gone, and answer with another number.
         return (Call("POST", "/sleep", query={"level": "1", "mode": "wait"}, repeatable=True),)
 
+    @override
     def wake(self) -> Sequence[Call]:
-        """See `ModelServer.wake`."""
         return (Call("POST", "/wake_up", repeatable=True),)
 
 
-class SglangModel(_Model):
+class SglangModel(ModelServer):
     """SGLang 0.5.20 to 0.5.23."""
 
     kind: ClassVar[Kind] = "sglang"
 
+    @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`."""
         flags: dict[str, Any] = {
             "model-path": model,
             "host": "127.0.0.1",
@@ -147,16 +138,28 @@ class SglangModel(_Model):
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
         return Launch(self._argv("sglang.launch_server", flags), environ)
 
+    @override
     def ready(self) -> Call:
-        """See `SglangDialect.ready`: never `/health`, which computes."""
+        # never `/health`, which computes
         return Call("GET", "/ready", repeatable=True)
 
+    @override
     def sleep(self) -> Sequence[Call]:
-        """See `ModelServer.sleep`. It dies of giving memory back while it computes, so it is paused before."""
+        """It dies of giving memory back while it computes, so it is paused before."""
         pause = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
         return (pause, Call("POST", "/release_memory_occupation", {"tags": _MEMORY}, repeatable=True))
 
+    @override
     def wake(self) -> Sequence[Call]:
-        """See `ModelServer.wake`."""
         resume = Call("POST", "/resume_memory_occupation", {"tags": _MEMORY}, repeatable=True)
         return (resume, Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True))
+
+
+def model_server(name: str, config: RewardModelConfig) -> ModelServer:
+    """Return the kind of the servers of `reward_models.NAME`.
+
+    Raises:
+        ConfigError: no environment for them, flags that are not the user's to give, or servers that cannot sleep and
+            should; the message names the key.
+    """
+    return SglangModel(name, config) if config.kind == "sglang" else VllmModel(name, config)

@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import orjson
 from typing_extensions import override
@@ -37,7 +37,9 @@ from streamrl.servers.dialect import (
 )
 from streamrl.servers.environments import find_environment, on_cpu
 from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, adapters_in_flight, merged, python_path, words
-from streamrl.weight_sync.version import Version
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
 
 LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)
@@ -53,6 +55,7 @@ class SglangDialect(Dialect):
     """
 
     kind: ClassVar[str] = "sglang"
+    guarded: ClassVar[str] = "/model_info"
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:

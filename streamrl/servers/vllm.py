@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from typing_extensions import override
 
@@ -27,7 +27,9 @@ from streamrl.servers.dialect import (
 )
 from streamrl.servers.environments import find_environment, on_cpu
 from streamrl.servers.launch import PLUGIN, Launch, adapters_in_flight, merged, python_path, words
-from streamrl.weight_sync.version import Version
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
 
 BACKEND: Final = "streamrl"
 EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"
@@ -50,6 +52,7 @@ class VllmDialect(Dialect):
     """Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
 
     kind: ClassVar[str] = "vllm"
+    guarded: ClassVar[str] = "/v1/models"
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:

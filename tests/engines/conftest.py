@@ -13,8 +13,8 @@ import torch
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.dialect import make_dialect
 from streamrl.servers.environments import KINDS, find_environment
+from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from tests.engines.conformance_kit import Bench, run_config
 

@@ -15,7 +15,7 @@ from streamrl.engine import Request
 from streamrl.errors import WeightsError
 from streamrl.producers import tiny
 from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.dialect import make_dialect
+from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter

@@ -23,7 +23,7 @@ import pytest_asyncio
 from streamrl.engine import Engine
 from streamrl.errors import ConfigError
 from streamrl.producers.group.server import ServerDied, ServerEngine
-from streamrl.servers.dialect import make_dialect
+from streamrl.servers.kinds import make_dialect
 from streamrl.servers.openai import OpenaiDialect
 from tests.engines.conformance_kit import INTERVAL, Bench, prompt, run_config
 
@@ -40,7 +40,7 @@ OWNER = """
     from pathlib import Path
     sys.path.insert(0, {root!r})
     from tests.engines.conformance_kit import run_config
-    from streamrl.servers.dialect import make_dialect
+    from streamrl.servers.kinds import make_dialect
     from streamrl.servers.process import ManagedServer, ServerSettings
 
     async def main():
@@ -58,7 +58,7 @@ PAUSER = """
     from pathlib import Path
     sys.path.insert(0, {root!r})
     from tests.engines.conformance_kit import run_config
-    from streamrl.servers.dialect import make_dialect
+    from streamrl.servers.kinds import make_dialect
     from streamrl.producers.group.server import ServerEngine
 
     async def main():

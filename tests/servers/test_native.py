@@ -18,7 +18,7 @@ from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.producers.serve import messages
 from streamrl.producers.serve.app import PauseLeases
 from streamrl.runfile import load
-from streamrl.servers.dialect import make_dialect
+from streamrl.servers.kinds import make_dialect
 from streamrl.servers.native import NativeDialect
 from streamrl.weight_sync.version import Version
 

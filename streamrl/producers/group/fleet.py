@@ -88,7 +88,7 @@ class Fleet:
 
         def make() -> Engine:
             from streamrl.producers.group.server import ServerEngine
-            from streamrl.servers.dialect import make_dialect
+            from streamrl.servers.kinds import make_dialect
             from streamrl.servers.process import ManagedServer, ServerSettings
 
             dialect = make_dialect(self._config)
