@@ -51,7 +51,7 @@ class SglangDialect(Dialect):
     """Speaks to SGLang.
 
     Request ids are hashed to 32 digits on the way out: SGLang aborts every request whose id begins with the one named.
-    Whoever sends requests uses no id twice: two seconds after a response has ended SGLang aborts its id once more.
+    Callers must use no id twice: two seconds after a response has ended SGLang aborts its id once more.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -399,7 +399,7 @@ def _environ(config: RunConfig, model: str) -> dict[str, str]:
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for: at least one response, at most twice what all slots can hold.
 
-    None when the model is not a folder, so that nobody knows the size of a token.
+    None when the model is not a folder, because the size of a token is then unknown.
     """
     path = Path(model) / "config.json"
     if not Path(model).is_dir():

@@ -137,7 +137,7 @@ class VllmDialect(Dialect):
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
-        """A server without a list of its routes (0.33 may hide it) is taken at its word."""
+        """A server without a list of its routes (0.33 may hide it) is believed."""
         version, models, schema, info, probe = answers
         try:
             release = str(version["version"])

@@ -31,7 +31,7 @@ class Facts:
 
     Attributes:
         context: longest prompt plus response.
-        vocabulary: tokens of the model, None when nobody knows.
+        vocabulary: tokens of the model, None when unknown.
         fixed: its weights stay as they are.
     """
 
@@ -124,7 +124,7 @@ def _refusal(client: HttpClient, dialect: Dialect, error: BadAnswer | DataError 
 
 
 def _expectations(model: ModelConfig, probe: bool) -> _Expected:
-    """What the run's own model and tokenizer say. One that cannot be found is for those who load it to report."""
+    """What the run's own model and tokenizer say. A missing one is only logged: whatever loads it later reports it."""
     from transformers import AutoConfig
 
     from streamrl.producers.tokenizer import Tokenizer

@@ -47,8 +47,8 @@ _LOOK_SECONDS: Final = 0.02
 class EngineGroup(Engine):
     """`Engine` over the servers of a replica.
 
-    Dead is the group when all its servers are beyond help, or none of them has served for `engine.start_deadline`; a
-    group without any servers waits for some.
+    The group is dead when no server can come back by itself, or when none has served for `engine.start_deadline`. A
+    group without servers waits for some.
 
     Args:
         config: the run.
@@ -153,7 +153,7 @@ class EngineGroup(Engine):
         }
 
     def add(self, spec: ServerSpec) -> None:
-        """Add a server while the group runs. One that is there and not beyond help stays as it is."""
+        """Add a server while the group runs. A server of this name that can still serve stays as it is."""
         self._check()
         self._pool.add(spec)
 
@@ -302,7 +302,7 @@ class EngineGroup(Engine):
         self._changed()
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Call all servers that are up, at the same time; one that dies of it is its own affair."""
+        """Call all servers that are up, at the same time. A server that dies of it does not fail the call."""
         up = [(member, member.engine) for member in self._pool.members if member.engine is not None]
         answers = await asyncio.gather(*(call(engine) for _, engine in up), return_exceptions=True)
         for (member, _), answer in zip(up, answers, strict=True):
@@ -322,7 +322,7 @@ class EngineGroup(Engine):
             raise Unreachable(self._failure.message, self._failure.hint) from self._failure
 
     def _ended(self, keeper: asyncio.Task[None]) -> None:
-        """Without those who keep the servers the group is dead."""
+        """The task that keeps the servers has ended, so the group is dead."""
         if keeper.cancelled():
             self._failure = Unreachable("the group was closed")
         else:

@@ -384,7 +384,7 @@ class Member:
         self.pair, self.why = version.pair, ""
 
     def _settle(self, error: Exception | None) -> None:
-        """Tell those who wait for a version: all of them of an error, else those whose version is there."""
+        """Resolve waiters: all of them with an error, otherwise those whose version is here."""
         waiting, self._waiters = self._waiters, []
         for pair, future in waiting:
             if error is None and self.pair < pair:

@@ -65,7 +65,7 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
 
 
 class Placement:
-    """The queue of a group: in order of arrival, but nobody waits for one that no server may take yet.
+    """The queue of a group: in order of arrival, past requests that no server may take yet.
 
     Args:
         config: the run; `sampling` is read.

@@ -152,7 +152,7 @@ class ServerPool:
             running.set()
 
     def add(self, spec: ServerSpec) -> None:
-        """Add a server; one that is there and not beyond help stays as it is."""
+        """Add a server; one of this name that can still serve stays as it is."""
         present = self._members.get(spec.name)
         if present is not None and not self._lives[spec.name].done():
             return

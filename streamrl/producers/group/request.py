@@ -159,7 +159,8 @@ class RoutedRequest:
     def hear(self, tokens: Sequence[int], logprobs: Sequence[float], *, sure: bool) -> None:
         """Tokens from its server, as they are sampled.
 
-        The caller hears of them at once until the first that are not sure to stay; of those only when they are.
+        The caller is told at once while they are sure to stay. After the first that are not, it is told by `begin` and
+        `tell`, of what has become sure.
         """
         self._here += len(tokens)
         self.sampled += len(tokens)
@@ -203,7 +204,7 @@ class RoutedRequest:
         return first_tokens(piece, heard.proved)
 
     def broke_off(self, piece: Completion) -> Completion:
-        """A server that lives ended it although nobody asked for that: return what is sure of the piece.
+        """A server that is alive ended it without being asked to: return what is sure of the piece.
 
         It is gone on with until that has brought nothing for `BREAKS` times in a row. Where the server could not say
         which version sampled what, only the tokens up to the first change of the weights are sure.

@@ -347,7 +347,7 @@ class ServerEngine(Engine):
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        """An engine that nobody watches any more must not serve either."""
+        """A task has ended. Without its own tasks the engine cannot be trusted to serve, so an error is its death."""
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
