@@ -36,7 +36,7 @@ $(INSTALLED):
 	@echo "set-up: $(PYTHON) into $(VENV) (once, about a minute after downloads)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url $(CPU_WHEELS)) \
-		--constraint constraints.txt --editable '.[train,embedded,serve,math,json,dev]'
+		--constraint constraints.txt --editable '.[train,embedded,math,json,dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup

@@ -23,7 +23,7 @@ from facts import write_json
 from spread import table
 
 from streamrl.errors import ConfigError
-from streamrl.producers.servers.environments import find_environment
+from streamrl.servers.environments import find_environment
 
 PARTS = ("rollout", "pause")
 

@@ -17,9 +17,9 @@ from random_model import write_model
 from spread import ratios, spread
 from weights_apply import Road, busy, timing
 
-from streamrl.producers.servers.controls import Controls
-from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.server import ServerEngine
+from streamrl.producers.group.controls import Controls
+from streamrl.producers.group.server import ServerEngine
+from streamrl.servers.kinds import make_dialect
 
 WIDTH = 8
 

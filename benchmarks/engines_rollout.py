@@ -20,15 +20,15 @@ from spread import ratios, spread
 
 from streamrl.config import RunConfig
 from streamrl.http import HttpClient
+from streamrl.producers import tiny
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.engines import Request
-from streamrl.producers.servers import tiny
-from streamrl.producers.servers.dialect import Dialect, Figures
-from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save
+from streamrl.servers.dialect import Dialect, ServerMetrics
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync import Publisher
 from streamrl.wire import Prompt, decode
 
@@ -172,9 +172,9 @@ class Counter:
     def __init__(self, dialect: Dialect, client: HttpClient, group: int) -> None:
         self._dialect, self._client, self._group = dialect, client, group
 
-    async def figures(self) -> Figures:
+    async def figures(self) -> ServerMetrics:
         """Requests running and waiting, and tokens sampled since its start."""
-        return self._dialect.read_figures(await self._client.call(self._dialect.figures(), 10.0))
+        return self._dialect.read_metrics(await self._client.call(self._dialect.metrics(), 10.0))
 
     async def rate(self, load: Load, driver: int, *others: int) -> Rate:
         """Count tokens from the moment on that all places are taken, and processor time.

@@ -1,16 +1,17 @@
-"""Where our own HTTP servers listen: an application at an address for the length of a block."""
+"""Where our own HTTP servers listen: addresses, and an application at one for the length of a block."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
 from aiohttp import web
 
-from streamrl.errors import CannotCreate
+from streamrl.errors import CannotCreate, ConfigError
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
 
@@ -40,6 +41,36 @@ async def listen(app: web.Application, host: str, port: int, *, what: str, hint:
         yield f"http://{_literal(reachable(host))}:{address[1]}"
     finally:
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socket]:
+    """Take an address, without listening yet.
+
+    Raises:
+        ConfigError: it is taken or none, or it is no loopback address and there is no key.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"{host!r} is no address: {error}", "--host 127.0.0.1, or an address of this host") from error
+    family, kind, protocol, _, address = found[0]
+    if key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise ConfigError(f"{host} can be reached from other hosts", "give the server a key with --api-key-file")
+    with socket.socket(family, kind, protocol) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(address)
+        except OSError as error:
+            said = "address already in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+            raise ConfigError(f"cannot listen on {host} port {port}: {said}", "choose another --port") from error
+        yield taken
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{_literal(host)}:{port}"
 
 
 def own_address(host: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from streamrl.commands import output
 from streamrl.errors import ConfigError, ExitCode, UsageError
-from streamrl.producers.servers import environments
+from streamrl.servers import environments
 
 SCHEMA: Final = "streamrl.engines.check/1"
 
@@ -41,7 +41,7 @@ def check(kind: Literal["vllm", "sglang", "hf"], given: Path | None, *, json: bo
     missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the check needs {', '.join(missing)}", "pip install 'streamrl[train]'")
-    from streamrl.producers.servers.examination import Examination, Finding
+    from streamrl.producers.examination import Examination, Finding
 
     logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # what is killed and refused here is so on purpose
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from streamrl.commands import output
-from streamrl.producers.servers.environments import computes_on_cpu, default_folder
-from streamrl.producers.servers.installation import install as make
+from streamrl.servers.environments import computes_on_cpu, default_folder
+from streamrl.servers.installation import install as make
 
 
 def install(kind: Literal["vllm", "sglang"], into: Path | None, *, cpu: bool | None) -> int:

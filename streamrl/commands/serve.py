@@ -36,17 +36,17 @@ def serve(model: str, host: str, port: int, api_key_file: Path | None, overrides
     Raises:
         ConfigError: something is missing, or no such model, address or key.
     """
-    missing = [name for name in ("torch", "transformers", "safetensors", "starlette", "uvicorn") if not find_spec(name)]
+    missing = [name for name in ("torch", "transformers", "safetensors") if not find_spec(name)]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train,serve]'")
+        raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train]'")
     from streamrl.http import read_key
-    from streamrl.producers.servers.addresses import take_address
+    from streamrl.listening import take_address
     from streamrl.runfile import load
 
     config = load(None, [*_UNUSED, f"model.path={model}", *overrides], environ={}).config
     key = read_key("--api-key-file", api_key_file)
     with take_address(host, port, key) as listening:
-        from streamrl.producers.servers.serve import serve as run
+        from streamrl.producers.serve.serve import serve as run
         from streamrl.runtime.logs import log_as_json
 
         log_as_json("engine")

@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
-from streamrl.errors import Refused
-from streamrl.producers.engines.contract import (
+from typing_extensions import override
+
+from streamrl.engine import (
     Completion,
     Engine,
     EngineLoad,
@@ -25,14 +26,15 @@ from streamrl.producers.engines.contract import (
     PauseMode,
     Request,
 )
-from streamrl.producers.servers.prefix import Prefix
+from streamrl.errors import Refused
+from streamrl.producers.group.request import PartialResponse
 from streamrl.weight_sync.version import Version
 
 _ABORTS: Final = 20
 _ABORT_PAUSE: Final = 0.05
 
 
-class ColocatedEngine:
+class ColocatedEngine(Engine):
     """`Engine` that can be taken off its devices and put back, with requests in flight.
 
     Requests that are in flight at that moment, and those that come meanwhile, wait and go on afterwards with what they
@@ -92,43 +94,40 @@ class ColocatedEngine:
 
     # --- Engine ------------------------------------------------------------------------------------------------------
 
+    @override
     async def start(self) -> None:
-        """See `Engine.start`."""
         await self._engine.start()
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`."""
         for aborted in self._works.values():
             aborted.set()
         await self._engine.close()
         self._weights.set()  # what waits or comes now hears that the engine is closed
         self._serving.set()
 
+    @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`."""
         if request.id in self._works:
             raise ValueError(f"a request {request.id!r} is in flight")
         aborted = self._works[request.id] = asyncio.Event()
-        prefix = Prefix(request, self._stops, self._context)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
+        left = -1
+
+        async def ask(rest: Request) -> Completion | None:
+            nonlocal left
+            # with no `leave` since the piece before, the engine itself has aborted that
+            if left == self._leaves or not await self._turn(aborted):
+                return None
+            left = self._leaves
+            return await self._engine.generate(rest, listener)
+
         try:
-            while await self._turn(aborted):
-                leaves = self._leaves
-                last = await self._engine.generate(prefix.rest(), listener)
-                if last.finish != "abort" or aborted.is_set():
-                    return prefix.completed(last, loop.time() - start)
-                prefix.add(last.tokens.tolist(), last.logprobs.tolist(), last.runs, len(last.tokens))
-                if (finish := prefix.finish) is not None:
-                    return prefix.ended(finish, loop.time() - start)
-                if leaves == self._leaves:  # aborted by the engine itself, not by `leave`
-                    return prefix.ended("abort", loop.time() - start)
-            return prefix.ended("abort", loop.time() - start)
+            return await PartialResponse(request, self._stops, self._context).complete(ask)
         finally:
             del self._works[request.id]
 
+    @override
     async def abort(self, request_id: str | None = None) -> int:
-        """See `Engine.abort`."""
         chosen = [name for name in self._works if request_id in {None, name} and not self._works[name].is_set()]
         for name in chosen:
             self._works[name].set()
@@ -136,16 +135,17 @@ class ColocatedEngine:
             return len(chosen)
         return await self._engine.abort(request_id)
 
+    @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         await self._engine.pause(mode)
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         await self._engine.resume()
 
+    @override
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`. Off the devices it waits for the return, and is part of that."""
+        """Off the devices it waits for the return, and is part of that."""
         self._applying += 1
         self._applied.clear()
         try:
@@ -156,31 +156,32 @@ class ColocatedEngine:
             if not self._applying:
                 self._applied.set()
 
+    @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
         await self._engine.sleep(level)
 
+    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`. Off the devices it does nothing: the turn decides."""
+        """Off the devices it does nothing: the turn decides."""
         if self._serving.is_set():
             await self._engine.wake(tags)
 
+    @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`."""
         await self._weights.wait()
         await self._engine.load_adapter(name, folder)
 
+    @override
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`."""
         await self._weights.wait()
         await self._engine.unload_adapter(name)
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine.load`."""
         return self._engine.load()
 
+    @override
     async def health(self) -> None:
-        """See `Engine.health`."""
         await self._engine.health()
 
     async def _turn(self, aborted: asyncio.Event) -> bool:

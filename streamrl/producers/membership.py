@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from streamrl.producers.servers.fleet import Fleet
-from streamrl.producers.servers.group import EngineGroup
-from streamrl.producers.servers.newest import Source
+from streamrl.producers.group.fleet import Fleet
+from streamrl.producers.group.group import EngineGroup
+from streamrl.producers.group.state import Source
 from streamrl.queues import Role
 
 _LOOK_SECONDS: Final = 1.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from streamrl.producers.engines.contract import EngineLoad
+from streamrl.engine import EngineLoad
 from streamrl.queues import Role
 
 TICK_SECONDS: Final = 0.05

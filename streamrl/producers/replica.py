@@ -22,13 +22,13 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Final
 
+from streamrl.engine import Completion, Engine, Request
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
 from streamrl.producers.engines import make_engine
-from streamrl.producers.engines.contract import Completion, Engine, Request
+from streamrl.producers.group.fleet import Fleet
+from streamrl.producers.group.group import EngineGroup
 from streamrl.producers.membership import Membership
 from streamrl.producers.meter import Meter
-from streamrl.producers.servers.fleet import Fleet
-from streamrl.producers.servers.group import EngineGroup
 from streamrl.producers.sharing import taking_turns
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role

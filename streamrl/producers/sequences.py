@@ -21,8 +21,8 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.engine import Completion, Engine, Finish, Request
 from streamrl.errors import ConfigError, DataError
-from streamrl.producers.engines.contract import Completion, Engine, Finish, Request
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -184,16 +184,12 @@ def _rows(batch: PromptBatch) -> list[npt.NDArray[np.int32]]:
 
 async def _to_the_end(engine: Engine, request: Request) -> Completion:
     """Go on with a response after each abort, unless the engine gives nothing any more."""
-    from streamrl.producers.servers.prefix import Prefix
+    from streamrl.producers.group.request import PartialResponse
 
-    prefix = Prefix(request, frozenset(), context=len(request.tokens) + request.max_new_tokens)
-    loop = asyncio.get_running_loop()
-    start = loop.time()
-    for _ in range(_CONTINUATIONS):
-        last = await engine.generate(prefix.rest())
-        if last.finish != "abort":
-            return prefix.completed(last, loop.time() - start)
-        prefix.add(last.tokens.tolist(), last.logprobs.tolist(), last.runs, len(last.tokens))
-        if prefix.finish is not None:
-            return prefix.ended(prefix.finish, loop.time() - start)
-    return prefix.ended("abort", loop.time() - start)
+    pieces = iter(range(_CONTINUATIONS))
+
+    async def ask(rest: Request) -> Completion | None:
+        return await engine.generate(rest) if next(pieces, None) is not None else None
+
+    partial = PartialResponse(request, frozenset(), context=len(request.tokens) + request.max_new_tokens)
+    return await partial.complete(ask)

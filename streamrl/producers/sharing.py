@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from streamrl.config import RunConfig
+from streamrl.engine import Engine
 from streamrl.producers.colocated import ColocatedEngine
-from streamrl.producers.engines.contract import Engine
-from streamrl.producers.servers.fleet import stop_tokens_of
+from streamrl.producers.group.fleet import stop_tokens_of
 from streamrl.queues import Role
 from streamrl.queues.turn import EngineSwitch
 

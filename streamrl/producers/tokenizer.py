@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.producers.servers.dialect import PROBE
+from streamrl.servers.dialect import PROBE
 from streamrl.wire import Int32Array
 
 

@@ -6,20 +6,16 @@ import http
 import http.client
 import os
 import socket
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from streamrl.config import EngineConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.producers.servers import environments
+from streamrl.servers import environments
+from streamrl.servers.launch import PLUGIN
 
 _DEADLINE: Final = 10.0
-_PLUGIN: Final = "streamrl.producers.servers"
 _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
-_GUARDED: Final = {"vllm": "/v1/models", "openai": "/v1/models", "sglang": "/model_info", "hf": "/about"}
-"""A path of each kind of server that answers 401 or 403 without the right key, and changes nothing."""
 
 
 def look_at_engine(config: RunConfig) -> str:
@@ -48,7 +44,7 @@ def look_at_reward_models(config: RunConfig) -> str:
     found = []
     for name, model in config.reward_models.items():
         if model.managed:
-            from streamrl.runtime.reward_models.kinds import model_server  # an HTTP client, which few runs need here
+            from streamrl.servers.reward_models import model_server  # an HTTP client, which few runs need here
 
             server = model_server(name, model)
             if not server.cpu and environments.computes_on_cpu("auto"):
@@ -70,9 +66,7 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
             f"engine.flags sets {', '.join(taken)}, which streamrl chooses for the servers it starts",
             "leave it out; for a server that you start, set engine.url",
         )
-    spec = find_spec(_PLUGIN)
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not any((Path(place) / "plugin" / "streamrl_engine" / f"{kind}.py").is_file() for place in places):
+    if not (PLUGIN / "streamrl_engine" / f"{kind}.py").is_file():
         raise ConfigError(f"streamrl is installed without its plug-in for {kind} servers", "install streamrl again")
     marker = environments.installed(folder)
     if marker is None:
@@ -90,15 +84,17 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
 def _answers(engine: EngineConfig, url: str) -> str:
     """Return the URL when something that speaks HTTP is there and takes the key."""
     from streamrl.http import read_key  # an HTTP client, which takes a while
+    from streamrl.servers.kinds import DIALECTS
 
     parts = urlsplit(url)
     assert parts.hostname, "the configuration refuses other URLs"
+    guarded = DIALECTS[engine.kind].guarded
     key = read_key("engine.api_key_file", engine.api_key_file)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=_DEADLINE)
     try:
-        connection.request("GET", parts.path.rstrip("/") + _GUARDED[engine.kind], headers=headers)
+        connection.request("GET", parts.path.rstrip("/") + guarded, headers=headers)
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         hint = f"start it, or leave out engine.url to let streamrl start {engine.kind} servers"
@@ -109,7 +105,7 @@ def _answers(engine: EngineConfig, url: str) -> str:
         raise ConfigError(f"the server at {url} refuses our key (HTTP {status})", "set engine.api_key_file")
     if status == http.HTTPStatus.NOT_FOUND and engine.kind != "openai":
         raise ConfigError(
-            f"the server at {url} is no {engine.kind} server: it has no {_GUARDED[engine.kind]}",
+            f"the server at {url} is no {engine.kind} server: it has no {guarded}",
             "let engine.kind say what runs there",
         )
     return url

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.producers.servers.environments import computes_on_cpu
 from streamrl.runtime.engine_checks import shared_memory_copies
 from streamrl.runtime.plan import processes
+from streamrl.servers.environments import computes_on_cpu
 
 _PYTHON_FILES: Final = 64
 """Of a role: packages while they are imported, pipes, logs, sockets to Redis."""

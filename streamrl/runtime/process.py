@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from streamrl.isolation.lifeline import LIFELINE_FD
 from streamrl.runtime.rolelog import RoleLog
 
-LIFELINE_FD: Final = "STREAMRL_LIFELINE_FD"
 STATUS_FD: Final = "STREAMRL_STATUS_FD"
 PIPE_GRACE: Final = 2.0
 """Seconds to read the last output after the end of a process: a grandchild may hold the pipe open forever."""

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError, leaves
+from streamrl.isolation import lifeline
 from streamrl.queues import embedded
 from streamrl.restarts import ExitClass, classify
 from streamrl.runfile import read_saved
-from streamrl.runtime import lifeline
 from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.status import StatusPipe
 from streamrl.weight_sync.descriptors import allow_many_files
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RUNNERS: Final = {
-    "reward_model": ("streamrl.runtime.reward_models.role", "run_reward_model"),
+    "reward_model": ("streamrl.runtime.reward_model", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import RunConfig
-from streamrl.producers.engines.contract import Completion, Engine, Request
-from streamrl.producers.servers import tiny
-from streamrl.producers.servers.managed import ManagedServer
+from streamrl.engine import Completion, Engine, Request
+from streamrl.producers import tiny
+from streamrl.servers.process import ManagedServer
 from streamrl.weight_sync.version import Version
 
 BF16 = 0.02

@@ -11,11 +11,11 @@ import pytest_asyncio
 import torch
 
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.environments import KINDS, find_environment
-from streamrl.producers.servers.group import EngineGroup, ServerSpec
-from streamrl.producers.servers.managed import ManagedServer, ServerSettings
-from streamrl.producers.servers.server import ServerEngine
+from streamrl.producers.group.group import EngineGroup, ServerSpec
+from streamrl.producers.group.server import ServerEngine
+from streamrl.servers.environments import KINDS, find_environment
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.process import ManagedServer, ServerSettings
 from tests.engines.conformance_kit import Bench, run_config
 
 

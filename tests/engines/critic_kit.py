@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamrl.producers.servers import tiny
+from streamrl.producers import tiny
 
 CONTEXT = 512
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"

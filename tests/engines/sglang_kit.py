@@ -23,9 +23,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from streamrl.config import RunConfig
+from streamrl.engine import Completion, Request
 from streamrl.http import Call
-from streamrl.producers.engines.contract import Completion, Request
-from streamrl.producers.servers.sglang import SglangDialect
+from streamrl.servers.sglang import SglangDialect
 from streamrl.weight_sync.version import Version
 
 VOCABULARY = 128

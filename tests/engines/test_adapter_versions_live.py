@@ -11,12 +11,12 @@ import pytest_asyncio
 import torch
 
 from streamrl.config import RunConfig
+from streamrl.engine import Request
 from streamrl.errors import WeightsError
-from streamrl.producers.engines.contract import Request
-from streamrl.producers.servers import tiny
-from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.managed import ManagedServer, ServerSettings
-from streamrl.producers.servers.server import ServerEngine
+from streamrl.producers import tiny
+from streamrl.producers.group.server import ServerEngine
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter
 from streamrl.weight_sync.version import Version

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamrl.errors import DataError, Refused
-from streamrl.producers.servers import tiny
+from streamrl.producers import tiny
 from tests.engines.conformance_kit import BF16, INTERVAL, LONG, SOON, Bench, prompt
 
 pytestmark = [

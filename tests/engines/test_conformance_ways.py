@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.producers.servers import tiny
+from streamrl.producers import tiny
 from streamrl.weight_sync import Follower, Publisher
 from streamrl.weight_sync.manifest import Manifest, decode
 from streamrl.weight_sync.outlets import Outlet, open_outlet

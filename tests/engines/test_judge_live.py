@@ -20,7 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers import RewardSample
 from streamrl.consumers.models.template import Body
 from streamrl.errors import ExitCode
-from streamrl.producers.servers import tiny
+from streamrl.producers import tiny
 from streamrl.queues import Ledger, open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from streamrl.runtime.instance import State

@@ -23,7 +23,7 @@ from streamrl.consumers.models.reward_model import RewardModel
 from streamrl.consumers.models.router import ServerState
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
-from streamrl.runtime.reward_models.kinds import model_server
+from streamrl.servers.reward_models import model_server
 from tests.consumers.samples import seen
 from tests.engines.critic_kit import CONTEXT, Judge, make_critic
 from tests.engines.vllm_kit import free_port

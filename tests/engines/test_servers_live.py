@@ -20,11 +20,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from streamrl.engine import Engine
 from streamrl.errors import ConfigError
-from streamrl.producers.engines.contract import Engine
-from streamrl.producers.servers.dialects import make_dialect
-from streamrl.producers.servers.openai import OpenaiDialect
-from streamrl.producers.servers.server import ServerDied, ServerEngine
+from streamrl.producers.group.server import ServerDied, ServerEngine
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.openai import OpenaiDialect
 from tests.engines.conformance_kit import INTERVAL, Bench, prompt, run_config
 
 pytestmark = [
@@ -40,8 +40,8 @@ OWNER = """
     from pathlib import Path
     sys.path.insert(0, {root!r})
     from tests.engines.conformance_kit import run_config
-    from streamrl.producers.servers.dialects import make_dialect
-    from streamrl.producers.servers.managed import ManagedServer, ServerSettings
+    from streamrl.servers.kinds import make_dialect
+    from streamrl.servers.process import ManagedServer, ServerSettings
 
     async def main():
         folder = Path({folder!r})
@@ -58,8 +58,8 @@ PAUSER = """
     from pathlib import Path
     sys.path.insert(0, {root!r})
     from tests.engines.conformance_kit import run_config
-    from streamrl.producers.servers.dialects import make_dialect
-    from streamrl.producers.servers.server import ServerEngine
+    from streamrl.servers.kinds import make_dialect
+    from streamrl.producers.group.server import ServerEngine
 
     async def main():
         config = run_config({kind!r}, Path({folder!r}))

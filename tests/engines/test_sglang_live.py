@@ -190,13 +190,13 @@ async def test_pause_abort_ends_all_with_what_they_have(live, fresh, before):
 
 
 async def test_figures_are_those_of_the_moment(live, fresh):
-    idle = live.dialect.read_figures((await live.call(live.dialect.figures()))[0])
+    idle = live.dialect.read_metrics((await live.call(live.dialect.metrics()))[0])
     assert (idle.running, idle.waiting) == (0, 0)
     heard: list[int] = []
     tasks = [asyncio.create_task(live.generate(request("first", PROMPT, 480), fresh, heard))]
     tasks += [asyncio.create_task(live.generate(request(f"q{i}", [*PROMPT, i], 480), fresh)) for i in range(30)]
     await heard_at_least(heard, 20)
-    busy = live.dialect.read_figures((await live.call(live.dialect.figures()))[0])
+    busy = live.dialect.read_metrics((await live.call(live.dialect.metrics()))[0])
     assert busy.running + busy.waiting > 10
     assert 0 < busy.running <= 16
     assert 0 < busy.cache_use <= 1

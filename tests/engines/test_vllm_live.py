@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from vllm_kit import Failed, Live, forward, named, random_model, replay, request, save_model, served, write_version
 
-from streamrl.producers.servers.vllm import PLUGIN
+from streamrl.servers.launch import PLUGIN
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from streamrl.config import RunConfig
+from streamrl.engine import Completion, Request
 from streamrl.http import Call
-from streamrl.producers.engines.contract import Completion, Request
-from streamrl.producers.servers.vllm import VllmDialect
+from streamrl.servers.vllm import VllmDialect
 from streamrl.weight_sync.version import Version
 
 VOCABULARY = 400

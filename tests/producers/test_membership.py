@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from producer_kit import until
 
-sys.path.insert(0, str(Path(__file__).parent / "servers"))
+sys.path.insert(0, str(Path(__file__).parent / "group"))
 
 from group_kit import Player
 
 from streamrl.config import RunConfig
+from streamrl.producers.group.fleet import Fleet, stop_tokens_of
+from streamrl.producers.group.group import EngineGroup, ServerSpec
+from streamrl.producers.group.server import ServerEngine
 from streamrl.producers.membership import Membership
-from streamrl.producers.servers.fleet import Fleet, stop_tokens_of
-from streamrl.producers.servers.group import EngineGroup, ServerSpec
-from streamrl.producers.servers.server import ServerEngine
 from streamrl.queues.enlisted import Enlisted
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -16,11 +14,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.producers.servers import environments
-from streamrl.producers.servers.sglang import SglangDialect
-from streamrl.producers.servers.vllm import VllmDialect
 from streamrl.runtime import engine_checks
 from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
+from streamrl.servers import environments
+from streamrl.servers.sglang import SglangDialect
+from streamrl.servers.vllm import VllmDialect
 
 
 def config(**sections: Any) -> RunConfig:
@@ -92,10 +90,7 @@ def test_flags_that_streamrl_needs_for_itself_are_refused(environment: Path, fla
 def test_an_installation_without_the_plug_in_is_found(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shutil.copytree(Path(environments.__file__).parent, tmp_path / "servers")
-    shutil.rmtree(tmp_path / "servers" / "plugin")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "servers")])
-    monkeypatch.setattr(engine_checks, "find_spec", lambda _: spec)
+    monkeypatch.setattr(engine_checks, "PLUGIN", tmp_path / "plugin")
     with pytest.raises(ConfigError, match="without its plug-in for vllm"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 

@@ -12,8 +12,8 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.producers.servers import environments
 from streamrl.runtime.limits import free_memory, look_at_files, look_at_memory, memory, open_files
+from streamrl.servers import environments
 
 GIB = 1 << 30
 

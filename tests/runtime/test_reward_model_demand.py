@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.runtime.reward_models.demand import Demand
+from streamrl.runtime.reward_model import Demand
 
 
 def demand(wake_at: int = 8, wake_after: float = 5.0, linger: float = 1.0) -> Demand:

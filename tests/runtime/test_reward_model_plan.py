@@ -14,11 +14,11 @@ from streamrl.commands.rundir import RunDirectory
 from streamrl.commands.status import _planned
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
-from streamrl.producers.servers import environments
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.engine_checks import look_at_reward_models
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, starts_after
+from streamrl.servers import environments
 from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
 from tests.runtime.test_supervisor import Run, unit

@@ -17,9 +17,9 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.queues.role import open_role
 from streamrl.queues.turn import LearnerSwitch
-from streamrl.runtime.reward_models import role as module
-from streamrl.runtime.reward_models.kinds import model_server
-from streamrl.runtime.reward_models.role import run_reward_model
+from streamrl.runtime import reward_model as module
+from streamrl.runtime.reward_model import run_reward_model
+from streamrl.servers.reward_models import model_server
 from tests.queues.ledger_kit import admit, lease, until, until_async
 from tests.runtime.played_model_server import make_environment
 

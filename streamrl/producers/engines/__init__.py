@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.config import RunConfig
-from streamrl.producers.engines.contract import Completion, Engine, EngineLoad, Request
+from streamrl.engine import Completion, Engine, EngineLoad, Request
 
 if TYPE_CHECKING:
     from streamrl.queues.enlisted import Enlisted
@@ -35,6 +35,6 @@ def make_engine(
         from streamrl.producers.engines.hf import HfEngine
 
         return HfEngine(config, seed)
-    from streamrl.producers.servers.fleet import make_group
+    from streamrl.producers.group.fleet import make_group
 
     return make_group(config, seed, run_dir, replica, enlisted)

@@ -20,8 +20,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from streamrl.config import EngineConfig
+from streamrl.engine import Finish
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable
-from streamrl.producers.engines.contract import Finish
 from streamrl.producers.engines.decoder import Counts, Deliver, Job, Outcome, Progress, Tell
 from streamrl.producers.engines.model import cache_bytes_per_token
 from streamrl.producers.engines.spans import Spans

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Literal
 
+from streamrl.engine import MemoryTag, PauseMode
 from streamrl.errors import Refused, WeightsError
 from streamrl.producers.engines.adapted import BaseWeights
-from streamrl.producers.engines.contract import MemoryTag, PauseMode
 from streamrl.producers.engines.decoder import Decoder, Outcome
 from streamrl.producers.engines.residence import Residence
 from streamrl.producers.engines.weights import copy_weights, match_weights

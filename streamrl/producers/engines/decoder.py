@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from streamrl.producers.engines.contract import Finish, Runs
+from streamrl.engine import Finish, Runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
+from streamrl.engine import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request, RequestLimits
 from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
-from streamrl.producers.engines.contract import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.decoder import Decoder, Job, Outcome, Progress
-from streamrl.producers.engines.limits import Limits
 from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slot_decoder import SlotDecoder
 from streamrl.producers.engines.slots import SlotBatch
@@ -71,7 +70,7 @@ class HfEngine:
         self._model: Any = None
         self._decoder: Decoder | None = None
         self._control: Control | None = None
-        self.limits = Limits(0, 0)
+        self.limits = RequestLimits(0, 0)
         self._failure: BaseException | None = None
         self._started = False
         self._closed = False
@@ -369,7 +368,7 @@ class HfEngine:
         model = load_model(self._config)
         self._model = model
         context = context_length(self._config, model)
-        self.limits = Limits(context, int(model.get_input_embeddings().num_embeddings))
+        self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
         stop = stop_tokens(model)
         decoder: Decoder
         if choose_decode(self._config, model) == "slots":

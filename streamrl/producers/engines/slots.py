@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from streamrl.engine import Finish
 from streamrl.errors import WeightsError
-from streamrl.producers.engines.contract import Finish
 from streamrl.producers.engines.decoder import Job, Outcome, Progress
 from streamrl.producers.engines.kv import SlotCache, round_up
 from streamrl.producers.engines.sampling import sample

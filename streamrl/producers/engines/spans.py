@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.producers.engines.contract import Runs
+from streamrl.engine import Runs
 
 
 class Spans:

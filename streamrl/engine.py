@@ -1,0 +1,253 @@
+"""What a rollout replica asks of anything that generates: token ids in, token ids with exact log-probabilities out.
+
+An engine owns one copy of the policy and decodes many requests at the same time. Weights may change while requests are
+in flight: what was generated stays, the rest is sampled by the new weights, and `Completion.runs` says which token
+belongs to which version. Requests and completions are values; nothing of an engine leaks into them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from streamrl.errors import DataError
+from streamrl.wire import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from streamrl.weight_sync.version import Version
+
+Finish: TypeAlias = Literal["stop", "length", "abort"]
+Runs: TypeAlias = list[tuple[int, int]]
+PauseMode: TypeAlias = Literal["keep", "recompute", "abort"]
+"""What becomes of requests in flight: they go on with their keys and values, they go on with keys and values computed
+anew by the weights then in force, or they end with what they have."""
+MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
+Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
+"""Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One response to be sampled.
+
+    Attributes:
+        id: name for `abort`; unique among the requests in flight, may be used again afterwards.
+        tokens: prompt, shape (prompt tokens,), at least one.
+        max_new_tokens: longest response, end-of-sequence token included; the engine lowers it to what its context
+            leaves.
+        temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
+            token each time; what log-probabilities come with it is the engine's affair, nothing was drawn from them.
+        adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
+        affinity: requests with the same key share a prefix (samples of one group, turns of one conversation) and are
+            better off on one server; empty: none.
+    """
+
+    id: str
+    tokens: Int32Array
+    max_new_tokens: int
+    temperature: float = 1.0
+    adapter: str | None = None
+    affinity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What an engine can serve: other requests are refused before they reach a decode loop.
+
+    Attributes:
+        context: longest prompt plus response in tokens.
+        vocabulary: token ids lie below it.
+    """
+
+    context: int
+    vocabulary: int
+
+    def check(self, request: Request) -> int:
+        """Return how many tokens the response may have.
+
+        Raises:
+            DataError: the request can never be served; the message names it.
+        """
+        tokens = request.tokens
+        name = f"request {request.id!r}"
+        if tokens.ndim != 1 or not len(tokens):
+            raise DataError(f"{name} has an empty prompt")
+        room = self.context - len(tokens)
+        if room < 1:
+            raise DataError(f"{name}: {len(tokens)} prompt tokens fill a context of {self.context}")
+        if tokens.min() < 0 or tokens.max() >= self.vocabulary:
+            raise DataError(f"{name} has a token outside the vocabulary of {self.vocabulary}")
+        if request.max_new_tokens < 1:
+            raise DataError(f"{name}: max_new_tokens is {request.max_new_tokens}")
+        if not (0 <= request.temperature < math.inf):
+            raise DataError(f"{name}: temperature is {request.temperature}")
+        return min(request.max_new_tokens, room)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What was sampled for one request.
+
+    Attributes:
+        tokens: shape (sampled tokens,), the end-of-sequence token included; empty only when aborted.
+        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature),
+            shape (sampled tokens,).
+        runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
+        finish: `stop` (an end-of-sequence token was sampled), `length` (limit or context reached), `abort`.
+        prompt_tokens: length of the prompt.
+        seconds: from the call of `generate` to its result.
+    """
+
+    tokens: Int32Array
+    logprobs: Float32Array
+    runs: Runs
+    finish: Finish
+    prompt_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is.
+
+    Attributes:
+        running: requests that are being decoded.
+        waiting: requests accepted and not yet begun.
+        tokens_sampled: tokens sampled since the start; only grows. The continuous mode counts a request when it ends.
+        busy_seconds: seconds spent decoding since the start; only grows.
+        version: version of the weights in force, 0 until the first `apply`.
+        capacity: requests that the engine can make use of at the same time; grows and shrinks.
+        cache_use: share of the memory for keys and values that is in use, 0 to 1; 0 when not known.
+        preemptions: requests that were put back for want of that memory since the start; only grows.
+        servers: servers that can serve now; 1 for an engine in this process.
+    """
+
+    running: int
+    waiting: int
+    tokens_sampled: int
+    busy_seconds: float
+    version: int
+    capacity: int = 1
+    cache_use: float = 0.0
+    preemptions: int = 0
+    servers: int = 1
+
+
+class Engine(Protocol):
+    """A generator of responses. All methods belong to one event loop.
+
+    Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
+    died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own is
+    its death as well, also when its caller has left. An engine that died stays dead: its process ends and is started
+    again by whoever supervises it.
+    """
+
+    async def start(self) -> None:
+        """Load the model and begin to decode.
+
+        Raises:
+            ConfigError: model missing or unusable, or an option that this model or machine cannot serve.
+        """
+
+    async def close(self) -> None:
+        """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
+
+        A repeat does nothing. Works on an engine that died or never started.
+        """
+
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        """Sample one response.
+
+        Waits for as long as it takes, also while the engine is paused or asleep: whoever calls sets the deadline.
+        Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
+        death fails every call that is waiting.
+
+        Args:
+            request: what to sample.
+            listener: hears of tokens as they are sampled, before the result; never more than the result will hold.
+
+        Raises:
+            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
+                limits make no sense, or the adapter is not loaded. The engine goes on.
+            ValueError: a request with this id is in flight.
+        """
+        ...
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
+
+        Works while paused. Returns how many ended; 0 for an unknown id, so a repeat does nothing. A request that ended
+        by itself meanwhile keeps its finish and is not counted.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
+
+        With `abort`, requests in flight end with what they have; otherwise they stay. A repeat does nothing, but a
+        repeat with another mode does what that mode adds. Who pauses resumes in a `finally`; an engine in a process of
+        its own is resumed by a watchdog when the process that paused it dies.
+        """
+
+    async def resume(self) -> None:
+        """Go on after `pause`. A repeat does nothing."""
+
+    async def apply(self, version: Version) -> None:
+        """Replace all weights between two decode steps, while requests are in flight.
+
+        Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
+        the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
+        weights; later tokens carry the version. Requests that begin later see nothing that older weights computed.
+        Works while paused and asleep. The present version again is a repeat and does nothing. Cancelling the call
+        does not stop an update that has begun.
+
+        A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
+        load it beside them sample all of a response with the adapter that was newest when the request came.
+
+        Args:
+            version: newer than the present one; the number never goes down. Not used after the return.
+
+        Raises:
+            WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
+        """
+
+    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+        """Give accelerator memory back. A repeat does nothing.
+
+        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host; 2 also forgets the
+        weights, so that `wake` wants a version before it serves. On a CPU only the keys and values are freed. Requests
+        are accepted and wait for `wake`.
+
+        Raises:
+            Refused: requests are being decoded (abort them or wait for their end first), or there is no such level.
+        """
+
+    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing.
+
+        An engine that was paused before stays paused.
+        """
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter (a PEFT directory that the engine can read) under a new name: one name per version.
+
+        Raises:
+            Refused: the engine cannot serve adapters, or one of this name is loaded.
+            WeightsError: the adapter does not fit the model.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; an unknown name does nothing. Requests in flight with it end as they began."""
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is; cheap, may be called at any time."""
+        ...
+
+    async def health(self) -> None:
+        """Return when the engine can serve, raise `Unreachable` with the cause when it cannot.
+
+        Notices a decode loop that hangs, not only one that died.
+        """

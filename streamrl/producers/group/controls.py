@@ -1,0 +1,455 @@
+"""What is done to a server, one thing at a time: pause, new weights, sleep, adapters; and who may pass meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from streamrl.engine import MemoryTag, PauseMode
+from streamrl.errors import CannotCreate, DataError, Refused, StreamrlError, Unreachable, WeightsError, WireError
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
+from streamrl.isolation.watchdog import Watchdog
+from streamrl.producers.group.flights import InFlightRequest
+from streamrl.servers.dialect import Dialect
+from streamrl.weight_sync.adapter import write_adapter
+from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.version import Version
+
+logger = logging.getLogger(__name__)
+_ANSWERED: Final = (BadAnswer, DataError, WireError)
+_ABORT_DEADLINE: Final = 5.0
+_LAST_SECONDS: Final = 5.0
+"""For the resume of a server when its engine is being closed."""
+_MANY: Final = 8
+_MERGED: Final = "learner.lora.publish: merged works with every engine and every adapter"
+
+
+Tell: TypeAlias = Callable[[list[str]], Coroutine[Any, Any, None]]
+"""Tells the server to end the requests of these names."""
+
+
+class ControlledEngine(Protocol):
+    """What controls need of their engine."""
+
+    @property
+    def flights(self) -> Sequence[InFlightRequest]:
+        """All that have not landed."""
+        ...
+
+    @property
+    def dead(self) -> bool:
+        """Whether the server is."""
+        ...
+
+    def die(self, cause: Unreachable) -> None:
+        """Declare the server dead."""
+
+    async def end(self, flights: Sequence[InFlightRequest], tell: Tell) -> int:
+        """Let flights end with what they have."""
+        ...
+
+
+class Controls:
+    """The controls of one server.
+
+    Args:
+        client: of the server.
+        dialect: of the server.
+        seconds: within which each control must end, or the server counts as dead.
+        engine: that controls the server.
+        watchdog: resumes the server when this process dies; None for a server that dies with it.
+        folder: for versions that are an adapter, which the server reads there; it belongs to these controls. None:
+            such versions are refused.
+
+    Attributes:
+        adapters: loaded and not unloaded.
+        serving: the adapter that is the version in force; None: the weights are.
+        pause_seconds: how long decoding stood still for the last version.
+    """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        dialect: Dialect,
+        seconds: float,
+        engine: ControlledEngine,
+        *,
+        watchdog: Watchdog | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._client = client
+        self._dialect = dialect
+        self._seconds = seconds
+        self._engine = engine
+        self._watchdog = watchdog
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._pair: Pair = (0, 0)
+        self._paused: set[PauseMode] = set()
+        self._level: Literal[0, 1, 2] | None = None
+        self._asleep: set[MemoryTag] = set()
+        self._forgotten = False
+        self._swapping = False
+        self._torn = False
+        self._kept_before = False
+        self.adapters: set[str] = set()
+        self.serving: str | None = None
+        self.pause_seconds = 0.0
+        self._folder = folder
+        self._own: dict[str, Path] = {}
+        # A server of others may hold what an earlier engine loaded.
+        self._prefix = f"streamrl-{uuid.uuid4().hex[:8]}"
+
+    @property
+    def version(self) -> int:
+        """Number of the weights in force; 0 before the first."""
+        return self._pair[1]
+
+    @property
+    def held(self) -> bool:
+        """Whether the server was told to stand still, or has nothing to serve with."""
+        return bool(self._paused or self._level is not None or self._forgotten or self._swapping)
+
+    async def passing(self) -> None:
+        """Return when requests may go to the server; the caller sends its own before it awaits anything else."""
+        while not self._open.is_set():
+            await self._open.wait()
+
+    async def close(self) -> None:
+        """Resume a server that stands still because of us; one that does not answer is left to the watchdog.
+
+        One whose weights are torn stays as it is: the next engine gives it whole ones.
+        """
+        if self._watchdog is not None and not self._engine.dead:
+            for name in self._own:
+                await self.unload_adapter(name)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        if self._watchdog is None:
+            return
+        farewell = True
+        if (self._paused or self._swapping) and not self._torn:
+            try:
+                if self._engine.dead:
+                    raise Unreachable("it counts as dead")
+                await self._send(self._dialect.resume(), _LAST_SECONDS)
+            except StreamrlError as error:
+                farewell = False
+                logger.warning("a paused server is left to its watchdog", extra={"why": error.message})
+        await self._watchdog.close(farewell=farewell)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`."""
+        async with self._lock:
+            if mode in self._paused:
+                return
+            calls = self._dialect.pause(mode)
+            if not calls and mode != "abort":
+                raise Refused(f"this {self._dialect.kind} server cannot pause and keep its requests", "abort them")
+            self._arm()
+            self._paused.add(mode)
+            self._gate()
+            if self._level is None:
+                await self._must(calls)
+            if mode == "abort":
+                await self._engine.end(self._engine.flights, _say_nothing)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        async with self._lock:
+            if not self._paused:
+                return
+            if self._level is None:
+                await self._must(self._dialect.resume())
+            self._paused.clear()
+            self._disarm()
+            self._gate()
+
+    async def apply(self, version: Version) -> None:
+        """See `Engine.apply`: bring it near while the server generates, then stand still for the change alone."""
+        with version.readers:  # its caller may leave before the end
+            async with self._lock:
+                await self._apply(version)
+
+    async def _apply(self, version: Version) -> None:
+        if version.pair == self._pair and not self._forgotten:
+            return
+        if version.pair < self._pair or version.number < self.version:
+            raise WeightsError(f"version {version.pair} of the weights is older than {self._pair}, which is in force")
+        if version.adapter is not None and not self._dialect.merges:
+            await self._swap(version)
+            return
+        end = self._loop.time() + self._seconds
+        await self._prefetch(version, end)
+        calls = self._dialect.update(version)
+        async with self._still(), self._weights_awake():
+            await self._update(version, calls, end)
+            self._pair, self.serving = version.pair, None
+            self._forgotten = False
+            for flight in self._engine.flights:
+                flight.turn(version.number)
+        logger.info("weights applied", extra={"version": version.number, "pause": round(self.pause_seconds, 4)})
+
+    async def _swap(self, version: Version) -> None:
+        """Load a version that is an adapter; requests that come now use it, those in flight end as they began."""
+        assert version.adapter is not None
+        if self._folder is None or self._forgotten or (self.version and self.serving is None):
+            raise WeightsError(
+                f"version {version.number} is an adapter, and this server does not hold the weights it belongs to",
+                "start the replicas anew, or set learner.lora.publish: merged",
+            )
+        name = f"{self._prefix}-{version.pair[0]}-{version.pair[1]}"
+        folder = self._folder.absolute() / name
+        try:
+            await asyncio.to_thread(write_adapter, folder, version.adapter, version.tensors)
+            async with self._weights_awake():
+                await self._load(name, folder)
+        except (CannotCreate, Refused) as error:
+            raise WeightsError(error.message, error.hint) from error
+        self._own[name] = folder
+        self._pair, self.serving = version.pair, name
+        logger.info("adapter applied", extra={"version": version.number, "adapter": name})
+        used = {flight.adapter for flight in self._engine.flights}
+        for old in [old for old in self._own if old not in {name, *used}]:
+            await self.unload_adapter(old)
+            await asyncio.to_thread(shutil.rmtree, self._own.pop(old), ignore_errors=True)
+
+    def keep(self, version: Version) -> None:
+        """Note a version that a server with weights of its own cannot take: only the first one counts."""
+        if self._pair == (0, 0):
+            self._pair = version.pair
+        elif version.pair > self._pair and not self._kept_before:
+            self._kept_before = True
+            logger.warning("a server keeps its own weights", extra={"in force": self.version, "new": version.number})
+
+    async def sleep(self, level: Literal[0, 1, 2]) -> None:
+        """See `Engine.sleep`."""
+        async with self._lock:
+            if self._level is not None and level <= self._level:
+                return
+            if any(flight.sent for flight in self._engine.flights):
+                raise Refused(
+                    "the engine cannot sleep: requests are at the server", "abort them, or wait for their end"
+                )
+            calls = self._dialect.sleep(level)
+            before, self._level = self._level, level
+            self._gate()
+            try:
+                await self._send(calls, self._seconds)
+            except _ANSWERED as error:
+                self._level = before
+                self._gate()
+                raise Refused(f"the server cannot sleep at level {level}: {error.message}") from error
+            except Unreachable as error:
+                self._engine.die(error)
+                raise
+            self._asleep = {"weights", "kv_cache"} if level else {"kv_cache"}
+            self._forgotten = self._forgotten or level == 2
+
+    async def wake(self, tags: Sequence[MemoryTag]) -> None:
+        """See `Engine.wake`."""
+        async with self._lock:
+            wanted = [tag for tag in tags if tag in self._asleep]
+            if not wanted:
+                return
+            await self._must(self._dialect.wake(wanted))
+            self._asleep -= set(wanted)
+            if not self._asleep:
+                self._level = None
+                # some servers sleep by a pause, others wake up without the one from before
+                await self._must(self._dialect.pause("keep") if self._paused else self._dialect.resume())
+            self._gate()
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Engine.load_adapter`."""
+        async with self._lock:
+            if name in self.adapters:
+                raise Refused(f"an adapter {name!r} is loaded already", "give each version a name of its own")
+            await self._load(name, folder)
+
+    async def _load(self, name: str, folder: Path) -> None:
+        call = self._dialect.load_adapter(name, folder)
+        try:
+            await self._client.call(call, self._seconds)
+        except BadRequest as error:
+            if error.status in {404, 405}:
+                raise Refused(f"the server cannot serve adapters: {error.message}", "see docs/engines.md") from error
+            raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
+        except _ANSWERED as error:
+            raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
+        except Unreachable as error:
+            self._engine.die(error)
+            raise
+        self.adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Engine.unload_adapter`. Takes no turn: some servers answer when the adapter's last request has ended."""
+        if name not in self.adapters:
+            return
+        self.adapters.discard(name)
+        try:
+            await self._client.call(self._dialect.unload_adapter(name), self._seconds)
+        except (*_ANSWERED, Lost) as error:
+            logger.warning("an adapter may still be loaded", extra={"adapter": name, "why": error.message})
+
+    async def tell_abort(self, ids: Sequence[str]) -> None:
+        """Tell the server to end requests; an error is only logged, since nobody waits for them any more.
+
+        While the server is paused this takes its turn: what a paused server needs for it may pause it, and must not
+        come after a resume.
+        """
+        try:
+            if self._paused:
+                async with self._lock:
+                    await self._send_aborts(ids, paused=bool(self._paused) and self._level is None)
+            else:
+                await self._send_aborts(ids, paused=False)
+        except StreamrlError as error:
+            logger.warning("an abort did not reach the server", extra={"why": error.message})
+
+    async def _send_aborts(self, ids: Sequence[str], *, paused: bool) -> None:
+        everything = (
+            self._watchdog is None and len(ids) >= _MANY and len(ids) >= sum(f.sent for f in self._engine.flights)
+        )
+        names: Sequence[str | None] = [None] if everything else ids
+        sends = [self._send(self._dialect.abort(name, paused=paused), _ABORT_DEADLINE) for name in names]
+        for result in await asyncio.gather(*sends, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _prefetch(self, version: Version, end: float) -> None:
+        try:
+            await self._send(self._dialect.prefetch(version), end - self._loop.time())
+        except _ANSWERED as error:
+            raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
+        except Unreachable as error:
+            self._engine.die(error)
+            raise
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncGenerator[None, None]:
+        """The server stands still; it goes on afterwards, whatever happened, unless it was paused or asleep before.
+
+        A server with torn weights does not go on: it would sample from neither version.
+        """
+        if self._paused:
+            yield
+            return
+        self._arm()
+        self._swapping = True
+        self._gate()
+        begun = self._loop.time()
+        try:
+            if calls := self._dialect.pause("keep"):
+                await self._must(calls)
+            else:
+                await self._run_dry()
+            yield
+        except asyncio.CancelledError:
+            raise  # the engine is dead or is being closed: `close` sees to it that the server goes on
+        except BaseException:
+            if not self._engine.dead:
+                await self._go_on(begun)
+            raise
+        await self._go_on(begun)
+
+    async def _run_dry(self) -> None:
+        """Wait until nothing is at a server that cannot pause; what takes too long ends with what it has."""
+        if sent := [flight for flight in self._engine.flights if flight.sent]:
+            await asyncio.wait([flight.outcome for flight in sent], timeout=self._seconds / 2)
+            await self._engine.end([flight for flight in sent if not flight.outcome.done()], self.tell_abort)
+
+    async def _go_on(self, begun: float) -> None:
+        if self._level is None:
+            await self._must(self._dialect.resume())
+        self.pause_seconds = self._loop.time() - begun
+        self._swapping = False
+        self._disarm()
+        self._gate()
+
+    @asynccontextmanager
+    async def _weights_awake(self) -> AsyncGenerator[None, None]:
+        """The weights are in their place; those that slept sleep again, unless the server had forgotten them."""
+        if "weights" not in self._asleep:
+            yield
+            return
+        await self._must(self._dialect.wake(["weights"]))
+        try:
+            yield
+        finally:
+            if self._level == 2:
+                self._asleep.discard("weights")
+            elif not self._engine.dead:
+                await self._must(self._dialect.sleep(1))
+
+    async def _update(self, version: Version, calls: Sequence[Call], end: float) -> None:
+        """Send the update; after a failure that leaves the state unknown once more, whole; then the server is dead."""
+        self._torn = True
+        try:
+            await self._send(calls[:1], end - self._loop.time())
+        except DataError as error:
+            self._torn = False
+            raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
+        except (BadAnswer, WireError) as error:
+            await self._once_more(version, calls, end, error)
+        except Unreachable as error:
+            self._engine.die(error)
+            raise
+        else:
+            try:
+                await self._send(calls[1:], end - self._loop.time())
+            except _ANSWERED as error:
+                await self._once_more(version, calls, end, error)
+            except Unreachable as error:
+                self._engine.die(error)
+                raise
+        self._torn = False
+
+    async def _once_more(self, version: Version, calls: Sequence[Call], end: float, error: StreamrlError) -> None:
+        logger.warning("an update failed, sent once more", extra={"version": version.number, "why": error.message})
+        try:
+            await self._send([*self._dialect.prefetch(version), *calls], end - self._loop.time())
+        except StreamrlError as again:
+            cause = Unreachable(f"the server has no whole weights any more: {again.message}", "see its log")
+            self._engine.die(cause)
+            raise cause from again
+
+    def _gate(self) -> None:
+        if self.held:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    def _arm(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.arm()
+
+    def _disarm(self) -> None:
+        if self._watchdog is not None and not self._paused:
+            self._watchdog.disarm()
+
+    async def _must(self, calls: Sequence[Call]) -> None:
+        """Send calls that a server cannot fail and live."""
+        try:
+            await self._send(calls, self._seconds)
+        except StreamrlError as error:
+            cause = error if isinstance(error, Unreachable) else Unreachable(error.message, error.hint)
+            self._engine.die(cause)
+            raise cause from error
+
+    async def _send(self, calls: Sequence[Call], seconds: float) -> None:
+        end = self._loop.time() + seconds
+        for call in calls:
+            await self._client.call(call, max(0.0, end - self._loop.time()))
+
+
+async def _say_nothing(_: Sequence[str]) -> None:
+    """Nothing: the server has been told already."""

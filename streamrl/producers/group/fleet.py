@@ -1,0 +1,140 @@
+"""Which servers a replica has, and how the engine of each is made."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from streamrl.config import RunConfig
+from streamrl.engine import Engine
+from streamrl.errors import ConfigError
+from streamrl.producers.group.group import EngineGroup, ServerSpec
+from streamrl.queues.enlisted import Enlisted
+
+_NO_NAME: Final = re.compile("[^A-Za-z0-9._-]+")
+
+
+def is_url(name: str) -> bool:
+    """Whether a server's name is the URL of one that streamrl does not start."""
+    return name.startswith(("http://", "https://"))
+
+
+def make_group(
+    config: RunConfig, seed: int, run_dir: Path, replica: str, enlisted: Mapping[str, Enlisted] | None = None
+) -> EngineGroup:
+    """The servers of a replica as one engine, not yet started.
+
+    Args:
+        config: the run.
+        seed: of the sampling; each life of each server gets another one made from it.
+        run_dir: logs of servers that are started go there.
+        replica: name of the replica's role.
+        enlisted: servers that were added or removed since the run began.
+    """
+    fleet = Fleet(config, seed, run_dir, replica)
+    servers = [fleet.spec(name) for name in fleet.wanted(enlisted or {})]
+    return EngineGroup(config, servers, stop_tokens_of(config.model.path))
+
+
+class Fleet:
+    """Says which servers belong to a replica, and makes what is needed of each.
+
+    Args:
+        config: the run.
+        seed: of the sampling.
+        run_dir: of the run.
+        replica: name of the replica's role, `rollout.N`.
+    """
+
+    def __init__(self, config: RunConfig, seed: int, run_dir: Path, replica: str) -> None:
+        self._config = config
+        self._seed = seed
+        self._run_dir = run_dir
+        self._replica = replica
+        index = replica.rpartition(".")[2]
+        self._index = int(index) if index.isdecimal() else 0
+
+    def wanted(self, enlisted: Mapping[str, Enlisted]) -> list[str]:
+        """Names of the servers of this replica.
+
+        Servers of the configuration go to the replicas in turn, and so do those that were added; a server belongs to
+        one replica, which brings it its weights.
+
+        Args:
+            enlisted: what was added or removed since the run began.
+        """
+        replicas, engine = self._config.rollout.replicas, self._config.engine
+        own = list(engine.url[self._index :: replicas])
+        if not engine.url:
+            own = [f"{self._replica}.server{number}" for number in range(engine.servers)]
+        own = [name for name in own if name not in enlisted or enlisted[name].present]
+        added = [
+            name
+            for name, entry in enlisted.items()
+            if entry.present and is_url(name) and name not in engine.url and entry.owner(replicas) == self._index
+        ]
+        return own + added
+
+    def spec(self, name: str) -> ServerSpec:
+        """How a server of the group is made."""
+        return ServerSpec(name, self._maker(name), ours=not is_url(name))
+
+    def _maker(self, name: str) -> Callable[[], Engine]:
+        lives = itertools.count()
+
+        def make() -> Engine:
+            from streamrl.producers.group.server import ServerEngine
+            from streamrl.servers.kinds import make_dialect
+            from streamrl.servers.process import ManagedServer, ServerSettings
+
+            dialect = make_dialect(self._config)
+            adapters = self._run_dir / "adapters" / f"{self._replica}.{_NO_NAME.sub('_', name)}"
+            if is_url(name):
+                return ServerEngine(dialect, self._config, url=name, adapters=adapters)
+            settings = ServerSettings.of_engine(self._config)
+            seed = self._seed_of(name, next(lives))
+            server = ManagedServer(dialect, settings, self._run_dir, name, self._devices(name), seed=seed)
+            return ServerEngine(dialect, self._config, server=server, adapters=adapters)
+
+        return make
+
+    def _devices(self, name: str) -> str:
+        devices = self._config.engine.devices
+        if not devices:
+            return ""
+        number = int(name.rpartition("server")[2])
+        return devices[(self._index * self._config.engine.servers + number) % len(devices)]
+
+    def _seed_of(self, name: str, life: int) -> int:
+        """No two servers of a run, and no two lives of one, draw the same numbers."""
+        digest = hashlib.blake2b(f"{self._seed}/{name}/{life}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def stop_tokens_of(model: str) -> frozenset[int]:
+    """Tokens that end a response of a model: those of its generation configuration, else of its configuration.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
+        ) from error
+    try:
+        ids = transformers.GenerationConfig.from_pretrained(model).eos_token_id
+    except (OSError, ValueError):
+        ids = None
+    if ids is None:
+        ids = config.get_text_config().eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

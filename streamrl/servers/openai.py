@@ -1,0 +1,218 @@
+"""Any server with an OpenAI-style completions API that returns token ids and log-probabilities, as a `Dialect`.
+
+Such a server is always one that runs already. `engine.flags` says what it can do:
+
+```
+model: NAME                 the model asked for; left out when not given
+processed-logprobs: true    its log-probabilities are those at the temperature of the request
+reload: /ROUTE              takes new weights from a directory
+reload-body: {...}          what is posted there; {folder} and {version} are filled in
+```
+
+Without `reload` its weights stay as they are, and that is said at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.engine import Request
+from streamrl.errors import ConfigError, Refused, WeightsError, WireError
+from streamrl.http import Call
+from streamrl.servers.dialect import (
+    PROBE,
+    Chunk,
+    Dialect,
+    ServerInfo,
+    ServerMetrics,
+    parse_metrics,
+    read_finish,
+    read_logprobs,
+    stream_error,
+)
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
+
+_COMPLETIONS: Final = "/v1/completions"
+_FLAGS: Final = frozenset({"model", "processed-logprobs", "reload", "reload-body"})
+_RELOAD_BODY: Final[Mapping[str, Any]] = {"model_path": "{folder}", "weight_version": "{version}"}
+_FIGURES: Final[Mapping[str, str]] = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:generation_tokens_total": "tokens_sampled",
+    "sglang:num_running_reqs": "running",
+    "sglang:num_queue_reqs": "waiting",
+    "sglang:generation_tokens_total": "tokens_sampled",
+    "tgi_batch_current_size": "running",
+    "tgi_queue_size": "waiting",
+    "tgi_request_generated_tokens_sum": "tokens_sampled",
+}
+
+
+class OpenaiDialect(Dialect):
+    """Speaks to a server with completions of OpenAI's form, and to no other route of it but a reload.
+
+    Args:
+        config: the run.
+
+    Raises:
+        ConfigError: an unknown flag, or a temperature at which the server's log-probabilities would be others.
+    """
+
+    kind: ClassVar[str] = "openai"
+    guarded: ClassVar[str] = "/v1/models"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        flags = config.engine.flags
+        if unknown := sorted(set(flags) - _FLAGS):
+            raise ConfigError(
+                f"engine.flags of an openai server: {', '.join(unknown)} is not known",
+                f"known: {', '.join(sorted(_FLAGS))}",
+            )
+        wanted = config.sampling.temperature
+        if wanted != 1 and not flags.get("processed-logprobs"):
+            raise ConfigError(
+                f"an openai server's log-probabilities may not be those of sampling.temperature {wanted}",
+                "use temperature 1, or set `processed-logprobs: true` in engine.flags when you know that they are",
+            )
+        self._model: str | None = flags.get("model")
+        self._reload: str | None = flags.get("reload")
+        self._reload_body: Mapping[str, Any] = flags.get("reload-body", _RELOAD_BODY)
+
+    @override
+    def ready(self) -> Call:
+        """The one route that all have and that samples nothing."""
+        return Call("GET", "/v1/models", repeatable=True)
+
+    @override
+    def about(self) -> Sequence[Call]:
+        return [
+            Call("GET", "/v1/models", repeatable=True),
+            Call("GET", "/version", repeatable=True, missing_ok=True, optional=True),
+            Call(
+                "POST",
+                "/tokenize",
+                {"prompt": PROBE, "add_special_tokens": False},
+                repeatable=True,
+                missing_ok=True,
+                optional=True,
+            ),
+        ]
+
+    @override
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
+        models, version, probe = answers
+        try:
+            entries = models["data"]
+            known = [str(entry["id"]) for entry in entries]
+            entry = next((entry for entry in entries if self._model in {None, entry["id"]}), None)
+        except (KeyError, TypeError) as error:
+            raise WireError(f"no list of models at /v1/models: {error!r}") from error
+        if entry is None:
+            raise ConfigError(f"the server has no model {self._model!r}", f"engine.flags.model: {', '.join(known)}")
+        context = entry.get("max_model_len")
+        tokens = probe.get("tokens") if isinstance(probe, Mapping) else None
+        return ServerInfo(
+            version=str(version.get("version", "")) if isinstance(version, Mapping) else "",
+            model=str(entry["id"]),
+            context=context if isinstance(context, int) else None,
+            can_update=self._reload is not None,
+            probe=tuple(tokens) if isinstance(tokens, list) else None,
+        )
+
+    @override
+    def generation(self, request: Request, *, version: int) -> Call:
+        body: dict[str, Any] = {
+            "prompt": request.tokens.tolist(),
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            # Said in full: servers fill in what is left out from the model's generation_config.json.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "request_id": request.id,
+            "stream": True,
+        }
+        if (model := request.adapter or self._model) is not None:
+            body["model"] = model
+        if self._reload is not None:
+            body["cache_salt"] = f"{self._salt}-w{version}"
+        return Call("POST", _COMPLETIONS, body)
+
+    @override
+    def chunk(self, message: Any, *, received: int) -> Chunk:
+        del received
+        if isinstance(message, Mapping) and message.get("error"):
+            raise stream_error(message["error"])
+        try:
+            choices = message["choices"]
+            usage = message.get("usage") or {}
+            if not choices:
+                return Chunk(prompt_tokens=usage.get("prompt_tokens"))
+            choice = choices[0]
+            content = choice.get("logprobs") or {}
+            values = list(content.get("token_logprobs") or ())
+            tokens = _tokens(choice, content)
+            reason = choice.get("finish_reason")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise WireError(f"no chunk of a completion with token ids and log-probabilities: {error!r}") from error
+        if len(tokens) != len(values):
+            raise WireError(f"{len(tokens)} token ids came with {len(values)} log-probabilities")
+        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, usage.get("prompt_tokens"))
+
+    @override
+    def update(self, version: Version) -> Sequence[Call]:
+        if self._reload is None:
+            raise Refused("the weights of this openai server stay as they are", "set engine.flags.reload if it has one")
+        if version.folder is None:
+            raise WeightsError(f"version {version.number} has no files that a server could read")
+        if cut := next((name for name, files in version.parts.items() if len(files) > 1), None):
+            raise WeightsError(f"version {version.number}: {cut} lies in several files, which no reload understands")
+        filled = {"{folder}": str(version.folder), "{version}": str(version.number)}
+        return [Call("POST", self._reload, _filled(self._reload_body, filled), repeatable=True)]
+
+    @override
+    def metrics(self) -> Call:
+        return Call("GET", "/metrics", repeatable=True, missing_ok=True, optional=True)
+
+    @override
+    def read_metrics(self, answer: Any) -> ServerMetrics:
+        """Those of vLLM, SGLang and TGI are understood, others count as silent."""
+        found = dict.fromkeys(_FIGURES.values(), 0.0)
+        if isinstance(answer, str):
+            for name, value in parse_metrics(answer):
+                if name in _FIGURES:
+                    found[_FIGURES[name]] += value
+        return ServerMetrics(
+            running=int(found["running"]), waiting=int(found["waiting"]), tokens_sampled=int(found["tokens_sampled"])
+        )
+
+
+def _tokens(choice: Mapping[str, Any], content: Mapping[str, Any]) -> list[int]:
+    """The sampled ids: a list of their own, or in the place of texts as `token_id:17`."""
+    ids = choice.get("token_ids")
+    if ids is None:
+        ids = [str(text).removeprefix("token_id:") for text in content.get("tokens") or ()]
+    return [int(token) for token in ids]
+
+
+def _filled(template: Any, values: Mapping[str, str]) -> Any:
+    if isinstance(template, Mapping):
+        return {key: _filled(value, values) for key, value in template.items()}
+    if isinstance(template, str):
+        for name, value in values.items():
+            template = template.replace(name, value)
+    return template

@@ -1,0 +1,165 @@
+"""How the servers of reward models are started, and how they sleep and wake: command lines and calls as values."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
+
+from streamrl.config import RewardModelConfig
+from streamrl.errors import ConfigError
+from streamrl.http import Call
+from streamrl.servers.environments import Kind, computes_on_cpu, find_environment, installed
+from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, merged, python_path, words
+
+_CPU_CACHE_BYTES: Final = 1 << 30
+_CPU_CACHE_TOKENS: Final = 1 << 16
+"""For keys and values on a CPU, where servers would otherwise take most of the host's memory."""
+_MEMORY: Final = ["kv_cache", "weights"]
+
+
+class ModelServer(ABC):
+    """A kind of server of one reward model, which `ManagedServer` can start.
+
+    Attributes:
+        environment: folder of the virtual environment that its servers run in.
+        cpu: they compute on a CPU: the environment is made for that.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, name: str, config: RewardModelConfig) -> None:
+        self._config = config
+        self._section = f"reward_models.{name}"
+        self.environment = find_environment(config.environment, self.kind, key=f"{self._section}.environment")
+        marker = installed(self.environment)
+        self.cpu = bool(marker["cpu"]) if marker is not None else computes_on_cpu("auto")
+        merged({}, config.flags, section=self._section)
+        if config.sleep and self.cpu:
+            raise ConfigError(
+                f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain",
+                f"leave out {self._section}.sleep",
+            )
+
+    @abstractmethod
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        """See `Dialect.launch`."""
+
+    @abstractmethod
+    def ready(self) -> Call:
+        """See `Dialect.ready`."""
+
+    @abstractmethod
+    def sleep(self) -> Sequence[Call]:
+        """Give its memory back; requests that come wait until it wakes."""
+
+    @abstractmethod
+    def wake(self) -> Sequence[Call]:
+        """Undo `sleep`."""
+
+    def _argv(self, module: str, flags: dict[str, Any]) -> list[str]:
+        given = merged(flags, self._config.flags, section=self._section)
+        return [str(self.environment / "bin" / "python"), "-m", module, *words(given)]
+
+    def _threads(self) -> dict[str, str]:
+        """Servers on one CPU share its cores."""
+        return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self._config.servers))}
+
+
+class VllmModel(ModelServer):
+    """vLLM 0.32 and 0.33."""
+
+    kind: ClassVar[Kind] = "vllm"
+
+    @override
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        flags: dict[str, Any] = {
+            "model": model,
+            "host": "127.0.0.1",
+            "port": port,
+            "seed": seed,
+            "runner": "generate" if self._config.task == "chat" else "pooling",
+            "disable-uvicorn-access-log": True,
+        }
+        environ = {"VLLM_NO_USAGE_STATS": "1"}
+        if self.cpu:
+            flags |= {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_CACHE_BYTES}
+            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads(), "PYTHONPATH": python_path(PLUGIN)}
+        if self._config.sleep:
+            flags["enable-sleep-mode"] = True
+            environ["VLLM_SERVER_DEV_MODE"] = "1"  # otherwise it has no routes for it
+        return Launch(self._argv("vllm.entrypoints.openai.api_server", flags), environ)
+
+    @override
+    def ready(self) -> Call:
+        return Call("GET", "/health", repeatable=True)
+
+    @override
+    def sleep(self) -> Sequence[Call]:
+        # Weights go into the host's memory, keys and values are forgotten. It waits for what it computes: a request
+        # that is kept half done would go on with keys and values that are gone, and answer with another number.
+        return (Call("POST", "/sleep", query={"level": "1", "mode": "wait"}, repeatable=True),)
+
+    @override
+    def wake(self) -> Sequence[Call]:
+        return (Call("POST", "/wake_up", repeatable=True),)
+
+
+class SglangModel(ModelServer):
+    """SGLang 0.5.20 to 0.5.23."""
+
+    kind: ClassVar[Kind] = "sglang"
+
+    @override
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        flags: dict[str, Any] = {
+            "model-path": model,
+            "host": "127.0.0.1",
+            "port": port,
+            "random-seed": seed,
+            "is-embedding": self._config.task != "chat",
+            "skip-server-warmup": True,
+            # Otherwise each sample is a line of its log.
+            "log-level-http": "warning",
+            # Otherwise the idle scheduler keeps a core busy.
+            "sleep-on-idle": True,
+        }
+        environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        if Path(model).is_dir():
+            environ["HF_HUB_OFFLINE"] = "1"
+        if self.cpu:
+            flags |= {"device": "cpu", "max-total-tokens": _CPU_CACHE_TOKENS}
+            environ |= {"SGLANG_USE_CPU_ENGINE": "1", **self._threads(), "PYTHONPATH": python_path(SGLANG_CPU)}
+        if self._config.sleep:
+            flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+        return Launch(self._argv("sglang.launch_server", flags), environ)
+
+    @override
+    def ready(self) -> Call:
+        # never `/health`, which computes
+        return Call("GET", "/ready", repeatable=True)
+
+    @override
+    def sleep(self) -> Sequence[Call]:
+        """It dies of giving memory back while it computes, so it is paused before."""
+        pause = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
+        return (pause, Call("POST", "/release_memory_occupation", {"tags": _MEMORY}, repeatable=True))
+
+    @override
+    def wake(self) -> Sequence[Call]:
+        resume = Call("POST", "/resume_memory_occupation", {"tags": _MEMORY}, repeatable=True)
+        return (resume, Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True))
+
+
+def model_server(name: str, config: RewardModelConfig) -> ModelServer:
+    """Return the kind of the servers of `reward_models.NAME`.
+
+    Raises:
+        ConfigError: no environment for them, flags that are not the user's to give, or servers that cannot sleep and
+            should; the message names the key.
+    """
+    return SglangModel(name, config) if config.kind == "sglang" else VllmModel(name, config)

@@ -1,0 +1,422 @@
+"""SGLang 0.5.20 to 0.5.23 as a `Dialect`: `/generate` streamed, weights through our plug-in inside the server.
+
+Weights need one call, which the scheduler carries out whole: our hook there (plugin/streamrl_engine/sglang.py) opens
+the server's update session, checks, copies, names the version and closes the session again. So the death of whoever
+called leaves nothing half done, and a version that is refused leaves the old weights.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import orjson
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.engine import Finish, MemoryTag, PauseMode, Request
+from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
+from streamrl.http import Call
+from streamrl.servers.dialect import (
+    PROBE,
+    Chunk,
+    Dialect,
+    ServerInfo,
+    ServerMetrics,
+    describe_version,
+    read_finish,
+    read_logprobs,
+    read_spans,
+    stream_error,
+)
+from streamrl.servers.environments import find_environment, on_cpu
+from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, adapters_in_flight, merged, python_path, words
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
+
+LOADER: Final = "streamrl_engine.sglang.load"
+OLDEST: Final = (0, 5, 20)
+_RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+class SglangDialect(Dialect):
+    """Speaks to SGLang.
+
+    Request ids are hashed to 32 digits on the way out: SGLang aborts every request whose id begins with the one named.
+    Callers must use no id twice: two seconds after a response has ended SGLang aborts its id once more.
+    """
+
+    kind: ClassVar[str] = "sglang"
+    guarded: ClassVar[str] = "/model_info"
+
+    @override
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        return _launch(self._config, model=model, port=port, seed=seed)
+
+    @override
+    def ready(self) -> Call:
+        # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s
+        # while the server is paused, and marks it as unhealthy afterwards.
+        return Call("GET", "/ready", repeatable=True)
+
+    @override
+    def about(self) -> Sequence[Call]:
+        probe = {"model": "", "prompt": PROBE, "add_special_tokens": False}
+        return [
+            Call("GET", "/server_info", repeatable=True),
+            Call("GET", "/model_info", repeatable=True),
+            Call("POST", "/tokenize", probe, repeatable=True, optional=True),
+        ]
+
+    @override
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
+        """It never tells its vocabulary, and its tokenizer only when it has one."""
+        if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
+            raise WireError(
+                "the server does not answer /server_info and /model_info as SGLang does", "is engine.kind right?"
+            )
+        server, model, probe = answers
+        version = str(server.get("version", ""))
+        context = server.get("context_length")
+        ranks = server.get("tp_size", 1)
+        if ranks != self._config.engine.tensor_parallel:
+            raise Refused(
+                f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
+                f"set engine.tensor_parallel to {ranks}",
+            )
+        missing = _missing(server, version)
+        return ServerInfo(
+            version=version,
+            model=str(model.get("model_path", "")),
+            context=context if isinstance(context, int) else None,
+            can_update=not missing,
+            missing=missing,
+            probe=_token_ids(probe),
+        )
+
+    @override
+    def generation(self, request: Request, *, version: int) -> Call:
+        room = self._config.model.context - len(request.tokens)
+        sampling = {
+            "max_new_tokens": max(1, min(request.max_new_tokens, room)),
+            "temperature": request.temperature,
+            # Said in full: what is left out comes from the model's generation_config.json, and any cut of the
+            # distribution would falsify the log-probabilities.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "skip_special_tokens": False,
+        }
+        body: dict[str, Any] = {
+            "rid": _rid(request.id),
+            "input_ids": request.tokens.tolist(),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": True,
+            "cache_salt": f"{self._salt}-w{version}",
+        }
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter
+        return Call("POST", "/generate", body)
+
+    @override
+    def chunk(self, message: Any, *, received: int) -> Chunk:
+        # Messages are cumulative unless the server runs with `--incremental-streaming-output`, and a cumulative one may
+        # already hold more than it counts; the count says which of its tokens are new.
+        if isinstance(message, Mapping) and "error" in message:
+            raise stream_error(message["error"])
+        try:
+            return _chunk(message["output_ids"], message["meta_info"], received)
+        except StreamrlError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise WireError(f"no message of SGLang's /generate: {error!r}") from error
+
+    @override
+    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
+        # A request that is being decoded ends with the next step. A paused server makes none, but one that was put back
+        # into the queue ends at once: so all are put back first. The others will find their keys and values in the
+        # cache.
+        body = {"abort_all": True} if request_id is None else {"rid": _rid(request_id)}
+        abort = Call("POST", "/abort_request", body, repeatable=True)
+        return [_RETRACT, abort] if paused else [abort]
+
+    @override
+    def pause(self, mode: PauseMode) -> Sequence[Call]:
+        # To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
+        # old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in
+        # a server that is paused already. The first abort lets running requests end with all they have, the second
+        # takes those that the pause overtook.
+        if mode == "keep":
+            return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
+        if mode == "recompute":
+            return [_RETRACT, Call("POST", "/flush_cache", repeatable=True)]
+        abort = Call("POST", "/abort_request", {"abort_all": True}, repeatable=True)
+        return [abort, _RETRACT, abort]
+
+    @override
+    def resume(self) -> Sequence[Call]:
+        return [Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True)]
+
+    @override
+    def prefetch(self, version: Version) -> Sequence[Call]:
+        # Nothing, because SGLang looks at weights only while no request runs or it is paused. The files are mostly on
+        # its host already, and the checks need their headers and one pass over the bytes. A server on another host
+        # fetches them while it stands still.
+        del version
+        return []
+
+    @override
+    def update(self, version: Version) -> Sequence[Call]:
+        # May be repeated: the same bytes are copied again.
+        manifest = orjson.dumps(describe_version(version))
+        body = {
+            "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
+            "load_format": LOADER,
+            # The salt of the next requests keeps them away from what old weights computed. A flush would be refused
+            # while requests run, after the weights were replaced.
+            "flush_cache": False,
+            "weight_version": str(version.number),
+        }
+        return [Call("POST", "/update_weights_from_tensor", body, repeatable=True)]
+
+    @override
+    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+        """The server dies of giving memory back while it decodes, so what runs is put back into the queue before."""
+        if level == 0:
+            return self.pause("keep")
+        if on_cpu(self._config.engine):
+            raise Refused(
+                f"SGLang on a CPU cannot sleep at level {level}: it answers that it did and frees nothing",
+                "use level 0, or stop the server",
+            )
+        if not _wants_memory_saver(self._config):
+            raise Refused(
+                f"this SGLang server cannot sleep at level {level}: it was not started for that",
+                "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
+            )
+        release = {"tags": ["kv_cache", "weights"]}
+        return [_RETRACT, Call("POST", "/release_memory_occupation", release, repeatable=True)]
+
+    @override
+    def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
+        """Decoding goes on when the keys and values are back."""
+        calls = []
+        if not on_cpu(self._config.engine) and _wants_memory_saver(self._config):
+            calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
+        return [*calls, *self.resume()] if "kv_cache" in tags else calls
+
+    @override
+    def load_adapter(self, name: str, folder: Path) -> Call:
+        """SGLang refuses a name or a folder that it has loaded already."""
+        engine, alone = self._config.engine, self._config.learner.lora.alone
+        if not (engine.url or alone or "enable-lora" in merged({}, engine.flags)):
+            raise Refused(
+                "this SGLang server was not started for LoRA adapters",
+                "engine.flags: {enable-lora: true, max-lora-rank: 64, lora-target-modules: all}",
+            )
+        return Call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    @override
+    def unload_adapter(self, name: str) -> Call:
+        """The answer comes when no request uses the adapter any more."""
+        return Call("POST", "/unload_lora_adapter", {"lora_name": name})
+
+    @override
+    def metrics(self) -> Call:
+        # `/v1/loads`, not `/metrics`: it is true at the moment of the question, `/metrics` is as old as up to 40 decode
+        # steps. It counts neither tokens nor preemptions; a preempted request shows as a waiting one.
+        return Call("GET", "/v1/loads", query={"include": "core"}, repeatable=True)
+
+    @override
+    def read_metrics(self, answer: Any) -> ServerMetrics:
+        try:
+            loads = answer["loads"]
+            return ServerMetrics(
+                running=sum(int(load["num_running_reqs"]) for load in loads),
+                waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
+                cache_use=min(1.0, max(float(load["token_usage"]) for load in loads)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"/v1/loads does not answer as SGLang does: {error!r}") from error
+
+
+def _rid(request_id: str) -> str:
+    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
+
+
+def _token_ids(answer: Any) -> tuple[int, ...] | None:
+    tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
+    whole = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
+    return tuple(tokens) if whole and tokens is not None else None
+
+
+def _missing(server: Mapping[str, Any], version: str) -> str:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers and numbers < OLDEST:
+        return f"SGLang {version} is older than 0.5.20: it does not say which weights sampled which token"
+    if LOADER not in (server.get("custom_weight_loader") or []):
+        return f"the server was started without --custom-weight-loader {LOADER} and PYTHONPATH={PLUGIN}"
+    if server.get("dp_size", 1) != 1:
+        return "the server runs with --dp-size over 1: give each replica a server of its own"
+    return ""
+
+
+def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chunk:
+    total, spans = int(meta["completion_tokens"]), meta.get("weight_versions")
+    finish = _finish(meta.get("finish_reason"))
+    fresh = [int(token) for token in _fresh(tokens, total, received)]
+    logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
+    unsaid = spans is None and finish == "abort"
+    runs = None if finish is None or unsaid else read_spans(spans or (), total)
+    return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"))
+
+
+def _finish(reason: Any) -> Finish | None:
+    if reason is None:
+        return None
+    if not isinstance(reason, Mapping):
+        raise WireError(f"SGLang ended a response for a reason that nobody knows: {reason!r}")
+    finish = read_finish(reason["type"])
+    if isinstance(code := reason.get("status_code"), int) and code >= 400:
+        raise stream_error({"message": reason.get("message"), "code": code})
+    return finish
+
+
+def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
+    """What is new in a list that holds either all `total` items (or more, not counted yet) or the last of them."""
+    new = total - received
+    if new < 0 or len(items) < new:
+        raise WireError(f"SGLang counts {total} tokens, {received} came before, and sent {len(items)}")
+    return list(items[received:total]) if len(items) >= total else list(items[len(items) - new :])
+
+
+def _logprobs(entries: Sequence[Any], tokens: Sequence[int]) -> list[float]:
+    for (_, named, *_), token in zip(entries, tokens, strict=True):
+        if named != token:
+            raise WireError(f"SGLang's log-probability of token {named} came with token {token}")
+    return read_logprobs([entry[0] for entry in entries])
+
+
+def _frame(manifest: bytes) -> str:
+    """Return a manifest as SGLang's server wants to be sent tensors: `[(name, tensor)]`, with the manifest as the name.
+
+    The server unpickles what it gets through a list of allowed globals. That is its own business: here nothing is
+    pickled and nothing unpickled. These are constant bytes around JSON, the opcodes of a list with one pair: a string
+    and `torch.ByteTensor()`, which is empty. No tensor, shared memory or file descriptor travels.
+    """
+    frame = b"\x80\x02]X" + struct.pack("<I", len(manifest)) + manifest + b"ctorch\nByteTensor\n)R\x86a."
+    return base64.b64encode(frame).decode()
+
+
+def _wants_memory_saver(config: RunConfig) -> bool:
+    """Whether the servers of this run can give memory back: started so by us, or by others, who know it best."""
+    engine = config.engine
+    asked = "enable-memory-saver" in merged({}, engine.flags)
+    return bool(engine.url) or asked or config.rollout.placement == "colocated"
+
+
+def _launch(config: RunConfig, *, model: str, port: int, seed: int) -> Launch:
+    """Return command line and environment of a server on the loopback interface; the user's flags have the last word.
+
+    Raises:
+        ConfigError: there is no environment for SGLang, the GPU is missing, or `model` is a folder without a readable
+            `config.json`.
+    """
+    engine = config.engine
+    python = find_environment(engine.environment, "sglang") / "bin" / "python"
+    flags: dict[str, Any] = {
+        "model-path": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": engine.dtype,
+        "context-length": config.model.context,
+        "max-running-requests": engine.slots,
+        "stream-interval": engine.stream_interval,
+        # Without it each message holds the whole response so far.
+        "incremental-streaming-output": True,
+        # Token ids are all that travels. The warm-up would be a text, which kills the server when the model's own
+        # vocabulary has no word of it.
+        "skip-tokenizer-init": True,
+        "skip-server-warmup": True,
+        "sampling-defaults": "openai",
+        "custom-weight-loader": LOADER,
+        "tp-size": engine.tensor_parallel,
+        "random-seed": seed,
+        # Otherwise the idle scheduler keeps a core busy.
+        "sleep-on-idle": True,
+    }
+    if config.model.tokenizer is not None:
+        flags["tokenizer-path"] = config.model.tokenizer
+    tokens = _cache_tokens(config, model)
+    if tokens is not None:
+        flags["max-total-tokens"] = tokens
+    if config.learner.lora.alone:
+        flags |= {
+            "enable-lora": True,
+            "max-lora-rank": config.learner.lora.rank,
+            "lora-target-modules": "all",
+            "max-loras-per-batch": adapters_in_flight(config.max_staleness),
+        }
+    if on_cpu(config.engine):
+        flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
+    elif _wants_memory_saver(config):
+        flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+    argv = [str(python), "-m", "sglang.launch_server", *words(merged(flags, engine.flags))]
+    return Launch(argv, _environ(config, model))
+
+
+def _environ(config: RunConfig, model: str) -> dict[str, str]:
+    engine = config.engine
+    # A look at /health is then only a look: no token is sampled for it.
+    environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    paths = [PLUGIN]
+    if Path(model).is_dir():
+        environ["HF_HUB_OFFLINE"] = "1"
+    if on_cpu(config.engine):
+        # More threads than one fight each other for the cores of a busy machine.
+        environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
+        if engine.tensor_parallel > 1:
+            # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
+        paths.append(SGLANG_CPU)
+    return environ | {"PYTHONPATH": python_path(*paths)}
+
+
+def _cache_tokens(config: RunConfig, model: str) -> int | None:
+    """Tokens that `engine.kv_cache` has room for: at least one response, at most twice what all slots can hold.
+
+    None when the model is not a folder, because the size of a token is then unknown.
+    """
+    path = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        return None
+    try:
+        shape = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    shape = shape.get("text_config", shape)
+    try:
+        heads = int(shape.get("num_attention_heads") or shape["n_head"])
+        width = int(shape.get("head_dim") or int(shape.get("hidden_size") or shape["n_embd"]) // heads)
+        layers = int(shape.get("num_hidden_layers") or shape["n_layer"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    kept = int(shape.get("num_key_value_heads") or heads)
+    token = 2 * layers * kept * width * _BYTES[config.engine.dtype]
+    context = config.model.context
+    most = 2 * config.engine.slots * context
+    return max(context + 1, min(most, config.engine.kv_cache * config.engine.tensor_parallel // token))

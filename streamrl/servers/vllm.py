@@ -1,0 +1,318 @@
+"""The language of vLLM 0.32 and 0.33: token ids in and out, weights in place through our plug-in inside the server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from typing_extensions import override
+
+from streamrl.engine import MemoryTag, PauseMode, Request
+from streamrl.errors import DataError, Refused, WireError
+from streamrl.http import Call
+from streamrl.servers.dialect import (
+    PROBE,
+    Chunk,
+    Dialect,
+    ServerInfo,
+    ServerMetrics,
+    describe_version,
+    parse_metrics,
+    read_finish,
+    read_logprobs,
+    read_spans,
+    stream_error,
+)
+from streamrl.servers.environments import find_environment, on_cpu
+from streamrl.servers.launch import PLUGIN, Launch, adapters_in_flight, merged, python_path, words
+
+if TYPE_CHECKING:  # a process that only keeps servers does without torch
+    from streamrl.weight_sync.version import Version
+
+BACKEND: Final = "streamrl"
+EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"
+MODEL: Final = "policy"
+OLDEST: Final = (0, 32)
+
+_PREFIX: Final = "generate-tokens-"
+_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+_GENERATE: Final = "/inference/v1/generate"
+_FIGURES: Final = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "cache_use",
+    "vllm:generation_tokens_total": "tokens_sampled",
+    "vllm:num_preemptions_total": "preemptions",
+}
+
+
+class VllmDialect(Dialect):
+    """Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
+
+    kind: ClassVar[str] = "vllm"
+    guarded: ClassVar[str] = "/v1/models"
+
+    @override
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        """Raises `ConfigError` when the environment or the GPU is missing."""
+        engine = self._config.engine
+        python = find_environment(engine.environment, "vllm") / "bin" / "python"
+        cpu = on_cpu(engine)
+        flags: dict[str, Any] = {
+            "model": model,
+            "served-model-name": MODEL,
+            "host": "127.0.0.1",
+            "port": port,
+            "enable-scale-out": True,
+            "worker-extension-cls": EXTENSION,
+            "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
+            "dtype": engine.dtype,
+            "max-model-len": self._config.model.context,
+            "max-num-seqs": engine.slots,
+            "stream-interval": engine.stream_interval,
+            # Those of the distribution that was sampled from, whatever a request's temperature; at 1 they are the same.
+            "logprobs-mode": "processed_logprobs",
+            # A seed of the server and not of each request: a request that goes on at another server would draw the
+            # numbers again that it drew before, and vLLM samples requests with a seed one by one.
+            "seed": seed,
+            "disable-uvicorn-access-log": True,
+        }
+        if self._config.model.tokenizer:
+            flags["tokenizer"] = self._config.model.tokenizer
+        if engine.tensor_parallel > 1:
+            flags["tensor-parallel-size"] = engine.tensor_parallel
+        if self._config.learner.lora.alone:
+            flags |= self._adapter_flags()
+        if cpu:
+            flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
+        elif self._config.rollout.placement == "colocated":
+            flags["enable-sleep-mode"] = True
+        argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(merged(flags, engine.flags))]
+        return Launch(argv, self._environ(cpu=cpu))
+
+    def _adapter_flags(self) -> dict[str, Any]:
+        """Room for the adapters of all versions that requests in flight may have begun with."""
+        rank = next(rank for rank in _RANKS if rank >= self._config.learner.lora.rank)
+        return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
+
+    def _environ(self, *, cpu: bool) -> dict[str, str]:
+        environ = {
+            "PYTHONPATH": python_path(PLUGIN),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if cpu:
+            threads = self._config.engine.threads
+            # Bound threads of several servers and of the learner would all sit on the same first cores.
+            environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            if threads:
+                environ["OMP_NUM_THREADS"] = str(threads)
+        return environ
+
+    @override
+    def ready(self) -> Call:
+        return Call("GET", "/health", repeatable=True)
+
+    @override
+    def about(self) -> Sequence[Call]:
+        return (
+            Call("GET", "/version", repeatable=True),
+            Call("GET", "/v1/models", repeatable=True),
+            Call("GET", "/openapi.json", repeatable=True, optional=True, missing_ok=True),
+            Call(
+                "GET", "/server_info", query={"config_format": "json"}, repeatable=True, optional=True, missing_ok=True
+            ),
+            Call(
+                "POST",
+                "/tokenize",
+                {"prompt": PROBE, "add_special_tokens": False},
+                repeatable=True,
+                optional=True,
+                missing_ok=True,
+            ),
+        )
+
+    @override
+    def read_about(self, answers: Sequence[Any]) -> ServerInfo:
+        """A server without a list of its routes (0.33 may hide it) is believed."""
+        version, models, schema, info, probe = answers
+        try:
+            release = str(version["version"])
+            model = next(entry for entry in models["data"] if not entry.get("parent"))
+            name, context = str(model.get("root") or model["id"]), model.get("max_model_len")
+            routes = schema["paths"] if schema else None
+            settings = info["vllm_config"] if info else None
+            tokens = tuple(int(token) for token in probe["tokens"]) if probe else None
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise WireError(f"this is no vLLM server: {error!r} in its description of itself") from error
+        if (numbers := tuple(int(number) for number in re.findall(r"\d+", release)[:2])) and numbers < OLDEST:
+            raise Refused(
+                f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",
+                "streamrl engines install vllm, or start another server at engine.url",
+            )
+        if routes is not None and _GENERATE not in routes:
+            raise Refused("this vLLM server does not take token ids", "start it with --enable-scale-out")
+        missing = _missing(routes, settings)
+        if settings is not None:
+            self._check_logprobs(settings["model_config"]["logprobs_mode"])
+        return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
+
+    def _check_logprobs(self, mode: str) -> None:
+        wanted = self._config.sampling.temperature
+        if mode != "processed_logprobs" and (wanted != 1.0 or mode != "raw_logprobs"):
+            raise Refused(
+                f"this vLLM server returns {mode}, which are not the log-probabilities of temperature {wanted}",
+                "start it with --logprobs-mode processed_logprobs",
+            )
+
+    @override
+    def generation(self, request: Request, *, version: int) -> Call:
+        room = self._config.model.context - len(request.tokens)
+        if room < 1:
+            raise DataError(f"a prompt of {len(request.tokens)} tokens leaves no room in model.context")
+        body: dict[str, Any] = {
+            "request_id": request.id,
+            "token_ids": request.tokens.tolist(),
+            "sampling_params": {
+                "max_tokens": min(request.max_new_tokens, room),
+                "temperature": request.temperature,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            # Blocks of keys and values that older weights computed are not found under another salt.
+            "cache_salt": f"{self._salt}-w{version}",
+        }
+        if request.adapter is not None:
+            body["model"] = request.adapter
+        return Call("POST", _GENERATE, body)
+
+    @override
+    def chunk(self, message: Any, *, received: int) -> Chunk:
+        if isinstance(message, dict) and "error" in message:
+            raise stream_error(message["error"])
+        try:
+            choices = message["choices"]
+            prompt = (message.get("usage") or {}).get("prompt_tokens")
+            if not choices:
+                return Chunk(prompt_tokens=prompt)
+            choice = choices[0]
+            tokens = [int(token) for token in choice["token_ids"] or ()]
+            content = (choice["logprobs"] or {}).get("content") or ()
+            values = [entry["logprob"] for entry in content]
+            named = [int(entry["token_id"]) for entry in content]
+            reason = choice["finish_reason"]
+            spans = choice["weight_versions"]
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise WireError(f"no chunk of a vLLM response: {error!r}") from error
+        if named != tokens:
+            raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(named)} others in one chunk")
+        logprobs, finish = read_logprobs(values), read_finish(reason)
+        unsaid = finish is None or (spans is None and finish == "abort")
+        runs = None if unsaid else read_spans(spans or (), received + len(tokens))
+        return Chunk(tokens, logprobs, finish, runs, prompt)
+
+    @override
+    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
+        """Works while paused as well."""
+        del paused
+        body = {} if request_id is None else {"request_ids": [_PREFIX + request_id]}
+        return (Call("POST", "/abort_requests", body, repeatable=True),)
+
+    @override
+    def pause(self, mode: PauseMode) -> Sequence[Call]:
+        # vLLM's own `abort` would refuse or hold new requests in ways that differ between 0.32 and 0.33: freeze, then
+        # end what is there. With clear_cache the requests lose their keys and values and compute them anew.
+        query = {"mode": "keep", "clear_cache": "true" if mode == "recompute" else "false"}
+        freeze = Call("POST", "/pause", query=query, repeatable=True)
+        return (freeze, *self.abort(None)) if mode == "abort" else (freeze,)
+
+    @override
+    def resume(self) -> Sequence[Call]:
+        return (Call("POST", "/resume", repeatable=True),)
+
+    @override
+    def prefetch(self, version: Version) -> Sequence[Call]:
+        """Names, shapes, whole fused groups and finite values are checked by our plug-in."""
+        return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
+
+    @override
+    def update(self, version: Version) -> Sequence[Call]:
+        # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
+        # version, has succeeded while the server is still paused; a server that is resumed without that dies.
+        return (
+            self._rpc("streamrl_begin", {}),
+            Call("POST", "/start_weight_update"),
+            Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
+            Call("POST", "/finish_weight_update", {"weight_version": str(version.number)}),
+        )
+
+    @override
+    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+        """A server on a CPU keeps its memory."""
+        engine = self._config.engine
+        asleep = self._config.rollout.placement == "colocated" or engine.flags.get("enable-sleep-mode") or engine.url
+        if level > 0 and not asleep and not on_cpu(engine):
+            raise Refused("this vLLM server keeps its memory", "engine.flags.enable-sleep-mode: true")
+        return (Call("POST", "/sleep", query={"level": str(level), "mode": "keep"}, repeatable=True),)
+
+    @override
+    def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
+        """Decoding goes on when nothing sleeps any more."""
+        only = {"tags": tags[0]} if len(set(tags)) == 1 else {}
+        return (Call("POST", "/wake_up", query=only, repeatable=True),)
+
+    @override
+    def load_adapter(self, name: str, folder: Path) -> Call:
+        return Call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    @override
+    def unload_adapter(self, name: str) -> Call:
+        return Call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, repeatable=True, missing_ok=True)
+
+    @override
+    def metrics(self) -> Call:
+        return Call("GET", "/metrics", repeatable=True)
+
+    @override
+    def read_metrics(self, answer: Any) -> ServerMetrics:
+        """Sums over the engines of one server."""
+        if not isinstance(answer, str):
+            raise WireError("the metrics of vLLM are text")
+        found = dict.fromkeys(_FIGURES.values(), 0.0)
+        engines = 0
+        for name, value in parse_metrics(answer):
+            if name in _FIGURES:
+                found[_FIGURES[name]] += value
+                engines += name == "vllm:kv_cache_usage_perc"
+        return ServerMetrics(
+            running=int(found["running"]),
+            waiting=int(found["waiting"]),
+            cache_use=min(found["cache_use"] / max(engines, 1), 1.0),
+            tokens_sampled=int(found["tokens_sampled"]),
+            preemptions=int(found["preemptions"]),
+        )
+
+    @staticmethod
+    def _rpc(method: str, kwargs: Mapping[str, Any]) -> Call:
+        return Call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, repeatable=True)
+
+
+def _missing(routes: Any, settings: Any) -> str:
+    if routes is not None and "/update_weights" not in routes:
+        return "the routes for new weights: start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+    if settings is None:
+        return ""
+    transfer = settings.get("weight_transfer_config") or {}
+    if transfer.get("backend") != BACKEND or (settings.get("parallel_config") or {}).get("worker_extension_cls") != (
+        EXTENSION
+    ):
+        return (
+            f"the plug-in of streamrl: start the server with PYTHONPATH={PLUGIN}, --worker-extension-cls {EXTENSION}"
+            f' and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
+        )
+    return ""

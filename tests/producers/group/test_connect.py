@@ -1,0 +1,139 @@
+"""What is proved before a server gets its first request."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from test_server import config, engine_on
+from toy import Toy, make_dialect
+
+from streamrl import http
+from streamrl.errors import ConfigError, Unreachable
+from streamrl.producers.group import connect
+from streamrl.producers.group.server import ServerEngine
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.servers.dialect import PROBE
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.01)
+
+
+def run_of(tiny_dir, context=32):
+    return config(model={"path": str(tiny_dir), "context": context}, sampling={"max_new_tokens": 4})
+
+
+@pytest.fixture
+def toy(tiny_dir):
+    """One that has the model and the tokenizer of the run."""
+    import transformers
+
+    described = transformers.AutoConfig.from_pretrained(tiny_dir)
+    toy = Toy()
+    toy.about["vocabulary"] = described.vocab_size
+    toy.about["probe"] = Tokenizer.load(config(model={"path": str(tiny_dir)}).model).plain_ids(PROBE)
+    return toy
+
+
+async def refused(toy, run):
+    with pytest.raises(ConfigError) as caught:
+        async with engine_on(toy, settings=run):
+            pass
+    assert caught.value.hint
+    return caught.value
+
+
+async def test_the_right_server(toy, tiny_dir):
+    async with engine_on(toy, settings=run_of(tiny_dir)) as engine:
+        await engine.health()
+    tried = [body for path, body in toy.bodies if path == "/generate"]
+    assert [(body["tokens"], body["max"]) for body in tried] == [(toy.about["probe"][:4], 1)]
+
+
+async def test_another_model(toy, tiny_dir):
+    toy.about["vocabulary"] += 1
+    error = await refused(toy, run_of(tiny_dir))
+    assert "has another model: 'toy'" in error.message
+    assert "model.path" in error.hint
+
+
+async def test_another_tokenizer(toy, tiny_dir):
+    toy.about["probe"] = toy.about["probe"][::-1]
+    assert "has another tokenizer" in (await refused(toy, run_of(tiny_dir))).message
+
+
+async def test_a_context_that_is_too_small(toy, tiny_dir):
+    toy.about["context"] = 31
+    error = await refused(toy, run_of(tiny_dir))
+    assert "context of 31 tokens, the run needs 32" in error.message
+    assert "model.context to 31" in error.hint
+
+
+async def test_something_is_missing(toy, tiny_dir):
+    toy.about |= {"can_update": False, "missing": "start it with --plug-in"}
+    assert "start it with --plug-in" in (await refused(toy, run_of(tiny_dir))).message
+
+
+ABOUT = ["/about 404", "/about junk", "/about html", "/about 500", "/ready 404"]
+GENERATE = ["/generate 404", "/generate 403", "/generate html", "/generate 400"]
+
+
+@pytest.mark.parametrize("fault", [*ABOUT, *GENERATE])
+async def test_no_such_server(toy, tiny_dir, fault):
+    path, _, what = fault.partition(" ")
+    toy.faults[path] = [int(what) if what.isdecimal() else what] * 9
+    error = await refused(toy, run_of(tiny_dir))
+    assert "does not answer as engine.kind toy does" in error.message
+    assert "engine.kind" in error.hint
+
+
+async def test_log_probabilities_that_are_missing(toy, tiny_dir, monkeypatch):
+    dialect = make_dialect()
+    whole = dialect.chunk
+    monkeypatch.setattr(dialect, "chunk", lambda message, received: whole({}, received=received))
+    with pytest.raises(ConfigError, match="no chunk of a toy"):
+        async with engine_on(toy, settings=run_of(tiny_dir), dialect=dialect):
+            pass
+
+
+async def test_a_server_that_was_left_paused_goes_on(toy, tiny_dir):
+    toy.paused = True
+    async with engine_on(toy, settings=run_of(tiny_dir)):
+        assert not toy.paused
+
+
+async def test_a_server_that_samples_nothing(toy, tiny_dir):
+    toy.faults["/generate"] = ["hang"]
+    run = run_of(tiny_dir).model_copy(update={"weights": config(weights={"deadline": 0.3}).weights})
+    with pytest.raises(Unreachable, match="sampled no token within"):
+        async with engine_on(toy, settings=run):
+            pass
+
+
+async def test_nobody_is_there(tiny_dir, monkeypatch):
+    monkeypatch.setattr(connect, "PATIENCE", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        engine = ServerEngine(make_dialect(), run_of(tiny_dir), url=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(Unreachable, match="/ready") as caught:
+            await engine.start()
+        assert "engine.url" in caught.value.hint
+        await engine.close()
+
+
+async def test_a_model_that_is_not_here_is_compared_with_nothing(caplog):
+    async with engine_on(Toy()):
+        assert any("no configuration of the model" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("fault", [[], [404], [500]])
+async def test_a_server_that_was_left_asleep_is_woken_and_resumed(toy, tiny_dir, fault):
+    toy.faults["/wake"] = fault
+    toy.paused = True
+    async with engine_on(toy, settings=run_of(tiny_dir)):
+        said = [(path, body) for path, body in toy.bodies if path in {"/wake", "/resume", "/generate"}]
+    assert [path for path, _ in said] == ["/wake", "/resume", "/generate"]
+    assert said[0][1] == {"tags": ["weights", "kv_cache"]}
+    assert not toy.paused

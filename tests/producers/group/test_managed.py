@@ -1,0 +1,355 @@
+"""Servers that streamrl starts: real processes, real signals, nothing of them left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from test_server import config, request, version
+from toy import Toy, make_dialect, serving, until
+
+from streamrl.errors import ConfigError, Unreachable
+from streamrl.producers.group.server import ServerDied, ServerEngine
+from streamrl.servers import process as managed
+from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
+
+HERE = Path(__file__).parent
+ORPHANS = {"TOY_FREE": "1", "TOY_ORPHANS": "1"}
+
+
+def settings(**engine):
+    return config(
+        engine={"slots": 8, "start_deadline": 30, **engine}, supervisor={"term_grace": 5, "log_bytes": 100_000}
+    )
+
+
+@asynccontextmanager
+async def managed_toy(tmp_path, dialect=None, run=None, **environ):
+    dialect = dialect or make_dialect()
+    dialect.environ |= environ
+    server = ManagedServer(dialect, ServerSettings.of_engine(run or settings()), tmp_path, "rollout.0.server0", seed=7)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def descendants(pid):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def orphans_of(folder):
+    """Processes with the test's own folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TOY_MARK") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.name())
+        except psutil.Error:
+            continue
+    return found
+
+
+async def test_start_talk_stop_and_start_again(tmp_path):
+    async with managed_toy(tmp_path) as server:
+        assert not server.alive
+        for _ in range(2):
+            url = await server.start()
+            assert server.alive
+            assert url == server.url
+            assert psutil.Process(server.pid).environ()["TOY_FREE"] == "1"
+            assert os.getpgid(server.pid) == server.pid != os.getpgid(0)
+            await server.stop()
+            await server.stop()
+            assert not server.alive
+            assert not psutil.pid_exists(server.pid)
+        assert server.log == tmp_path / "logs" / "rollout.0.server0.log"
+        assert server.log.read_text().count("toy at") == 2
+
+
+async def test_a_whole_engine_on_a_server_of_its_own(tmp_path):
+    dialect = make_dialect()
+    async with managed_toy(tmp_path, dialect) as server:
+        engine = ServerEngine(dialect, settings(), server=server)
+        await engine.start()
+        await engine.apply(version(2))
+        assert (await engine.generate(request("a"))).runs == [(0, 2)]
+        await engine.close()
+        assert not server.alive
+
+
+async def test_kill_9_of_the_server_is_noticed_at_once(tmp_path):
+    dialect = make_dialect()
+    dialect.environ = {"TOY_FREE": "0"}
+    run = settings()
+    async with managed_toy(tmp_path, dialect, run) as server:
+        engine = ServerEngine(dialect, run, server=server)
+        dialect.environ["TOY_FREE"] = "1"
+        await engine.start()
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(request("a")))
+        await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerDied, match="killed by SIGKILL"):
+            await asyncio.wait_for(task, 10)
+        assert "SIGKILL" in await server.wait_death()
+        with pytest.raises(Unreachable):
+            await engine.health()
+        await engine.close()
+
+
+async def test_stop_takes_all_that_the_server_has_started(tmp_path):
+    async with managed_toy(tmp_path, **ORPHANS, TOY_MARK=str(tmp_path)) as server:
+        await server.start()
+        await until(lambda: len(orphans_of(tmp_path)) >= 4)
+        await server.stop()
+        assert orphans_of(tmp_path) == []
+
+
+async def test_the_end_of_the_server_takes_all_that_it_has_started(tmp_path):
+    async with managed_toy(tmp_path, **ORPHANS, TOY_MARK=str(tmp_path)) as server:
+        await server.start()
+        await until(lambda: len(orphans_of(tmp_path)) >= 4)
+        os.kill(server.pid, signal.SIGKILL)
+        await server.wait_death()
+        assert orphans_of(tmp_path) == []
+
+
+async def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+    run = config(engine={"slots": 8}, supervisor={"term_grace": 0.3})
+    async with managed_toy(tmp_path, run=run, TOY_STUBBORN="1") as server:
+        await server.start()
+        await server.stop()
+        assert not psutil.pid_exists(server.pid)
+        assert "SIGKILL" in await server.wait_death() or not server.alive
+
+
+PARENT = """
+    import asyncio, sys
+    from pathlib import Path
+    sys.path.insert(0, {here!r})
+    from test_managed import make_dialect, settings, ORPHANS
+    from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
+
+    async def main():
+        dialect = make_dialect()
+        dialect.environ = ORPHANS | {{"TOY_MARK": {folder!r}}}
+        asked = ServerSettings.of_engine(settings())
+        server = ManagedServer(dialect, asked, Path({folder!r}), "rollout.0.server0", seed=1)
+        await server.start()
+        print(server.pid, server._process.pid, flush=True)
+        await asyncio.sleep(3600)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("whom", ["parent", "keeper"])
+async def test_kill_9_of_the_replica_or_of_the_keeper_leaves_nothing_of_the_server(tmp_path, whom):
+    code = textwrap.dedent(PARENT.format(here=str(HERE), folder=str(tmp_path)))
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+    try:
+        server, keeper = map(int, (await asyncio.wait_for(parent.stdout.readline(), 60)).split())
+        await until(lambda: len(orphans_of(tmp_path)) >= 4)
+        os.kill(parent.pid if whom == "parent" else keeper, signal.SIGKILL)
+        if whom == "parent":
+            await until(lambda: orphans_of(tmp_path) == [])
+        await until(lambda: not psutil.pid_exists(server) and not psutil.pid_exists(keeper))
+    finally:
+        parent.kill() if parent.returncode is None else None
+        await parent.wait()
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("TOY_MARK") == str(tmp_path):
+                process.kill()
+
+
+async def test_a_server_that_does_not_start_is_quoted(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "print('loading'); raise SystemExit('no such model: xyz')"]
+    async with managed_toy(tmp_path, dialect) as server:
+        with pytest.raises(Unreachable, match=r"did not start: exit 1; its log ends with:\n  loading\n.*xyz") as caught:
+            await server.start()
+        assert str(server.log) in caught.value.hint
+        assert not server.alive
+
+
+async def test_flags_that_a_server_does_not_know_are_no_reason_to_try_again(tmp_path):
+    dialect = make_dialect()
+    refuse = "import argparse; argparse.ArgumentParser('toy').parse_args()"
+    dialect.argv = [sys.executable, "-c", refuse, "--nonsense", "3"]
+    async with managed_toy(tmp_path, dialect) as server:
+        with pytest.raises(ConfigError, match=r"command line: unrecognized arguments: --nonsense 3\b") as caught:
+            await server.start()
+        assert "engine.flags" in caught.value.hint
+
+
+async def test_a_server_that_never_gets_ready(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "import time; print('still loading', flush=True); time.sleep(1000)"]
+    run = settings(start_deadline=0.5)
+    async with managed_toy(tmp_path, dialect, run) as server:
+        with pytest.raises(Unreachable, match=r"not ready within 0\.5 s"):
+            await server.start()
+        assert not psutil.pid_exists(server.pid)
+
+
+async def test_a_command_that_is_not_there(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = ["/no/such/python"]
+    async with managed_toy(tmp_path, dialect) as server:
+        with pytest.raises(ConfigError, match="/no/such/python") as caught:
+            await server.start()
+        assert "streamrl engines install toy" in caught.value.hint
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    async with managed_toy(tmp_path, dialect) as server:
+        task = asyncio.create_task(server.start())
+        await until(lambda: server.pid is not None)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert not psutil.pid_exists(server.pid)
+
+
+async def test_a_port_that_somebody_took_meanwhile_is_left_to_him(tmp_path, monkeypatch):
+    dialect = make_dialect()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = iter([other.getsockname()[1], free_port()])
+        monkeypatch.setattr(managed, "free_port", lambda: next(ports))
+        async with managed_toy(tmp_path, dialect) as server:
+            await server.start()
+            assert len(dialect.ports) == 2
+            assert server.url.endswith(f":{dialect.ports[1]}")
+
+
+async def test_no_port_at_all(tmp_path, monkeypatch):
+    dialect = make_dialect()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(managed, "free_port", lambda: other.getsockname()[1])
+        async with managed_toy(tmp_path, dialect) as server:
+            with pytest.raises(Unreachable, match="no free port"):
+                await server.start()
+
+
+async def test_a_stranger_on_the_port_is_not_taken_for_the_server(tmp_path, monkeypatch):
+    """He answers as ours would, and before ours has found out that it cannot listen."""
+    dialect = make_dialect()
+    async with serving(Toy()) as url:
+        ports = iter([int(url.rpartition(":")[2]), free_port()])
+        monkeypatch.setattr(managed, "free_port", lambda: next(ports))
+        async with managed_toy(tmp_path, dialect) as server:
+            await server.start()
+            assert server.url != url
+            assert listens(server.pid, dialect.ports[1])
+            assert not listens(server.pid, dialect.ports[0])
+
+
+async def test_the_key_is_blotted_out_of_the_log_and_variables_get_through(tmp_path, monkeypatch):
+    key = tmp_path / "key"
+    key.write_text("s3cret-value\n")
+    monkeypatch.setenv("STREAMRL_REDIS__PASSWORD", "hidden")
+    run = settings(api_key_file=str(key), variables={"TOY_KEY": "s3cret-value"})
+    async with managed_toy(tmp_path, run=run) as server:
+        await server.start()
+        assert "STREAMRL_REDIS__PASSWORD" not in psutil.Process(server.pid).environ()
+        await server.stop()
+        text = server.log.read_text()
+        assert "key ***" in text
+        assert "s3cret" not in text
+
+
+async def test_devices(tmp_path):
+    server = ManagedServer(
+        make_dialect(), ServerSettings.of_engine(settings()), tmp_path, "r.server1", "2,3", seed=1 << 40
+    )
+    try:
+        await server.start()
+        assert psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,3"
+    finally:
+        await server.stop()
+
+
+async def test_a_log_is_rotated_and_never_blocks_the_server(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "for n in range(20000): print('line', n, 'x' * 50)"]
+    async with managed_toy(tmp_path, dialect) as server:
+        with pytest.raises(Unreachable, match="line 19999"):
+            await server.start()
+        old = server.log.with_name(server.log.name + ".1")
+        assert server.log.stat().st_size < 200_000
+        assert old.stat().st_size < 200_000
+        lines = (old.read_text() + server.log.read_text()).splitlines()
+        assert all(line.startswith("line ") and line.endswith("x" * 50) for line in lines)
+
+
+async def test_the_last_words_are_told_when_the_log_was_rotated_after_them(tmp_path):
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "import sys; sys.stderr.write('no room here\\n')"]
+    run = settings()
+    run = run.model_copy(update={"supervisor": run.supervisor.model_copy(update={"log_bytes": 1})})
+    async with managed_toy(tmp_path, dialect, run) as server:
+        server.log.parent.mkdir()
+        server.log.write_text("words of an earlier life\n")
+        with pytest.raises(Unreachable, match="no room here") as caught:
+            await server.start()
+        assert "earlier" not in str(caught.value)
+        assert not server.log.read_text()
+
+
+async def test_shared_memory_of_a_killed_server_does_not_stay(tmp_path):
+    dialect = make_dialect()
+    code = f"""
+import runpy, sys
+from multiprocessing.shared_memory import SharedMemory
+kept = SharedMemory(create=True, size=4096)
+print("segment", kept.name, flush=True)
+sys.argv = ["toy", "PORT"]
+runpy.run_path({str(HERE / "toy.py")!r}, run_name="__main__")
+"""
+    dialect.argv = [sys.executable, "-c", code]
+    async with managed_toy(tmp_path, dialect, TOY_MARK=str(tmp_path), **ORPHANS) as server:
+        await server.start()
+        segment = Path("/dev/shm", server.log.read_text().split("segment ")[1].split()[0])
+        assert segment.exists()
+        os.kill(server.pid, signal.SIGKILL)
+        assert "killed by SIGKILL" in await server.wait_death()
+        assert not segment.exists()
+        assert not orphans_of(tmp_path)
+
+
+async def test_a_log_that_cannot_be_written_ends_nothing_and_leaves_nothing(tmp_path):
+    dialect = make_dialect()
+    async with managed_toy(tmp_path, dialect, TOY_MARK=str(tmp_path), **ORPHANS) as server:
+        server.log = Path("/dev/full")
+        await server.start()  # which prints a line
+        engine = ServerEngine(dialect, settings(), url=server.url)
+        await engine.start()
+        assert (await engine.generate(request("a"))).finish == "length"
+        await engine.close()
+        await server.stop()
+    await until(lambda: not orphans_of(tmp_path))
+
+
+def test_a_free_port_is_free():
+    for _ in range(20):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", free_port()))

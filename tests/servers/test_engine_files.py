@@ -1,0 +1,257 @@
+"""Reading versions inside an engine's process: parts, headers, and fetching over a real HTTP server with faults."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from streamrl.servers.launch import PLUGIN
+
+sys.path.insert(0, str(PLUGIN))
+files = importlib.import_module("streamrl_engine.files")
+sys.path.remove(str(PLUGIN))
+
+
+def described(folder: Path, parts: dict[str, list[str]], **more: Any) -> Any:
+    return files.Source.parse({"folder": str(folder), "parts": parts, **more})
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Any:
+    """`w` of 5 x 3 in three parts, `b` and the scalar `s` whole."""
+    whole = torch.arange(15, dtype=torch.float32).reshape(5, 3).bfloat16()
+    save_file({"w": whole[:2].contiguous(), "s": torch.tensor(7.0)}, tmp_path / "r0")
+    save_file({"w": whole[2:4].contiguous(), "b": torch.tensor([1, 2])}, tmp_path / "r1")
+    save_file({"w": whole[4:].contiguous()}, tmp_path / "r2")
+    return described(tmp_path, {"b": ["r1"], "w": ["r0", "r1", "r2"], "s": ["r0"]})
+
+
+def test_parts_become_whole_tensors_in_the_order_asked_for(version: Any) -> None:
+    found = dict(files.tensors(version))
+    assert list(found) == ["b", "w", "s"]
+    assert torch.equal(found["w"], torch.arange(15, dtype=torch.float32).reshape(5, 3).bfloat16())
+    assert found["b"].tolist() == [1, 2]
+    assert found["s"].item() == 7
+    heads = files.table(version)
+    assert heads["w"] == files.Head("BF16", (5, 3))
+    assert heads["b"] == files.Head("I64", (2,))
+    assert heads["s"] == files.Head("F32", ())
+    assert version.files == ("r1", "r0", "r2")
+
+
+@pytest.mark.parametrize("name", ["../r0", "/etc/passwd", "a/b", "", ".hidden", "a" * 129, 3])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(files.BadVersion):
+        described(tmp_path, {"w": [name]})
+
+
+@pytest.mark.parametrize("data", [{}, {"folder": "/x"}, {"folder": "/x", "parts": {}}, {"folder": "/x", "parts": 3}])
+def test_what_describes_no_version_is_refused(data: Any) -> None:
+    with pytest.raises(files.BadVersion):
+        files.Source.parse(data)
+    with pytest.raises(files.BadVersion):
+        files.Source.parse({"folder": "/x", "parts": {"w": ["a"]}, "more": 1})
+    with pytest.raises(files.BadVersion):
+        files.Source.parse({"folder": "/x", "parts": {"w": []}})
+
+
+def test_parts_that_do_not_fit_or_are_missing_are_named(tmp_path: Path, version: Any) -> None:
+    with pytest.raises(files.BadVersion, match=r"r2 in .* does not hold s"):
+        files.table(described(tmp_path, {"s": ["r2"]}))
+    with pytest.raises(files.BadVersion, match="cannot read"):
+        files.table(described(tmp_path, {"s": ["gone"]}))
+    with pytest.raises(files.BadVersion, match="do not fit"):
+        files.table(described(tmp_path, {"s": ["r0", "r0"]}))
+    save_file({"w": torch.zeros(2, 4, dtype=torch.bfloat16)}, tmp_path / "wide")
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "exact")
+    for other in ("wide", "exact"):
+        with pytest.raises(files.BadVersion, match="do not fit"):
+            files.table(described(tmp_path, {"w": ["r0", other]}))
+    with pytest.raises(files.BadVersion):
+        list(files.tensors(described(tmp_path, {"s": ["gone"]})))
+
+
+@given(data=st.data())
+def test_a_damaged_header_or_a_cut_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    save_file({"w": torch.ones(4, 4)}, folder / "r0")
+    whole = (folder / "r0").read_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    (folder / "r0").write_bytes(whole[:cut])
+    with pytest.raises(files.BadVersion):
+        files.table(described(folder, {"w": ["r0"]}))
+    (folder / "r0").write_bytes(data.draw(st.binary(max_size=60)) + whole[:cut])
+    with pytest.raises(files.BadVersion):
+        files.table(described(folder, {"w": ["r0"]}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
+def test_finite_sees_every_bad_value_and_no_other(dtype: torch.dtype) -> None:
+    values = torch.full((1000,), torch.finfo(torch.float16).max, dtype=dtype)
+    assert files.finite(values)
+    assert files.finite(torch.zeros(0, dtype=dtype))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 17, 999):
+            spoiled = values.clone()
+            spoiled[place] = bad
+            assert not files.finite(spoiled)
+    both = values.clone()
+    both[3], both[4] = float("inf"), float("-inf")
+    assert not files.finite(both)
+    assert files.finite(torch.tensor([1, 2]))
+
+
+class Served(http.server.SimpleHTTPRequestHandler):
+    """Breaks off after `breaks` bytes of an answer, so often as `times` says; knows ranges."""
+
+    breaks, times, token, ranges = 0, 0, "", True
+    asked: list[str | None]
+
+    def do_GET(self) -> None:
+        path = Path(self.directory, self.path.lstrip("/").split("/", 1)[-1])
+        self.asked.append(self.headers.get("Range"))
+        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
+            self.send_error(401)
+            return
+        if not path.exists():
+            self.send_error(404)
+            return
+        data, start = path.read_bytes(), 0
+        asked = self.headers.get("Range")
+        if asked and self.ranges:
+            start = int(asked.removeprefix("bytes=").rstrip("-"))
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        kind = type(self)
+        if kind.times > 0 and path.name != "manifest.json":
+            kind.times -= 1
+            self.wfile.write(data[start : start + kind.breaks])
+            self.wfile.flush()
+            self.close_connection = True
+            return
+        self.wfile.write(data[start:])
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path, version: Any) -> Iterator[tuple[type[Served], str]]:
+    del version
+    shards = [
+        {"file": f.name, "bytes": f.stat().st_size, "checksum": xxhash.xxh3_128_hexdigest(f.read_bytes())}
+        for f in sorted(tmp_path.iterdir())
+    ]
+    (tmp_path / "manifest.json").write_text(json.dumps({"shards": shards}))
+    kind = type("Kind", (Served,), {"asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=str(tmp_path))) as one:
+        thread = threading.Thread(target=one.serve_forever)
+        thread.start()
+        yield kind, f"http://127.0.0.1:{one.server_address[1]}/v-1-1"
+        one.shutdown()
+        thread.join(10)
+
+
+PARTS = {"w": ["r0", "r1", "r2"], "b": ["r1"]}
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_broken_transfer_goes_on(server: Any, tmp_path: Path, ranges: bool) -> None:
+    kind, url = server
+    kind.breaks, kind.times, kind.ranges = 40, 3, ranges
+    here = files.fetch(described("/nowhere", PARTS, url=url), tmp_path / "landed", deadline=30)
+    assert {name: files.table(here)[name].shape for name in PARTS} == {"w": (5, 3), "b": (2,)}
+    for name in ("r0", "r1", "r2"):
+        assert (tmp_path / "landed" / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert "bytes=40-" in kind.asked
+    before = len(kind.asked)
+    files.fetch(described("/nowhere", PARTS, url=url), tmp_path / "landed", deadline=30)
+    assert len(kind.asked) == before + 1  # the manifest alone
+
+
+def test_a_token_a_checksum_and_a_delta_are_looked_at(server: Any, tmp_path: Path) -> None:
+    kind, url = server
+    kind.token = "secret"
+    with pytest.raises(files.BadVersion, match="401"):
+        files.fetch(described("/nowhere", PARTS, url=url), tmp_path / "landed", deadline=30)
+    (tmp_path / "token").write_text("secret\n")
+    given = described("/nowhere", PARTS, url=url, token_file=str(tmp_path / "token"))
+    (tmp_path / "r1").write_bytes((tmp_path / "r1").read_bytes()[:-1] + b"!")
+    with pytest.raises(files.BadVersion, match="not the file that was announced"):
+        files.fetch(given, tmp_path / "landed", deadline=30)
+    (tmp_path / "manifest.json").write_text(json.dumps({"shards": [{"file": "r0", "kind": "delta"}]}))
+    with pytest.raises(files.BadVersion, match="delta"):
+        files.fetch(given, tmp_path / "elsewhere", deadline=30)
+
+
+def test_what_is_not_served_ends_within_the_deadline(server: Any, tmp_path: Path) -> None:
+    kind, url = server
+    sized = {"sizes": {"r0": 1 << 30, "gone": 4}}
+    with pytest.raises(files.BadVersion, match="404"):
+        files.fetch(described("/nowhere", {"w": ["gone"]}, url=url, **sized), tmp_path / "a", deadline=30)
+    kind.breaks, kind.times = 0, 1000
+    with pytest.raises(files.BadVersion, match="stopped at byte"):
+        files.fetch(described("/nowhere", {"w": ["r0"]}, url=url, **sized), tmp_path / "b", deadline=0.2)
+    with pytest.raises(files.BadVersion, match="no HTTP"):
+        files.fetch(described("/nowhere", {"w": ["r0"]}, url="file:///etc"), tmp_path / "c", deadline=1)
+    with pytest.raises(files.BadVersion, match="was not announced"):
+        files.fetch(described("/nowhere", {"w": ["r9"]}, url=url, **sized), tmp_path / "d", deadline=1)
+
+
+def test_a_landing_prefers_the_folder_and_removes_what_it_fetched(
+    server: Any, version: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, url = server
+    (tmp_path / "land").mkdir()
+    monkeypatch.setenv("STREAMRL_LANDING", str(tmp_path / "land"))
+    landing = files.Landing()
+    assert landing.local(version) is version
+    with pytest.raises(files.BadVersion, match="does not see /nowhere"):
+        landing.local(described("/nowhere", PARTS))
+    first = landing.local(described("/nowhere", PARTS, url=url))
+    second = landing.local(described("/nowhere", PARTS, url=url.replace("v-1-1", "v-1-2")))
+    assert first.folder != second.folder
+    landing.clear(keep=second)
+    assert not Path(first.folder).exists()
+    assert files.table(second)["w"].shape == (5, 3)
+    landing.clear()
+    assert list((tmp_path / "land").iterdir()) == []
+    landing.clear()
+
+
+def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
+    server: Any, version: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run does that begins anew under the name and the port of the one before, at a server that went on."""
+    _, url = server
+    (tmp_path / "land").mkdir()
+    monkeypatch.setenv("STREAMRL_LANDING", str(tmp_path / "land"))
+    landing = files.Landing()
+    source = described("/nowhere", PARTS, url=url)
+    before = dict(files.tensors(landing.bring(source)))["w"].clone()
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        path = tmp_path / shard["file"]
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+        assert path.stat().st_size == shard["bytes"]
+        shard["checksum"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert landing.local(source) == landing.local(source)  # no question in the midst of a change
+    assert torch.equal(dict(files.tensors(landing.local(source)))["w"], before)
+    after = dict(files.tensors(landing.bring(source)))["w"]
+    assert torch.equal(after, before + 1)
