@@ -14,7 +14,7 @@ import typer
 
 from streamrl.commands import output
 from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
-from streamrl.commands.options import RunFile, RunOption, SetOption
+from streamrl.commands.options import RunFile, SetOption
 from streamrl.commands.rolestates import RoleStates
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
@@ -43,7 +43,10 @@ class Screen(StrEnum):
 def up(
     file: RunFile = None,
     *,
-    run: RunOption = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; runs/NAME if left out."),
+    ] = None,
     overrides: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the configuration; start nothing.")] = (
         False
@@ -65,7 +68,8 @@ def up(
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished.
 
-    A run directory with a run in it is resumed. Without a run file, --resume goes on with what its run.json says.
+    A run directory with a run in it is resumed. --resume without a run file goes on with what run.json of DIR (or of the
+    newest run) says.
 
     Exit code 0: finished, or drained after the first Ctrl-C. 1: a role failed for good, or the closing audit does not
     hold. 130 or 143: cut short by a second signal.
