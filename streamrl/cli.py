@@ -38,7 +38,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "reward": ("rewards:reward_app", "Rewards: write one with its test, try it on samples; servers."),
     "score": ("scores:score_app", "Scores: what the rewards said of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
-    "weights": ("weights:app", "Versions of the weights: list, show, pin, roll back."),
+    "weights": ("weights:app", "Versions of the weights: list, show, keep."),
 }
 """Each command by name: where it is in `streamrl.commands`, and its line in `streamrl --help`."""
 

@@ -32,7 +32,7 @@ def show(
     file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file; the defaults if left out.")] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Show this run instead of a file."),
+        typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Show a run instead of a file."),
     ] = None,
     overrides: SetOption = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,

@@ -68,8 +68,8 @@ def up(
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished.
 
-    A run directory with a run in it is resumed. --resume without a run file goes on with what run.json of DIR (or of the
-    newest run) says.
+    A run directory with a run in it is resumed. --resume without a run file goes on with what the run.json of DIR says,
+    or of the newest run in runs/.
 
     Exit code 0: finished, or drained after the first Ctrl-C. 1: a role failed for good, or the closing audit does not
     hold. 130 or 143: cut short by a second signal.
