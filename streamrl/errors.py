@@ -26,6 +26,7 @@ arguments only, so that they survive process boundaries and logs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -156,6 +157,15 @@ def unwrap(error: BaseException) -> BaseException:
     """Return what a task group wraps, however deep: the first error of ours, else the first of all."""
     found = list(leaves(error))
     return next((leaf for leaf in found if isinstance(leaf, StreamrlError)), found[0])
+
+
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise what a task group wraps (see `unwrap`) instead of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -90,7 +90,7 @@ def up(
             _explain(prepared.run_dir, outcome)
         return int(outcome.exit_code)
     if prepared.config.recording.mode == "write":
-        from streamrl.commands.recorded import finish_recording as finish
+        from streamrl.commands.finish import finish_recording as finish
     else:
         from streamrl.commands.finish import finish
 
