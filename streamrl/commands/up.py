@@ -26,7 +26,7 @@ from streamrl.queues.snapshot import Snapshot, take
 from streamrl.runfile import RUNS, LoadedConfig
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
-from streamrl.runtime.supervisor import Outcome, supervise
+from streamrl.runtime.supervisor import RunOutcome, supervise
 
 VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
 
@@ -134,7 +134,7 @@ def _announce(prepared: PreparedRun) -> None:
         output.note(f"changed since the last start: {key}")
 
 
-def _supervise(prepared: PreparedRun, screen: str) -> Outcome:
+def _supervise(prepared: PreparedRun, screen: str) -> RunOutcome:
     if screen == "auto":
         screen = "live" if sys.stdout.isatty() else "plain"
     look = Look(find_run(prepared.run_dir))
@@ -189,7 +189,7 @@ class Look:
         self._runner.close()
 
 
-def _explain(run_dir: Path, outcome: Outcome) -> None:
+def _explain(run_dir: Path, outcome: RunOutcome) -> None:
     forced = outcome.exit_code in {ExitCode.INTERRUPTED, ExitCode.TERMINATED}
     output.note(f"{'cut short' if forced else 'error: the run failed'}: {outcome.reason}")
     output.note(f"hint: streamrl logs --run {run_dir}; go on with: streamrl up --resume --run {run_dir}")
