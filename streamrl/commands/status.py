@@ -12,10 +12,10 @@ import orjson
 
 from streamrl.commands import output
 from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
-from streamrl.commands.rolestates import KnownRole, Supervised, read_states
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
+from streamrl.monitor.roles import KnownRole, Supervised, read_states
 from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import number, take
@@ -156,23 +156,11 @@ def _summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _print(data: dict[str, Any]) -> None:
-    from streamrl.monitor.tables import RoleView, status_table
+    from streamrl.monitor.tables import status_table
 
-    views = [
-        RoleView(
-            name=role["name"],
-            state=role["state"],
-            pid=role["pid"],
-            uptime_seconds=role["up_seconds"],
-            restarts=role["restarts"],
-            version=role["version"],
-            progress=role["progress"],
-            last_error=role["reason"] or role["trouble"],
-        )
-        for role in data["roles"]
-    ]
     verdict = f"run {data['run']}: {data['verdict']}"
     if data["verdict"] == "down":
         finished = data["summary"] is not None
         verdict += " (finished, see summary.json)" if finished else " (`streamrl up --resume` goes on)"
-    output.console().print(status_table(views, verdict, [RewardView(**reward) for reward in data["rewards"]]))
+    rewards = [RewardView(**reward) for reward in data["rewards"]]
+    output.console().print(status_table(data["roles"], verdict, rewards))

@@ -15,12 +15,12 @@ import typer
 from streamrl.commands import output
 from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
 from streamrl.commands.options import RunFile, SetOption
-from streamrl.commands.rolestates import RoleStates
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
+from streamrl.monitor.roles import RoleStates
 from streamrl.queues.connection import Connection
 from streamrl.queues.snapshot import Snapshot, take
 from streamrl.runfile import RUNS, LoadedConfig

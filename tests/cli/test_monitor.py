@@ -15,9 +15,10 @@ from rich.console import Console
 
 from streamrl.commands.viewers import plain_line
 from streamrl.monitor import plots, screen
-from streamrl.monitor.board import Board, Goal, RoleState
+from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.lines import duration, log_line, number, printable, size
 from streamrl.monitor.progress import Progress, Side
+from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.tail import Tail
 from streamrl.queues.reward_figures import FIELD, reward_views
 from streamrl.queues.snapshot import LedgerView, ServerView, Snapshot, StreamView
@@ -170,8 +171,8 @@ def snapshot() -> Snapshot:
 
 def board_of(run_dir: Path) -> Board:
     board = Board("demo", run_dir, Goal(steps=60, accuracy=0.9, round_responses=4), snapshot)
-    board.role("learner.0", RoleState("ready"))
-    board.role("rollout.0", RoleState("backoff", 2, "killed by SIGKILL"))
+    board.role("learner.0", KnownRole("ready", 0))
+    board.role("rollout.0", KnownRole("backoff", 0, restarts=2, reason="killed by SIGKILL"))
     board.event("rollout.0 backoff: killed by SIGKILL", bad=True)
     return board
 

@@ -17,8 +17,8 @@ import orjson
 import pytest
 
 from streamrl.commands.logs import server_record
-from streamrl.commands.rolestates import KnownRole, RoleStates
 from streamrl.learner.checkpoint import Meta
+from streamrl.monitor.roles import KnownRole, RoleStates
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.reward_figures import FIELD
