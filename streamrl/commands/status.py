@@ -52,8 +52,8 @@ _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.U
 async def look(run: RunDirectory) -> dict[str, Any]:
     """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
-    Roles are those of the plan, those the supervisor knows and those on the board of Redis: on other machines roles
-    are started by somebody else, and their heartbeat is all there is.
+    Roles are those of the plan, those the supervisor knows and those on the board of Redis: roles
+    on other machines are not started by this supervisor, so only their heartbeat is known.
     """
     supervised = read_states(run.path)
     board, rewards, reachable = await _board(run)
@@ -80,7 +80,7 @@ async def look(run: RunDirectory) -> dict[str, Any]:
 async def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
     """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this.
 
-    The first is None when nobody knows, because the run's keys are damaged.
+    The first is None when it is unknown, because the run's keys are damaged.
     """
     try:
         async with live(run) as connection:

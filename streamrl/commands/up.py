@@ -177,7 +177,7 @@ class Look:
             if self._connection is not None:
                 return await take(self._connection, config.name, config.budget, config.hard_cap)
         except LedgerDamaged:
-            return None  # the roles find it too, and what ends them is said at the end of the run
+            return None  # the roles find it too, and the end of the run tells why they ended
         except Unreachable:
             self._connection = None
         await self._opened.aclose()

@@ -61,7 +61,7 @@ def _headline(board: Board) -> Text:
         line.append(f"   restarts {board.restarts}", style="red")
     for reward in board.snapshot.rewards if board.snapshot is not None else ():
         if reward.away:
-            line.append(f"   nobody gives {printable(reward.name)}", style="bold red")
+            line.append(f"   no scores from {printable(reward.name)}", style="bold red")
     return line
 
 

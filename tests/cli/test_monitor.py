@@ -189,8 +189,8 @@ def test_the_screen_says_which_reward_nobody_gives(tmp_path: Path):
     board = Board("demo", tmp_path, Goal(), lambda: replace(snapshot(), rewards=rewards))
     board.refresh()
     text = drawn(board, 120)
-    assert "nobody gives judge[1]" in text
-    assert "nobody gives rule" not in text
+    assert "no scores from judge[1]" in text
+    assert "no scores from rule" not in text
 
 
 @pytest.mark.parametrize("width", [80, 96, 120, 200])
