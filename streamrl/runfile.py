@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
@@ -97,6 +96,8 @@ _EXAMPLE_HINT = "`streamrl init` writes one that works"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # here: commands that only look read run.json
+
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
@@ -113,6 +114,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, origin: str) -> None:
+    import yaml
+
     try:
         value = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError) as error:
