@@ -26,6 +26,7 @@ can cross process boundaries.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -155,6 +156,15 @@ def unwrap(error: BaseException) -> BaseException:
     """Return the first `StreamrlError` inside nested exception groups, else the first error."""
     found = list(leaves(error))
     return next((leaf for leaf in found if isinstance(leaf, StreamrlError)), found[0])
+
+
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise what a task group wraps (see `unwrap`) instead of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from streamrl.atomic import write_whole
@@ -25,6 +24,9 @@ from streamrl.config.base import MODEL, Section
 from streamrl.config.presets import lay_beneath
 from streamrl.config.words import said
 from streamrl.errors import ConfigError
+
+RUNS: Final = Path("runs")
+"""Where run directories are made and looked for unless `--run` names one."""
 
 
 class LoadedConfig(BaseModel):
@@ -80,7 +82,7 @@ def read_saved(path: Path) -> LoadedConfig:
     """Read what `save` wrote; `ConfigError` when the file is missing or of another version."""
     try:
         return LoadedConfig.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
         ) from error
@@ -93,11 +95,13 @@ _EXAMPLE_HINT = "`streamrl init` writes one that works"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # here: commands that only look read run.json
+
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no text
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or bytes that are not text
         raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
     except OSError as error:
         raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error
@@ -109,6 +113,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, origin: str) -> None:
+    import yaml
+
     try:
         value = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError) as error:

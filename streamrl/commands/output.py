@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 Colour = Literal["auto", "always", "never"]
 
-_WIDE: Final = 200  # columns when nobody's terminal says otherwise: a table in a file or a pipe is never cut
+_WIDE: Final = 200  # columns where there is no terminal: a table in a file or a pipe is never cut
 _chosen: list[Colour] = ["auto"]
 
 
@@ -86,18 +87,32 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Write rows of cells below each other; the first row is the heading."""
+    from streamrl.monitor.lines import printable
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        write(printable("  ".join(cells).rstrip()))
+
+
 def note(text: str) -> None:
     """Write a line of diagnostics to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
-def repeat(seconds: float, once: Callable[[], int]) -> int:
-    """Call `once` every `seconds` until Ctrl-C, which is the ordinary end: returns the last code of `once`."""
+async def repeat(once: Callable[[], Awaitable[int]], seconds: float | None) -> int:
+    """Call `once`, again every `seconds` unless None, and return its last code; Ctrl-C is the ordinary end."""
     code = 0
     try:
         while True:
-            code = once()
-            time.sleep(seconds)
-    except KeyboardInterrupt:
+            code = await once()
+            if seconds is None:
+                return code
+            await asyncio.sleep(seconds)
+    except asyncio.CancelledError:  # asyncio.run makes this of Ctrl-C
+        if seconds is None:
+            raise
         return code

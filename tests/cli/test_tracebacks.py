@@ -5,7 +5,7 @@ import traceback
 from pathlib import Path
 
 from streamrl.consumers.calls import SampleState, ScoringFailed, detail_of
-from streamrl.monitor.tracebacks import folded
+from streamrl.monitor.lines import folded
 from tests.consumers.calls_kit import calls_of, lease_end, loaded
 from tests.consumers.samples import seen
 

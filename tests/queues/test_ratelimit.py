@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from streamrl.errors import RewardUnavailable
 from streamrl.queues import Ledgers
-from streamrl.queues.probe import Probe
 from streamrl.queues.ratelimit import CAPACITY_MS, LOOK_SECONDS, Buckets, LocalStore, Quota, RateLimit, RedisStore
 from streamrl.queues.scripts import load_scripts
 from tests.queues.ledger_kit import until_async
-from tests.redis_kit import RedisRun
+from tests.redis_kit import Probe, RedisRun
 
 LOOK = 1000 * LOOK_SECONDS
 EVER = 1 << 40
