@@ -22,11 +22,11 @@ import msgspec
 import orjson
 
 from streamrl import wire
+from streamrl.atomic import write_durably
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError
 from streamrl.queues.archive import EVALUATION
 from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
-from streamrl.queues.durable import write_durably
 from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, greatest_epoch, recording_files
 
 ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.Score | StreamrlError]]]

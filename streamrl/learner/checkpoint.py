@@ -21,9 +21,9 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
+from streamrl.atomic import fsync_directory
 from streamrl.errors import Refused, StreamrlError
 from streamrl.learner.chain import Link, read_chain
-from streamrl.queues.durable import fsync_directory
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.queues.board import RoleBoard
-from streamrl.queues.durable import write_durably
 from streamrl.queues.ledger import Ledger
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from streamrl.queues.durable import write_durably
+from streamrl.atomic import write_durably
 
 logger = logging.getLogger(__name__)
 LOG_NAME: Final = "evaluation.jsonl"

@@ -20,8 +20,8 @@ import msgpack
 import msgspec
 import zstandard
 
+from streamrl.atomic import fsync_directory
 from streamrl.errors import CannotCreate, ConfigError, WireError
-from streamrl.queues.durable import fsync_directory
 from streamrl.queues.records import ClosedGroup
 
 FOLDER: Final = "recording"

@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 import torch
 
+from streamrl.atomic import fsync_directory
 from streamrl.errors import CannotCreate, WeightsError
-from streamrl.queues.durable import fsync_directory
 from streamrl.weight_sync import safetensors_file
 from streamrl.weight_sync.catalog import PINNED, read_manifest
 from streamrl.weight_sync.checksums import short_hash

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from streamrl.atomic import fsync_directory
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
-from streamrl.queues.durable import fsync_directory
 from streamrl.weight_sync.buckets import Named
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,

@@ -1,4 +1,4 @@
-"""Small files and names that a crash of the machine must not take back."""
+"""Writes that appear whole or not at all, and that a crash of the machine does not take back."""
 
 from __future__ import annotations
 
