@@ -30,7 +30,6 @@ from streamrl.learner.intake import Intake
 from streamrl.learner.record import GroupRecord
 from streamrl.learner.shard_files import Progress, take_notes
 from streamrl.learner.takeover import Start
-from streamrl.queues.budget import checkpoint_due
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 1.0
@@ -92,8 +91,7 @@ class Saver:
     @property
     def due(self) -> bool:
         """Whether a checkpoint should be begun now."""
-        config, steps = self._config, self._trainer.step - self._begun
-        due = checkpoint_due(steps, config.checkpoint.every, self._intake.held, config.budget, config.hard_cap)
+        due = self._config.checkpoint_due(self._trainer.step - self._begun, self._intake.held)
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:
