@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.models.client import ModelClient
+from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, RedisStore
 from streamrl.consumers.reward import RewardContext
 from streamrl.http import read_key
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.ratelimit import LocalStore, Quota, RateLimit, RedisStore
 from streamrl.queues.reward_servers import RewardServer
 
 _WAITING_SHARE = 0.5
