@@ -19,7 +19,6 @@ from streamrl.queues.foreign import report
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.replies import pairs
-from streamrl.queues.reward_servers import RewardServers
 from streamrl.queues.turn import DeviceTurn
 
 _DOORBELL_SECONDS: Final = 2.0
@@ -80,7 +79,6 @@ class Ledgers:
     weights: WeightsStream
     roles: RoleBoard
     servers: ServerList
-    reward_servers: RewardServers
     turn: DeviceTurn
     connection: Connection
 
@@ -98,14 +96,12 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
     """
     train, held_out = Keys(config.name), Keys(config.name, evaluation=True)
     async with open_connection(config.redis, embedded.url(config.redis, run_dir)) as connection:
-        board = RoleBoard(connection, train)
         ledgers = Ledgers(
             train=Ledger(connection, train, config.redis.fsync_period),
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
-            roles=board,
+            roles=RoleBoard(connection, train),
             servers=ServerList(connection, train),
-            reward_servers=RewardServers(connection, train, board),
             turn=DeviceTurn(connection, train, config.lease.seconds),
             connection=connection,
         )

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from streamrl.config import RunConfig
+from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.queues.role import open_role
 from streamrl.queues.turn import LearnerSwitch
@@ -71,21 +72,20 @@ async def ready(role, task):
 
 async def looked(role, times):
     """Wait until the role has counted its work so many times more."""
-    servers, looks = role.ledgers.reward_servers, 0
-    waiting = servers.waiting
+    looks, waiting = 0, RewardServers.waiting
 
-    async def counted(*sizes):
+    async def counted(servers, *sizes):
         nonlocal looks
         looks += 1
-        return await waiting(*sizes)
+        return await waiting(servers, *sizes)
 
-    servers.waiting = counted
-    await until(lambda: looks > times, PATIENT)
-    servers.waiting = waiting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RewardServers, "waiting", counted)
+        await until(lambda: looks > times, PATIENT)
 
 
 async def listed(role):
-    return await role.ledgers.reward_servers.present("critic")
+    return await RewardServers(role.ledgers).present("critic")
 
 
 async def is_sleeping(url):

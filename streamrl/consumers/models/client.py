@@ -21,9 +21,9 @@ from streamrl.consumers.attempts import failed_servers
 from streamrl.consumers.models.faults import NOT_NOW, is_away, outcome_of, refuses
 from streamrl.consumers.models.rate_limit import RateLimit, Turn
 from streamrl.consumers.models.router import Flight, Outcome, Router, Server, State
+from streamrl.consumers.models.servers import RewardServer
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, without
-from streamrl.queues.reward_servers import RewardServer
 
 logger = logging.getLogger(__name__)
 

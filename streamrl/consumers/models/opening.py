@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.models.client import ModelClient
 from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, RedisStore
+from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import RewardContext
 from streamrl.http import read_key
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.reward_servers import RewardServer
 
 _WAITING_SHARE = 0.5
 """Part of a reward's deadline that its samples may wait for the rate limit of their model."""
@@ -87,6 +87,6 @@ def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Await
     async def listed() -> Sequence[RewardServer]:
         if ledgers is None:
             return [RewardServer(url, url) for url in client.config.url]
-        return await ledgers.reward_servers.present(client.name, client.config.url)
+        return await RewardServers(ledgers).present(client.name, client.config.url)
 
     return listed

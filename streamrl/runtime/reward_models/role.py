@@ -19,10 +19,10 @@ from typing import Final
 
 from streamrl.config import RewardModelConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE
+from streamrl.consumers.models.servers import ASLEEP, READY, RewardServers
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
 from streamrl.http import BadAnswer, Call, HttpClient
 from streamrl.producers.servers.managed import ManagedServer, ServerSettings
-from streamrl.queues.reward_servers import ASLEEP, READY
 from streamrl.queues.role import Role
 from streamrl.queues.turn import DeviceTurn, EngineSwitch
 from streamrl.runtime.reward_models.demand import Demand
@@ -155,10 +155,10 @@ class ServedModel:
     async def _count(self) -> None:
         """Look how much work there is."""
         loop = asyncio.get_running_loop()
-        config = self._role.config
+        config, servers = self._role.config, RewardServers(self._role.ledgers)
         sizes = config.sampling.responses, config.evaluation.samples
         while True:
-            self._demand.see(await self._role.ledgers.reward_servers.waiting(*sizes), loop.time())
+            self._demand.see(await servers.waiting(*sizes), loop.time())
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _take_turns(self) -> None:
