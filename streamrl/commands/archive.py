@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files, read_archive
+from streamrl.archive.recording import read_file
 from streamrl.commands import output
 from streamrl.commands.archive_rows import Format, export_rows
 from streamrl.commands.rundir import find_run
 from streamrl.errors import ConfigError, ExitCode, UsageError, WireError
 from streamrl.monitor.lines import date_time, duration, size
-from streamrl.queues.archived import ArchivedGroup, ArchiveReading, archive_files, read_archive
-from streamrl.queues.recording import read_file
 
 LIST_SCHEMA: Final = "streamrl.archive/1"
 EXPORT_SCHEMA: Final = "streamrl.archive.export/1"

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 import orjson
 
+from streamrl.archive.reader import ArchivedGroup
 from streamrl.errors import CannotCreate, ConfigError
-from streamrl.queues.archived import ArchivedGroup
 from streamrl.wire import Prompt
 
 Format = Literal["jsonl", "parquet"]

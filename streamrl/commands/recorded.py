@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from streamrl.archive.recording import FOLDER, recording_files
 from streamrl.commands import output
 from streamrl.commands.audit import audit_run
 from streamrl.commands.finish import expect_some
 from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
-from streamrl.queues.recording import FOLDER, recording_files
 
 
 def finish_recording(config: RunConfig, run_dir: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from streamrl import wire
+from streamrl.archive.reader import ArchiveReading, read_archive
 from streamrl.commands import output
 from streamrl.commands.archive import later_than, note_problems, since_of
 from streamrl.commands.rescore_report import check_drawing, draw, report
@@ -28,7 +29,6 @@ from streamrl.consumers.rescoring import Outcome, RescoredSet, ScoreGroup, resco
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrap
 from streamrl.monitor.lines import duration
-from streamrl.queues.archived import ArchiveReading, read_archive
 from streamrl.runfile import load, read_saved
 
 SCHEMA: Final = "streamrl.rescore/1"

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final
 
+from streamrl.archive.reader import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
 from streamrl.commands.attach import ledgers_to_look
@@ -13,7 +14,6 @@ from streamrl.commands.letters import letter_data, parts_line, prompt_data, samp
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, StreamrlError
 from streamrl.monitor.lines import duration, printable, shortened
-from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 
 SCHEMA: Final = "streamrl.score/1"
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from streamrl.archive.writer import Archive
 from streamrl.config import RunConfig
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.takeover import Start
-from streamrl.queues.archive import Archive
 from streamrl.queues.ledger import ZERO_VARIANCE, Ledger
 from streamrl.queues.records import ClosedGroup
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
 from streamrl.learner.chain import VersionsLog
 from streamrl.learner.checkpoint import Checkpoints
@@ -36,7 +37,6 @@ from streamrl.learner.sinks import Sinks
 from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
-from streamrl.queues.archive import Archive
 from streamrl.queues.role import Role
 from streamrl.queues.rollback import RollbackDesk
 from streamrl.weight_sync.outlets import open_outlet

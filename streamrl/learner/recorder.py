@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from streamrl import wire
+from streamrl.archive.recording import FOLDER, Header, RecordedGroup, RecordingWriter, read_header
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, WireError
 from streamrl.learner.chain import TrainedDigest, TrainedLog, VersionsLog
@@ -25,7 +26,6 @@ from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, Reason, is_over, write_finished
 from streamrl.learner.record import GroupRecord
 from streamrl.learner.takeover import Start, take_over
-from streamrl.queues.recording import FOLDER, Header, RecordedGroup, RecordingWriter, read_header
 from streamrl.queues.records import ClosedGroup
 from streamrl.queues.role import Role
 from streamrl.weight_sync.outlets import Outlet, open_outlet

@@ -7,8 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from streamrl.archive.recording import Header, RecordedGroup, RecordingWriter
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta, shard_name
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter
 
 from .run_kit import cli, data_of, make_run, process
 from .test_up import tiny  # noqa: F401  (a fixture)

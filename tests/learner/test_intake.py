@@ -9,6 +9,7 @@ import pytest
 from playing import Player, make_config, reward
 
 from streamrl import wire
+from streamrl.archive.writer import Archive
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
@@ -18,7 +19,6 @@ from streamrl.learner.ending import Finished, is_over, write_finished
 from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.intake import Intake
 from streamrl.learner.takeover import Start, take_over
-from streamrl.queues.archive import Archive
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.records import ClosedGroup
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.archive.recording import Header, RecordedGroup, RecordingWriter, read_groups
 from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, read_groups
 from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
 from streamrl.runtime.structure import structural_faults
 from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, take

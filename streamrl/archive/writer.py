@@ -3,7 +3,7 @@
 Files of recordings in `RUN_DIR/archive`, those of held-out groups in `RUN_DIR/archive/evaluation`. Who reads a closed
 group first adds it, before it is decided what becomes of it, and has it written before the group leaves Redis: rank 0
 of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be there twice: what reads
-the archive takes the last (`streamrl.queues.archived`).
+the archive takes the last (`streamrl.archive.reader`).
 
 Writing happens in a thread, a block a second, and nobody waits for a disk that takes longer than `PATIENCE`. A disk
 that is full costs the archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes, and
@@ -28,9 +28,7 @@ from typing import Any, Final
 import msgspec
 
 from streamrl import wire
-from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, WireError
-from streamrl.queues.recording import (
+from streamrl.archive.recording import (
     Header,
     RecordedGroup,
     RecordingWriter,
@@ -38,6 +36,8 @@ from streamrl.queues.recording import (
     read_header,
     recording_files,
 )
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
 
 logger = logging.getLogger(__name__)

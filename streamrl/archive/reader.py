@@ -1,7 +1,7 @@
 """Reading what was kept of groups: the archive of a run, its recording, and scores that were made again.
 
 ```python
-from streamrl.queues.archived import read_archive
+from streamrl.archive import read_archive
 
 for group in read_archive(Path("runs/demo")):
     for sample in group.samples:
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Final
 
 from streamrl import wire
+from streamrl.archive.recording import FOLDER, Header, RecordedGroup, read_file, recording_files
+from streamrl.archive.writer import ARCHIVE, EVALUATION
 from streamrl.errors import ConfigError, WireError
-from streamrl.queues.archive import ARCHIVE, EVALUATION
-from streamrl.queues.recording import FOLDER, Header, RecordedGroup, read_file, recording_files
 
 RESCORED: Final = "rescored"
 """Directory in that of the run: scores that were made again, one directory for each name."""
