@@ -1,17 +1,16 @@
-"""The archive: every group that closed, with its scores, kept for people and for scoring it again (`archive.enabled`).
+"""Writing files of closed groups: `RecordingWriter` adds blocks to files, `Archive` keeps every group of a run.
 
-Files of recordings in `RUN_DIR/archive`, those of held-out groups in `RUN_DIR/archive/evaluation`. Who reads a closed
-group first adds it, before it is decided what becomes of it, and has it written before the group leaves Redis: rank 0
-of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be there twice: what reads
-the archive takes the last (`streamrl.archive.reader`).
+The archive (`archive.enabled`) holds every group that closed, with its scores, for people and for scoring it again.
+Whoever reads a closed group first adds it, before anything is decided about it, and has it written before the group
+leaves Redis: rank 0 of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be
+there twice: readers take the last (`ArchiveReading`).
 
-Writing happens in a thread, a block a second, and nobody waits for a disk that takes longer than `PATIENCE`. A disk
-that is full costs the archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes, and
-those above it are lost and counted.
+A thread writes a block each second, and nobody waits for a disk longer than `PATIENCE`. A full disk costs the archive,
+not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and counted.
 
-A group is known by what is in it: when Redis has lost seconds, it closes again under the same id, with other responses.
-When that version is lost, a record without responses is written in its place as soon as there is room: what was kept of
-the group before is not what counted, and readers are told so.
+A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
+When that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
+that what was kept of the group before is not what counted.
 """
 
 from __future__ import annotations
@@ -19,32 +18,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import msgpack
 import msgspec
+import zstandard
 
 from streamrl import wire
-from streamrl.archive.recording import (
+from streamrl.archive.reader import (
+    ARCHIVE,
+    EVALUATION,
     Header,
     RecordedGroup,
-    RecordingWriter,
     greatest_epoch,
     read_header,
     recording_files,
 )
+from streamrl.atomic import fsync_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
 
 logger = logging.getLogger(__name__)
-ARCHIVE: Final = "archive"
-"""Directory in that of the run."""
-EVALUATION: Final = "evaluation"
-"""Directory of held-out groups in that of the archive."""
 PATIENCE: Final = 5.0
 """Seconds that somebody waits for the disk."""
 MAX_WAITING: Final = 64 << 20
@@ -52,6 +52,106 @@ MAX_WAITING: Final = 64 << 20
 _WRITE_SECONDS: Final = 1.0
 _REMEMBERED: Final = 1 << 16
 _TRIES: Final = 3
+
+
+class RecordingWriter:
+    """Adds blocks of groups to the files of one epoch of a recorder.
+
+    Bytes are held in memory until they could be written: writing repeats at the same offset, so what failed half way is
+    simply done again by the next `sync`.
+
+    Args:
+        folder: of the recording; it is made when missing.
+        epoch: of the recorder; no other one may write files of it.
+        header: of the recording.
+        file_bytes: size at which a file is followed by the next one.
+
+    Raises:
+        CannotCreate: the folder or the first file cannot be made, or the file is there.
+    """
+
+    def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
+        self._folder, self._epoch, self._file_bytes = folder, epoch, file_bytes
+        self._header = msgpack.packb(msgspec.to_builtins(header))
+        self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self._files: list[list[Any]] = []  # [name, bytes]
+        self._descriptor = -1
+        self._added: list[bytes] = []
+        self._unwritten = b""
+        self._whole = 0
+        self._open()
+
+    def add(self, group: RecordedGroup) -> None:
+        """Add a group; it is written by the next `sync`."""
+        self._added.append(msgspec.msgpack.encode(group))
+
+    def write(self) -> None:
+        """Write all that was added as one block: a kill of this process does not take it back.
+
+        Raises:
+            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        """
+        if self._added:
+            self._unwritten += self._compressor.compress(b"".join(self._added))
+            self._added.clear()
+        while self._unwritten:
+            count = os.pwrite(self._descriptor, self._unwritten, self._files[-1][1])
+            self._unwritten = self._unwritten[count:]
+            self._files[-1][1] += count
+        self._whole = self._files[-1][1]
+
+    def sync(self) -> list[tuple[str, int]]:
+        """`write`, make it durable, and return the files with their sizes. A full file is followed by the next one.
+
+        Raises:
+            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        """
+        self.write()
+        os.fsync(self._descriptor)
+        links = [(str(name), int(size)) for name, size in self._files]
+        if links[-1][1] >= self._file_bytes:
+            self._open()
+        return links
+
+    @property
+    def unwritten(self) -> int:
+        """Bytes in memory that the disk did not take."""
+        return len(self._unwritten)
+
+    def discard(self) -> None:
+        """Give up what could not be written: the file ends with its last whole block.
+
+        Raises:
+            OSError: the disk is broken; call again later.
+        """
+        os.ftruncate(self._descriptor, self._whole)
+        self._files[-1][1] = self._whole
+        self._unwritten = b"" if self._whole else self._compressor.compress(self._header)
+
+    def close(self) -> None:
+        """Close the file; what was not synced is gone."""
+        os.close(self._descriptor)
+
+    def _open(self) -> None:
+        name = f"groups-{self._epoch}-{len(self._files)}.msgpack.zst"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            try:
+                # Groups are retired once they are here: a crash must take back neither the file nor the folder.
+                fsync_directory(self._folder)
+                fsync_directory(self._folder.parent)
+            except OSError:
+                os.close(descriptor)
+                (self._folder / name).unlink()  # the next call makes it again
+                raise
+        except OSError as error:
+            raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._whole = descriptor, 0
+        self._files.append([name, 0])
+        self._unwritten = self._compressor.compress(self._header)
 
 
 class Archive:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files, read_archive
-from streamrl.archive.recording import read_file
+from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files, read_archive, read_file
 from streamrl.commands import output
 from streamrl.commands.archive_rows import Format, export_rows
 from streamrl.commands.rundir import find_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from streamrl.archive.recording import FOLDER, recording_files
+from streamrl.archive.reader import FOLDER, recording_files
 from streamrl.commands import output
 from streamrl.commands.audit import audit_run
 from streamrl.commands.finish import expect_some

@@ -22,9 +22,18 @@ import msgspec
 import orjson
 
 from streamrl import wire
-from streamrl.archive.reader import RESCORED, ArchivedGroup, ArchiveReading, archive_files
-from streamrl.archive.recording import Header, RecordedGroup, RecordingWriter, greatest_epoch, recording_files
-from streamrl.archive.writer import EVALUATION
+from streamrl.archive.reader import (
+    EVALUATION,
+    RESCORED,
+    ArchivedGroup,
+    ArchiveReading,
+    Header,
+    RecordedGroup,
+    archive_files,
+    greatest_epoch,
+    recording_files,
+)
+from streamrl.archive.writer import RecordingWriter
 from streamrl.atomic import write_durably
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from streamrl import wire
-from streamrl.archive.recording import FOLDER, Header, RecordedGroup, RecordingWriter, read_header
+from streamrl.archive.reader import FOLDER, Header, RecordedGroup, read_header
+from streamrl.archive.writer import RecordingWriter
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, WireError
 from streamrl.learner.chain import TrainedDigest, TrainedLog, VersionsLog

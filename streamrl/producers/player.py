@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from streamrl import wire
-from streamrl.archive.recording import Header, RecordedGroup, read_groups, read_header
+from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_header
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrap

@@ -7,7 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from streamrl.archive.recording import Header, RecordedGroup, RecordingWriter
+from streamrl.archive.reader import Header, RecordedGroup
+from streamrl.archive.writer import RecordingWriter
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta, shard_name
 
 from .run_kit import cli, data_of, make_run, process

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.archive.reader import read_archive
-from streamrl.archive.writer import ARCHIVE
+from streamrl.archive.reader import ARCHIVE, read_archive
 from streamrl.commands.archive import since_of
 from streamrl.errors import UsageError
 from tests.archive_kit import archived, closed, configured

@@ -5,7 +5,8 @@ import orjson
 import pytest
 
 from streamrl import wire
-from streamrl.archive.recording import Header, RecordedGroup, RecordingWriter
+from streamrl.archive.reader import Header, RecordedGroup
+from streamrl.archive.writer import RecordingWriter
 from streamrl.consumers import make_sample
 from streamrl.consumers.samples import read_samples
 from streamrl.errors import ConfigError, DataError

@@ -10,8 +10,7 @@ import pytest
 from loop_kit import Run
 from playing import reward
 
-from streamrl.archive.reader import read_archive
-from streamrl.archive.writer import ARCHIVE
+from streamrl.archive.reader import ARCHIVE, read_archive
 from streamrl.config import ArchiveConfig, RecordingConfig
 from streamrl.learner.chain import read_chain
 from streamrl.queues.ledgers import open_ledgers

@@ -13,7 +13,7 @@ from loop_kit import Run
 from playing import response, reward
 
 from streamrl import wire
-from streamrl.archive.recording import FOLDER, read_groups
+from streamrl.archive.reader import FOLDER, read_groups
 from streamrl.config import RecordingConfig
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from producer_kit import Hands, until
 
-from streamrl.archive.reader import archive_files, read_archive
-from streamrl.archive.writer import ARCHIVE
+from streamrl.archive.reader import ARCHIVE, archive_files, read_archive
 from streamrl.config import ArchiveConfig
 from streamrl.producers.feeder import run_feeder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.archive.recording import Header
+from streamrl.archive.reader import Header
 from streamrl.errors import CannotCreate, Refused
 from streamrl.producers.player import LENGTH_FILE, keep_length
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.archive.recording import Header, RecordedGroup, RecordingWriter, read_groups
+from streamrl.archive.reader import Header, RecordedGroup, read_groups
+from streamrl.archive.writer import RecordingWriter
 from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
 from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
