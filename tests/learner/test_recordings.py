@@ -58,8 +58,8 @@ def recorded(tmp_path_factory, model, zygote):
 
 
 KILLS = {
-    "before the block": "streamrl.archive.recording:RecordingWriter.sync:before:2",
-    "after the block": "streamrl.archive.recording:RecordingWriter.sync:after:2",
+    "before the block": "streamrl.archive.writer:RecordingWriter.sync:before:2",
+    "after the block": "streamrl.archive.writer:RecordingWriter.sync:after:2",
     "before the rename": "streamrl.learner.checkpoint:Checkpoints.finish:before:2",
     "after the rename": "streamrl.learner.checkpoint:Checkpoints.finish:after:2",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:1",
