@@ -280,7 +280,7 @@ class Play:
             letters = await ledger.dead_letters()
             whole = [letter.gid for letter in letters if letter.sample is None]
             if whole and ledger is self.train and self.open.is_set():
-                await ledger.replay(whole[0], budget=BUDGET, hard_cap=HARD_CAP)
+                await ledger.replay_each([whole[0]], budget=BUDGET, hard_cap=HARD_CAP)
             await ledger.drop_dead([letter.entry for letter in await ledger.dead_letters()])
 
     # Measuring.

@@ -15,8 +15,7 @@ from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import ExitCode, UsageError
 from streamrl.monitor.lines import date_time, printable
 from streamrl.monitor.tracebacks import folded
-from streamrl.queues.dead_causes import DeadCause, by_cause
-from streamrl.queues.records import DeadLetter, ReplayOutcome
+from streamrl.queues.records import DeadCause, DeadLetter, ReplayOutcome, by_cause
 
 LIST_SCHEMA = "streamrl.dead/1"
 SHOW_SCHEMA = "streamrl.dead.show/1"

@@ -13,7 +13,7 @@ from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.monitor.lines import duration, number, percent
-from streamrl.queues.dead_causes import by_cause
+from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
 

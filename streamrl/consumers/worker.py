@@ -21,9 +21,8 @@ from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_sc
 from streamrl.consumers.watch import LoopWatch
 from streamrl.errors import RewardUnavailable, WireError
 from streamrl.queues.leases import Lease, Leases, NotNow
-from streamrl.queues.ledger import ScoreOutcome
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.records import Cause, LeasedGroup
+from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
 from streamrl.queues.reward_figures import FIELD
 from streamrl.queues.role import Role
 

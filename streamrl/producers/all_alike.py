@@ -6,7 +6,7 @@ from typing import Final
 
 from streamrl.errors import Refused
 from streamrl.queues import Ledger
-from streamrl.queues.dead_causes import by_cause, same_kind
+from streamrl.queues.records import by_cause, same_kind
 
 SAMPLES: Final = 32
 """Responses that died alike, before the run ends."""

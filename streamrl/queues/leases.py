@@ -33,8 +33,7 @@ from streamrl.errors import RewardImpossible, StreamrlError
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.keys import GROUP, WHOLE
-from streamrl.queues.ledger import Ledger
-from streamrl.queues.records import Lease
+from streamrl.queues.ledger import Lease, Ledger
 
 __all__ = ["Lease", "Leases", "NotNow"]
 

@@ -15,10 +15,9 @@ from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.damage import blame_damage
 from streamrl.queues.enlisted import ServerList
-from streamrl.queues.foreign import report
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
-from streamrl.queues.replies import pairs
+from streamrl.queues.replies import pairs, report_foreign
 from streamrl.queues.turn import DeviceTurn
 
 _DOORBELL_SECONDS: Final = 2.0
@@ -44,7 +43,7 @@ class WeightsStream:
         keys = [self._keys.weights, self._keys.state]
         entry, version, manifest, foreign = await self._connection.call("newest", keys, [_MOST_FOREIGN])
         if foreign:
-            report(self._keys.weights, [pairs(fields) for fields in foreign])
+            report_foreign(self._keys.weights, [pairs(fields) for fields in foreign])
         if not entry:
             return None
         self._last = entry.decode()

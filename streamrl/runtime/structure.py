@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from streamrl.queues import replies
 from streamrl.queues.damage import shown
-from streamrl.queues.foreign import Row, is_ours
 from streamrl.queues.keys import WHOLE
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.replies import Row, is_ours
 
 _PAGE: Final = 1000
 _COUNTS: Final = ("n", "todo", "left", "nx")

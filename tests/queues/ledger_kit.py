@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.queues import Lease, Ledger, replies
 from streamrl.queues.keys import WHOLE
-from streamrl.queues.records import Admission
+from streamrl.queues.records import Admission, ReplayOutcome
 
 GROUP = "g"
 
@@ -73,6 +73,11 @@ async def close_group(ledger: Ledger, cursor: int, samples: int = 2, **changed: 
         assert await ledger.emit(prompt, k, b"payload %d.%d" % (cursor, k))
     for sample in await lease(ledger, "rollouts", count=samples):
         await ledger.score(sample, b"score %d.%d" % (cursor, sample.sample or 0))
+
+
+async def replay(ledger: Ledger, gid: int, **bounds: int) -> ReplayOutcome:
+    """Admit one dead group again."""
+    return (await ledger.replay_each([gid], **bounds))[gid]
 
 
 async def everything(ledger: Ledger) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from streamrl.errors import Fenced
 from streamrl.queues import Lease, open_ledgers
 from streamrl.queues.records import AdmitOutcome, Cause, ReplayOutcome, ScoreOutcome
 from tests.queues.conftest import find_version
-from tests.queues.ledger_kit import admit, everything, faults, lease, take
+from tests.queues.ledger_kit import admit, everything, faults, lease, replay, take
 from tests.redis_kit import RedisRun
 
 BUDGET, CAP, MAX_DEAD = 4, 6, 25
@@ -402,13 +402,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def replay(self, data):
         gid = data.draw(st.sampled_from(sorted(gid for gid, fate in self.fates.items() if fate == "dead")))
-        outcome = self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP))
+        outcome = self.wait(replay(self.ledger, gid, budget=BUDGET, hard_cap=CAP))
         live = len(self.groups)
         if live - self.held >= BUDGET or live >= CAP:
             assert outcome is ReplayOutcome.FULL
             return
         assert outcome is ReplayOutcome.REPLAYED
-        assert self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
+        assert self.wait(replay(self.ledger, gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
         self.live_again(gid)
 
     def live_again(self, gid):

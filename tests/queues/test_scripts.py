@@ -10,7 +10,7 @@ from streamrl.errors import Fenced, Refused
 from streamrl.queues import Ledger, Ledgers
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome, ScoreOutcome
 from streamrl.queues.scripts import load_scripts
-from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, take
+from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
 
 
 async def same_again(ledger: Ledger, call) -> None:
@@ -270,7 +270,7 @@ async def test_bury_group_takes_closed_and_lost_groups(ledgers: Ledgers):
     assert not await train.bury_group("n", 3, "open")
     assert not await train.bury_group("n", 99, "never admitted")
     assert [(letter.gid, letter.prompt) for letter in await train.dead_letters()] == [(0, b"prompt 0"), (1, None)]
-    assert await train.replay(1, budget=9, hard_cap=9) is ReplayOutcome.NO_PROMPT
+    assert await replay(train, 1, budget=9, hard_cap=9) is ReplayOutcome.NO_PROMPT
 
 
 async def test_retire_names_the_checkpoint_and_takes_closed_groups_only(ledgers: Ledgers):
@@ -315,9 +315,9 @@ async def test_replay_under_a_new_attempt(ledgers: Ledgers):
     await train.fail_prompt(old_prompt, "poison")
     await train.fail_score(old_sample, "reward")
     assert (await train.trace(0))["state"] == "dead"
-    assert await train.replay(0, budget=0, hard_cap=9) is ReplayOutcome.FULL
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
-    await same_again(train, lambda: train.replay(0, budget=9, hard_cap=9))
+    assert await replay(train, 0, budget=0, hard_cap=9) is ReplayOutcome.FULL
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
+    await same_again(train, lambda: replay(train, 0, budget=9, hard_cap=9))
     assert await train.dead_letters() == []
     (prompt,) = await lease(train, "prompts")
     assert prompt.attempt == 2
@@ -328,7 +328,7 @@ async def test_replay_under_a_new_attempt(ledgers: Ledgers):
     assert await train.open_work(old_prompt) is None
     assert await everything(train) == before
     assert (await train.open_work(prompt)).missing == (0, 1)
-    assert await train.replay(5, budget=9, hard_cap=9) is ReplayOutcome.GONE
+    assert await replay(train, 5, budget=9, hard_cap=9) is ReplayOutcome.GONE
 
 
 async def test_dead_groups_wait_in_a_queue_until_there_is_room(ledgers: Ledgers):
@@ -362,7 +362,7 @@ async def test_a_dead_letter_thrown_away_stays_accounted_for(ledgers: Ledgers):
     await same_again(train, lambda: train.drop_dead(entries))
     assert await train.dropped() == [0]
     assert (await train.trace(0))["state"] == "dropped"
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.GONE
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.GONE
 
 
 async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledgers):

@@ -12,7 +12,7 @@ from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
 from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
 from streamrl.runtime.structure import structural_faults
-from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, take
+from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
 from tests.redis_kit import RedisRun
 
 
@@ -198,7 +198,7 @@ async def test_a_dead_group_is_replayed_the_way_groups_are_scored_now(ledgers: L
     train = ledgers.train
     prompt, group = await put_up(train, 0, samples=2, min_group=2)
     await train.fail_score(group, "away")
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
     (again,) = await lease(train, "prompts")
     before = await everything(train)
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.LOST
@@ -213,7 +213,7 @@ async def test_a_dead_group_is_replayed_the_way_groups_are_scored_now(ledgers: L
     await train.fail_score(second, "away")
     await train.say_whole(False)
     await same_again(train, lambda: train.say_whole(False))
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
     (third,) = await lease(train, "prompts")
     await train.emit(third, 0, b"0")
     (sample,) = await lease(train, "rollouts")

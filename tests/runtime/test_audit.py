@@ -13,8 +13,8 @@ from streamrl.config import RunConfig
 from streamrl.errors import WireError
 from streamrl.learner.chain import TrainedDigest, TrainedLog
 from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.queues.ledger import Lease
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.queues.records import Lease
 from streamrl.runtime.audit import audit
 
 NONCE = "audited"
