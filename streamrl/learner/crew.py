@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.steps import Trainer
-from streamrl.queues.turn import LearnerSwitch
+from streamrl.queues.device_lock import LearnerDevices
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -101,7 +101,7 @@ class Crew:
         switch: of devices that are shared with engines; every order needs them, so it takes them. None: they are ours.
     """
 
-    def __init__(self, trainer: Trainer, torch: TorchThread, switch: LearnerSwitch | None = None) -> None:
+    def __init__(self, trainer: Trainer, torch: TorchThread, switch: LearnerDevices | None = None) -> None:
         self.trainer, self.torch = trainer, torch
         self._told_at = time.monotonic()
         self._switch = switch

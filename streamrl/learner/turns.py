@@ -7,12 +7,12 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import Role
-from streamrl.queues.turn import LearnerSwitch
 
 
 @asynccontextmanager
-async def on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | None]:
+async def on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | None]:
     """Have the devices when the block begins; None when they are the learner's own, or another rank takes care of it.
 
     Raises:
@@ -22,7 +22,7 @@ async def on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | Non
     if role.config.rollout.placement != "colocated" or rank:
         yield None
         return
-    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.turn_deadline)
+    switch = LearnerDevices(role.ledgers.device_lock, uuid.uuid4().hex, deadline=role.config.turn_deadline)
     async with asyncio.TaskGroup() as tasks:
         renewing = tasks.create_task(switch.run(), name="turn on the devices")
         await switch.take()

@@ -104,8 +104,8 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
         types |= {
             keys.weights: "stream",
             keys.engines: "hash",
-            keys.turn: "hash",
-            keys.turn_engines: "zset",
+            keys.device_lock: "hash",
+            keys.device_engines: "zset",
         }
     group = keys.group(0).removesuffix("0") if groups else ""
     prefixes = [keys.dropped_for(""), keys.role(""), keys.server_report(""), group]

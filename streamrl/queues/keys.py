@@ -78,12 +78,12 @@ class Keys:
         return f"{{sr:{self.run}}}:weights"
 
     @property
-    def turn(self) -> str:
+    def device_lock(self) -> str:
         """Hash: which learner asks for or has the devices that it shares with the engines, and until when."""
         return f"{{sr:{self.run}}}:turn"
 
     @property
-    def turn_engines(self) -> str:
+    def device_engines(self) -> str:
         """Sorted set of the engines that use the shared devices, by the end of their lease."""
         return f"{{sr:{self.run}}}:turn:engines"
 

@@ -14,11 +14,11 @@ from streamrl.queues import embedded
 from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.damage import blame_damage
+from streamrl.queues.device_lock import DeviceLock
 from streamrl.queues.enlisted import ServerList
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.replies import pairs, report_foreign
-from streamrl.queues.turn import DeviceTurn
 
 _DOORBELL_SECONDS: Final = 2.0
 _MOST_FOREIGN: Final = 100
@@ -78,7 +78,7 @@ class Ledgers:
     weights: WeightsStream
     roles: RoleBoard
     servers: ServerList
-    turn: DeviceTurn
+    device_lock: DeviceLock
     connection: Connection
 
 
@@ -101,7 +101,7 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
             weights=WeightsStream(connection, train),
             roles=RoleBoard(connection, train),
             servers=ServerList(connection, train),
-            turn=DeviceTurn(connection, train, config.lease.seconds),
+            device_lock=DeviceLock(connection, train, config.lease.seconds),
             connection=connection,
         )
         try:

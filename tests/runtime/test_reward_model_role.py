@@ -16,8 +16,8 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ConfigError, Unreachable
+from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import open_role
-from streamrl.queues.turn import LearnerSwitch
 from streamrl.runtime.reward_models import role as module
 from streamrl.runtime.reward_models.kinds import model_server
 from streamrl.runtime.reward_models.role import run_reward_model
@@ -232,7 +232,7 @@ async def test_on_shared_devices_it_leaves_for_the_learner_and_comes_back(make, 
     async with running(config, redis_run.run_dir) as (role, task):
         await put(role.ledgers.train, 0, 1)  # there is work all the time
         await ready(role, task)
-        learner = LearnerSwitch(role.ledgers.turn, "L", deadline=PATIENT)
+        learner = LearnerDevices(role.ledgers.device_lock, "L", deadline=PATIENT)
         for turn in range(2):
             (server,) = await listed(role)
             await learner.take()
@@ -242,7 +242,7 @@ async def test_on_shared_devices_it_leaves_for_the_learner_and_comes_back(make, 
             await until(lambda turn=turn: role.status["wakes"] == turn + 1, PATIENT)
         role.stop.set()
         await asyncio.wait_for(task, PATIENT)
-        assert await role.ledgers.turn.take("L") == 0, "it has left for good"
+        assert await role.ledgers.device_lock.take("L") == 0, "it has left for good"
 
 
 async def test_without_work_it_stays_off_shared_devices(make, redis_run):
@@ -253,7 +253,7 @@ async def test_without_work_it_stays_off_shared_devices(make, redis_run):
         await until_async(lambda: is_sleeping(server.url), PATIENT)
 
         async def left():
-            return await role.ledgers.turn.take("L") == 0
+            return await role.ledgers.device_lock.take("L") == 0
 
         await until_async(left, PATIENT)
 
