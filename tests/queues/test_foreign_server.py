@@ -31,7 +31,7 @@ BROKEN = [
 
 
 @pytest.fixture
-def foreign(server: embedded.Server, tmp_path: Path) -> Iterator[ForeignRedis]:
+def foreign(server: embedded.ServerProgram, tmp_path: Path) -> Iterator[ForeignRedis]:
     redis = ForeignRedis(tmp_path / "foreign", server.executable)
     redis.start()
     yield redis

@@ -27,7 +27,7 @@ from tests.redis_kit import RedisRun
 
 
 @pytest.fixture
-def server() -> embedded.Server:
+def server() -> embedded.ServerProgram:
     """One version is enough here: the scripts are tested on both."""
     return embedded.find_server()
 
