@@ -151,7 +151,7 @@ async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(sma
             [[_, owner, _, deaths]] = await ledgers.connection.read(
                 "XPENDING", ledgers.train.keys.prompts, GROUP, "-", "+", 10
             )
-            assert (owner.decode(), deaths) == (leases.KEEPER, 0)
+            assert (owner.decode(), deaths) == (leases.UNOWNED, 0)
             assert not behind.requests
         finally:
             task.cancel()

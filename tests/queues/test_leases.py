@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
-from streamrl.queues.leases import KEEPER, NotNow
+from streamrl.queues.leases import UNOWNED, NotNow
 from tests.queues.lease_kit import (
     PATIENT,
     QUICK,
@@ -105,8 +105,8 @@ async def test_a_clean_hand_back_is_no_death(ledgers: Ledgers):
     await admit(ledgers.train, 1)
     async with working(ledgers, forever, PATIENT, drain=0.05) as leases:
         await until(lambda: leases.held == 2)
-    assert await pending(ledgers.train) == [(KEEPER.encode(), 0)] * 2
-    assert await consumers(ledgers.train) == [KEEPER.encode()]
+    assert await pending(ledgers.train) == [(UNOWNED.encode(), 0)] * 2
+    assert await consumers(ledgers.train) == [UNOWNED.encode()]
     done: list[Lease] = []
     async with working(ledgers, generating(done), PATIENT):  # no wait of a lease for what was handed back
         await until(lambda: len(done) == 2)
@@ -163,7 +163,7 @@ async def test_an_exception_of_a_handler_surfaces(ledgers: Ledgers, caplog):
     with pytest.raises(ZeroDivisionError):
         await leases.run(asyncio.Event())
     assert "handler failed" in caplog.text
-    assert await pending(ledgers.train) == [(KEEPER.encode(), 0), (leases.consumer.encode(), 1)]
+    assert await pending(ledgers.train) == [(UNOWNED.encode(), 0), (leases.consumer.encode(), 1)]
 
 
 async def test_cancelling_hands_back(ledgers: Ledgers):
@@ -174,7 +174,7 @@ async def test_cancelling_hands_back(ledgers: Ledgers):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await pending(ledgers.train) == [(KEEPER.encode(), 0)]
+    assert await pending(ledgers.train) == [(UNOWNED.encode(), 0)]
 
 
 async def test_held_for_too_long_is_buried(ledgers: Ledgers):
@@ -340,6 +340,6 @@ async def test_strays_are_found_however_many_there_are(ledgers: Ledgers):
     assert len(await leases._renew(ledgers.train.keys.prompts)) == many
     await leases._leave()
     rows = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 2 * many)
-    assert {(owner, deliveries) for _, owner, _, deliveries in rows} == {(KEEPER.encode(), 0)}
+    assert {(owner, deliveries) for _, owner, _, deliveries in rows} == {(UNOWNED.encode(), 0)}
     assert len(rows) == many
     assert leases.consumer.encode() not in await consumers(ledgers.train)
