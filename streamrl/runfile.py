@@ -25,6 +25,9 @@ from streamrl.config.presets import lay_beneath
 from streamrl.config.words import said
 from streamrl.errors import ConfigError
 
+RUNS: Final = Path("runs")
+"""Where run directories are made and looked for unless `--run` names one."""
+
 
 class LoadedConfig(BaseModel):
     """A configuration with where each value came from (`default`, `preset`, `file`, `env`, `set`), by dotted key."""
@@ -81,7 +84,7 @@ def read_saved(path: Path) -> LoadedConfig:
     """Read what `save` wrote; `ConfigError` when the file is missing or of another version."""
     try:
         return LoadedConfig.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
         ) from error

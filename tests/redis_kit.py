@@ -8,14 +8,57 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Self
+
+from redis.connection import Connection, parse_url
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from streamrl.config import RedisConfig
-from streamrl.errors import Unreachable
 from streamrl.queues import embedded
-from streamrl.queues.probe import Probe
+
+
+class Probe:
+    """A plain, synchronous connection, which neither loads scripts nor has an append-only file written anew."""
+
+    def __init__(self, url: str, password_file: Path | None = None) -> None:
+        options: dict[str, Any] = dict(parse_url(url))
+        if password_file is not None:
+            options["password"] = password_file.read_text().strip()
+        kind = options.pop("connection_class", Connection)
+        self._connection = kind(**options, socket_timeout=10, socket_connect_timeout=5, protocol=2)
+        self._connection.connect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket; a second call does nothing."""
+        self._connection.disconnect()
+
+    def pipeline(self, commands: Sequence[Sequence[str | bytes | float]]) -> list[Any]:
+        """Replies of all commands, as they come; an error reply stands in its place."""
+        self._connection.send_packed_command(self._connection.pack_commands(commands))
+        return [self._reply() for _ in commands]
+
+    def call(self, *command: str | bytes | float) -> Any:
+        """The reply of one command; an error reply is raised."""
+        (reply,) = self.pipeline([command])
+        if isinstance(reply, ResponseError):
+            raise reply
+        return reply
+
+    def _reply(self) -> Any:
+        try:
+            return self._connection.read_response()
+        except ResponseError as error:
+            return error
 
 
 class RedisRun:
@@ -152,7 +195,7 @@ class ForeignRedis:
                 with self.probe() as probe:
                     probe.call("PING")
                     return
-            except Unreachable:
+            except RedisConnectionError:
                 assert time.monotonic() < end, "redis did not answer PING within 20 s"
                 time.sleep(0.005)
 

@@ -13,10 +13,9 @@ import yaml
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.queues.probe import Probe
 from streamrl.runtime.roles import KINDS
 from tests.needs import need_programs
-from tests.redis_kit import ForeignRedis, tear_script
+from tests.redis_kit import ForeignRedis, Probe, tear_script
 
 ROOT = Path(__file__).parent.parent
 SERVICES = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]

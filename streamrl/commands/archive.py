@@ -1,29 +1,62 @@
-"""`streamrl archive`: what is kept of closed groups, and its export."""
+"""`streamrl archive`: what is kept of closed groups, and its export as rows, one for each response."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import orjson
+import typer
 
 from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files, read_archive, read_file
 from streamrl.commands import output
-from streamrl.commands.archive_rows import Format, export_rows
+from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import find_run
-from streamrl.errors import ConfigError, ExitCode, UsageError, WireError
+from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError
 from streamrl.monitor.lines import date_time, duration, size
+from streamrl.wire import Prompt
 
 LIST_SCHEMA: Final = "streamrl.archive/1"
 EXPORT_SCHEMA: Final = "streamrl.archive.export/1"
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_ROWS_AT_ONCE: Final = 512
+"""Rows of one row group of Parquet: what is held in memory."""
+_ARRAYS: Final = ("prompt_tokens", "tokens", "logprobs")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+FromOption = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="DIR|FILE", help="An archive, a recording, or RUN_DIR/rescored/NAME; else the run."),
+]
+SinceOption = Annotated[
+    str | None,
+    typer.Option("--since", metavar="TIME", help="Only groups closed since then: 30m, 2h, 1d, or 2026-01-31T12:00."),
+]
 
 
-def ls(chosen: Path | None, source: Path | None, *, json: bool) -> int:
-    """List the files of an archive with what is in them; 1 when one is damaged."""
-    path = source or find_run(chosen).path
+class Format(StrEnum):
+    """Values of `--format`."""
+
+    jsonl = "jsonl"
+    parquet = "parquet"
+
+
+@app.command("ls")
+def ls(run: RunOption = None, source: FromOption = None, json: JsonOption = False) -> int:
+    """List the files of an archive: size, groups, samples, times. Exit code 1 if one is damaged.
+
+    The run may be writing the archive meanwhile.
+    """
+    path = source or find_run(run).path
     files = [
         _file(file, evaluation=evaluation)
         for evaluation in (False, True)
@@ -65,24 +98,31 @@ def _file(file: Path, *, evaluation: bool) -> dict[str, Any]:
     }
 
 
+@app.command("export")
 def export(
-    chosen: Path | None,
-    source: Path | None,
-    out: str,
-    kind: Format | None,
     *,
-    since: str | None,
-    evaluation: bool,
-    tokens: bool,
-    force: bool,
-    json: bool,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write; -: JSON lines to stdout.")],
+    run: RunOption = None,
+    source: FromOption = None,
+    kind: Annotated[
+        Format | None, typer.Option("--format", help="If left out: parquet for FILE.parquet, else JSON lines.")
+    ] = None,
+    since: SinceOption = None,
+    evaluation: EvalOption = False,
+    tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="With token ids and log-probabilities.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    json: JsonOption = False,
 ) -> int:
-    """Write archived groups as rows to a file, or as JSON lines to stdout when `out` is `-`; 1: damaged groups."""
+    """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
+
+    A response that died has its cause and no score. Parquet needs pyarrow. Exit code 1 if the rest of a damaged file
+    could not be read.
+    """
     path = None if out == "-" else Path(out)
-    kind = kind or ("parquet" if path is not None and path.suffix == ".parquet" else "jsonl")
-    if path is None and (kind == "parquet" or json):
-        raise UsageError("--out - gives JSON lines and nothing else", "name a file")
-    reading = read_archive(source or find_run(chosen).path, evaluation=evaluation)
+    kind = kind or (Format.parquet if path is not None and path.suffix == ".parquet" else Format.jsonl)
+    if path is None and (kind is Format.parquet or json):
+        raise UsageError("--out - writes JSON lines and nothing else", "name a file")
+    reading = read_archive(source or find_run(run).path, evaluation=evaluation)
     started = time.monotonic()
     count = export_rows(later_than(reading, since_of(since)), path, kind, tokens=tokens, force=force)
     note_problems(reading)
@@ -133,3 +173,173 @@ def note_problems(reading: ArchiveReading) -> None:
     """Say on stderr what of an archive could not be read."""
     for problem in reading.problems:
         output.note(f"warning: {problem}")
+
+
+def rows_of(group: ArchivedGroup, *, tokens: bool) -> Iterator[dict[str, Any]]:
+    """The rows of one group in the order of its responses; a dead response has a cause and no score.
+
+    Args:
+        group: from `read_archive`.
+        tokens: with the ids of prompt and response and the log-probabilities (null where the archive has none).
+    """
+    shared = _shared(group)
+    found: dict[int, dict[str, Any]] = {
+        number: {**shared, "sample": number, "cause": why} for number, why in group.causes.items()
+    }
+    for sample in group.samples:
+        response, score = sample.response, sample.score
+        row = found[sample.number] = {
+            **shared,
+            "sample": sample.number,
+            "text": response.text,
+            "finish": response.finish,
+            "greedy": response.greedy,
+            "engine": response.engine,
+            "versions": [[first, version] for first, version in response.runs],
+            "score": score.value,
+            "parts": score.parts,
+            "seconds": score.seconds,
+            "cause": None,
+        }
+        if tokens:
+            row["prompt_tokens"] = group.prompt.token_ids
+            row["tokens"] = response.token_ids
+            row["logprobs"] = response.token_logprobs if group.header.logprobs else None
+    names = [*shared, *_OF_RESPONSE, *(_ARRAYS if tokens else ())]
+    for number in sorted(found):
+        yield {name: found[number].get(name) for name in names}
+
+
+_OF_RESPONSE: Final = ("sample", "text", "finish", "greedy", "engine", "versions", "score", "parts", "seconds", "cause")
+
+
+def _shared(group: ArchivedGroup) -> dict[str, Any]:
+    prompt: Prompt = group.prompt
+    return {
+        "run": group.header.run,
+        "evaluation": prompt.evaluation,
+        "group": group.gid,
+        "attempt": group.attempt,
+        "version": group.version,
+        "at": group.at,
+        "line": prompt.line,
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "answer": prompt.answer,
+        "metadata": prompt.metadata,
+    }
+
+
+def export_rows(groups: Iterable[ArchivedGroup], out: Path | None, kind: Format, *, tokens: bool, force: bool) -> int:
+    """Write the rows of groups and return their number.
+
+    Args:
+        groups: in the order of the rows.
+        out: file to write; None: stdout (JSON lines only).
+        kind: `jsonl` or `parquet`.
+        tokens: as of `rows_of`.
+        force: replace a file that is there.
+
+    Raises:
+        CannotCreate: a file is there, or there is no room; nothing is left behind.
+        ConfigError: pyarrow is missing.
+    """
+    rows = (row for group in groups for row in rows_of(group, tokens=tokens))
+    if out is None:
+        return _to_jsonl(rows, sys.stdout.buffer.write if hasattr(sys.stdout, "buffer") else _write_text)
+    if kind is Format.parquet and not find_spec("pyarrow"):
+        raise ConfigError("Parquet needs pyarrow", "pip install 'streamrl[parquet]'; or --format jsonl")
+    if out.exists() and not force:
+        raise CannotCreate(f"{out} is there already", "name another file, or replace it with --force")
+    draft = out.with_name(f".{out.name}.draft")
+    try:
+        if kind is Format.parquet:
+            count = _to_parquet(rows, draft, tokens=tokens)
+        else:
+            with draft.open("wb") as file:
+                count = _to_jsonl(rows, file.write)
+        draft.replace(out)
+    except OSError as error:
+        raise CannotCreate(f"{out}: {error.strerror or error}", "check space and permissions") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)  # noqa: PTH108 (one call, whatever became of it)
+    return count
+
+
+def _write_text(line: bytes) -> object:
+    return sys.stdout.write(line.decode())
+
+
+def _to_jsonl(rows: Iterable[dict[str, Any]], write: Callable[[bytes], object]) -> int:
+    count = 0
+    for row in rows:
+        write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+        count += 1
+    return count
+
+
+def _to_parquet(rows: Iterable[dict[str, Any]], path: Path, *, tokens: bool) -> int:
+    """Columns with any JSON in them (`messages`, `answer`, `metadata`) are JSON text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = _schema(pa, tokens=tokens)
+    count = 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for block in _blocks(rows):
+            writer.write_table(pa.Table.from_pylist([_flat(row) for row in block], schema=schema))
+            count += len(block)
+    return count
+
+
+def _blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    block: list[dict[str, Any]] = []
+    for row in rows:
+        block.append(row)
+        if len(block) == _ROWS_AT_ONCE:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: None if row[name] is None else orjson.dumps(row[name]).decode() for name in _JSON}
+    versions = row["versions"] and [{"first": first, "version": version} for first, version in row["versions"]]
+    parts = row["parts"] and list(row["parts"].items())
+    return {**row, **texts, "versions": versions, "parts": parts}
+
+
+_JSON: Final = ("messages", "answer", "metadata")
+
+
+def _schema(pa: Any, *, tokens: bool) -> Any:
+    run = pa.struct([("first", pa.int64()), ("version", pa.int64())])
+    kinds = {
+        "run": pa.string(),
+        "evaluation": pa.bool_(),
+        "group": pa.int64(),
+        "attempt": pa.int32(),
+        "version": pa.int64(),
+        "at": pa.float64(),
+        "line": pa.int64(),
+        "prompt": pa.string(),
+        "messages": pa.string(),
+        "answer": pa.string(),
+        "metadata": pa.string(),
+        "sample": pa.int32(),
+        "text": pa.string(),
+        "finish": pa.string(),
+        "greedy": pa.bool_(),
+        "engine": pa.string(),
+        "versions": pa.list_(run),
+        "score": pa.float64(),
+        "parts": pa.map_(pa.string(), pa.float64()),
+        "seconds": pa.float64(),
+        "cause": pa.string(),
+    }
+    if tokens:
+        kinds |= {"prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32())}
+        kinds["logprobs"] = pa.list_(pa.float32())
+    return pa.schema(list(kinds.items()))

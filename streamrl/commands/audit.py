@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import msgspec
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers_to_look
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.options import JsonOption, RunOption
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.errors import ExitCode
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.audit import audit as run_audit
@@ -18,9 +17,9 @@ SCHEMA = "streamrl.audit/1"
 COUNTS = ("admitted", "trained", "dropped", "dead", "evaluated", "live", "lost", "twice")
 
 
-def audit(chosen: Path | None, *, json: bool) -> int:
-    """Show where every group of a run is; 1 when one was lost or trained twice, or nothing is proved."""
-    found = asyncio.run(audit_run(find_run(chosen)))
+def audit(run: RunOption = None, json: JsonOption = False) -> int:
+    """Prove that no group was lost and none was trained twice. Exit code 1 if that cannot be proved."""
+    found = asyncio.run(audit_run(find_run(run)))
     if json:
         output.write_json(SCHEMA, msgspec.to_builtins(found))
     else:
@@ -30,11 +29,8 @@ def audit(chosen: Path | None, *, json: bool) -> int:
 
 async def audit_run(run: RunDirectory) -> Audit:
     """Audit a run, live or stopped."""
-    from streamrl.runfile import read_saved
-
-    config = read_saved(run.path / "run.json").config
     async with ledgers_to_look(run) as opened:
-        return await run_audit(config, run.path, opened)
+        return await run_audit(run.config, run.path, opened)
 
 
 def _print(found: Audit) -> None:

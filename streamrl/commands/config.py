@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
+import typer
 
 from streamrl.commands import output
-from streamrl.commands.rundir import RUNS, find_run
+from streamrl.commands.options import JsonOption, RunFile, RunOption, SetOption
+from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
 from streamrl.queues.address import redact
-from streamrl.runfile import LoadedConfig, load, read_saved
+from streamrl.runfile import RUNS, LoadedConfig, load, read_saved
 
 if TYPE_CHECKING:
     from streamrl.runtime.preflight import Check
@@ -22,14 +24,23 @@ DEFAULT_FILE: Final = Path("run.yaml")
 SHOW_SCHEMA = "streamrl.config/1"
 VALIDATE_SCHEMA = "streamrl.config.validate/1"
 
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-def show(file: Path | None, run: Path | None, overrides: Sequence[str], *, origin: bool, json: bool) -> int:
-    """Show every value of a run file (or of the run in `run`), with `origin` also where it comes from."""
+
+@app.command("show")
+def show(
+    file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file; the defaults if left out.")] = None,
+    run: RunOption = None,
+    overrides: SetOption = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Show every value of a run file, or of a run (--run)."""
     if file is not None and run is not None:
         raise UsageError("name a run file or --run, not both")
     if run is not None and overrides:
         raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
-    loaded = read_saved(run / "run.json") if run is not None else load(file, overrides)
+    loaded = read_saved(run / "run.json") if run is not None else load(file, overrides or [])
     values = without_secrets(loaded)
     if json:
         output.write_json(SHOW_SCHEMA, {"config": values, "origins": loaded.origins})
@@ -44,15 +55,15 @@ def show(file: Path | None, run: Path | None, overrides: Sequence[str], *, origi
     return 0
 
 
-def validate(file: Path | None, overrides: Sequence[str], *, json: bool) -> int:
-    """Check a run file as `up --dry-run` does: the keys, then model, data, rewards, and what the run needs here.
+@app.command("validate")
+def validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption = False) -> int:
+    """Check a run file as `up --dry-run` does: keys, model, data, rewards, and what the run needs of this machine.
 
-    Raises:
-        StreamrlError: of the first check that failed; all are shown before.
+    All checks are shown. The exit code is that of the first one that failed.
     """
     from streamrl.runtime.preflight import check_all
 
-    loaded, _ = configuration(file, None, overrides, resume=False)
+    loaded, _ = configuration(file, None, overrides or [], resume=False)
     checks = check_all(loaded.config, RUNS / loaded.config.name)
     failed = next((check.error for check in checks if check.error is not None), None)
     if json:
@@ -100,8 +111,9 @@ def write_checks(checks: Sequence[Check]) -> None:
         output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
 
 
+@app.command("schema")
 def schema() -> int:
-    """Print the JSON Schema of a run file: itself, not in an envelope, because editors read it."""
+    """Print the JSON Schema of a run file, for editors."""
     output.write(orjson.dumps(RunConfig.model_json_schema(), option=orjson.OPT_INDENT_2).decode())
     return 0
 

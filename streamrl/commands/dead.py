@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import typer
 
 from streamrl.commands import output
-from streamrl.commands.attach import is_running, ledgers, ledgers_to_look
 from streamrl.commands.letters import cause_data, letter_data
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.options import EvalOption, JsonOption, RunOption
+from streamrl.commands.rundir import RunDirectory, find_run, is_running, ledgers, ledgers_to_look
 from streamrl.errors import ExitCode, UsageError
-from streamrl.monitor.lines import date_time, printable
-from streamrl.monitor.tracebacks import folded
+from streamrl.monitor.lines import date_time, folded, printable
 from streamrl.queues.records import DeadCause, DeadLetter, ReplayOutcome, by_cause
 
 LIST_SCHEMA = "streamrl.dead/1"
@@ -25,10 +25,20 @@ _SHOWN_IDS: Final = 3
 _ROOM_FOR_ALL: Final = sys.maxsize >> 1
 _REPLAYED: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.QUEUED, ReplayOutcome.LIVE})
 
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead ls` shows them, or all.")]
 
-def ls(chosen: Path | None, *, limit: int, each: bool, evaluation: bool, json: bool) -> int:
-    """List dead letters by cause, the largest first; with `each` one by one, newest first."""
-    letters, queued = asyncio.run(_letters_and_queue(find_run(chosen), evaluation=evaluation))
+
+@app.command("ls")
+def ls(
+    run: RunOption = None,
+    limit: Annotated[int, typer.Option("-n", "--lines", min=1, help="Show at most N causes, or letters.")] = 100,
+    each: Annotated[bool, typer.Option("--each", help="One by one, newest first.")] = False,
+    evaluation: EvalOption = False,
+    json: JsonOption = False,
+) -> int:
+    """List dead letters by cause, the most frequent first, each with its newest traceback."""
+    letters, queued = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
     causes = by_cause(letters)
     shown = letters[::-1][:limit]
     if json:
@@ -67,11 +77,17 @@ def _cause_lines(cause: DeadCause) -> list[str]:
     ]
 
 
-def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> int:
-    """Show one dead letter with its detail."""
-    letters = asyncio.run(_letters(find_run(chosen), evaluation=evaluation))
-    [letter] = _chosen(letters, [entry])
-    data = letter_data(letter)
+@app.command("show")
+def show(
+    letter: Annotated[str, typer.Argument(metavar="ID", help="Id as `dead ls` shows it.")],
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    json: JsonOption = False,
+) -> int:
+    """Show one dead letter with its traceback."""
+    letters, _ = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
+    [found] = _chosen(letters, [letter])
+    data = letter_data(found)
     if json:
         output.write_json(SHOW_SCHEMA, data)
         return 0
@@ -80,20 +96,24 @@ def show(chosen: Path | None, entry: str, *, evaluation: bool, json: bool) -> in
             output.write(f"{key:10}  {date_time(value) if key == 'at' else printable(str(value))}")
     for key, value in (data["prompt"] or {}).items():
         output.write(f"prompt {key}  {value!r}")
-    if letter.detail:
-        output.write("\n".join(printable(line) for line in letter.detail.splitlines()))
+    if found.detail:
+        output.write("\n".join(printable(line) for line in found.detail.splitlines()))
     return 0
 
 
-def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, json: bool) -> int:
-    """Admit the groups of dead letters again under a new attempt, as room comes; 1 when one of them cannot be."""
-    run = find_run(chosen)
-    if run.config["recording"]["mode"] == "read":
+@app.command("replay")
+def replay(letters: Letters, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
+    """Admit dead groups again as the budget has room: they are generated and scored anew.
+
+    Exit code 1 if one of them cannot be admitted again.
+    """
+    target = find_run(run)
+    if target.config.recording.mode == "read":
         raise UsageError(
-            f"{run.path} trains a recording: nobody generates in it", "`streamrl dead drop` removes the letters"
+            f"{target.path} trains a recording: nothing is generated", "`streamrl dead drop` removes the letters"
         )
-    running = is_running(run)
-    outcomes = asyncio.run(_replay(run, entries, evaluation=evaluation))
+    running = is_running(target)
+    outcomes = asyncio.run(_replay(target, letters, evaluation=evaluation))
     waiting = sum(outcome is ReplayOutcome.QUEUED for outcome in outcomes.values())
     if json:
         output.write_json(REPLAY_SCHEMA, [{"group": gid, "outcome": said.value} for gid, said in outcomes.items()])
@@ -104,7 +124,7 @@ def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, jso
             groups = _counted(waiting, "group waits", "groups wait")
             output.note(f"{groups} for room: the feeder admits them, before anything new")
         if waiting or ReplayOutcome.REPLAYED in outcomes.values():
-            _say_how_it_goes_on(run, running=running)
+            _say_how_it_goes_on(target, running=running)
     done = all(outcome in _REPLAYED for outcome in outcomes.values())
     return int(ExitCode.OK if done else ExitCode.FAILURE)
 
@@ -112,10 +132,9 @@ def replay(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, jso
 def _say_how_it_goes_on(run: RunDirectory, *, running: bool) -> None:
     """Who takes the groups, when nobody does now: the run is over, or it does not run."""
     from streamrl.learner.ending import read_finished
-    from streamrl.runfile import read_saved
 
     finished = read_finished(run.path)
-    if finished is None or not finished.holds(read_saved(run.path / "run.json").config):
+    if finished is None or not finished.holds(run.config):
         if not running:
             output.note(f"nobody takes them until the run goes on: streamrl up --resume --run {run.path}")
     elif finished.reason == "data":
@@ -128,22 +147,24 @@ def _say_how_it_goes_on(run: RunDirectory, *, running: bool) -> None:
         )
 
 
-def drop(chosen: Path | None, entries: Sequence[str], *, evaluation: bool, yes: bool, json: bool) -> int:
-    """Throw dead letters away; a whole group counts as dropped from then on. Asks on a terminal unless `yes`."""
-    run = find_run(chosen)
-    if not yes and not _confirmed(entries):
+@app.command("drop")
+def drop(
+    letters: Letters,
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Delete dead letters for good. A whole group then counts as dropped."""
+    target = find_run(run)
+    if not yes and not _confirmed(letters):
         return int(ExitCode.FAILURE)
-    removed = asyncio.run(_drop(run, entries, evaluation=evaluation))
+    removed = asyncio.run(_drop(target, letters, evaluation=evaluation))
     if json:
         output.write_json(DROP_SCHEMA, {"removed": removed})
     else:
         output.write(f"removed {removed}")
     return 0
-
-
-async def _letters(run: RunDirectory, *, evaluation: bool) -> list[DeadLetter]:
-    async with ledgers_to_look(run) as opened:
-        return await (opened.evaluation if evaluation else opened.train).dead_letters()
 
 
 async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[list[DeadLetter], list[int]]:
@@ -169,7 +190,7 @@ async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool
             return await ledger.replay_each(gids, budget=_ROOM_FOR_ALL, hard_cap=_ROOM_FOR_ALL)
         outcomes = await ledger.queue_replays(gids)
         for gid, entry in (await ledger.queued_replays()).items():
-            outcome = await ledger.replay_queued(gid, entry, budget=run.budget, hard_cap=run.hard_cap)
+            outcome = await ledger.replay_queued(gid, entry, budget=run.config.budget, hard_cap=run.config.hard_cap)
             if outcome is ReplayOutcome.FULL:
                 break
             if gid in outcomes and outcome is not ReplayOutcome.GONE:  # gone: the feeder was faster
@@ -219,7 +240,7 @@ def _advice(outcome: ReplayOutcome) -> str:
 
 def _confirmed(entries: Sequence[str]) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("dead drop throws letters away for good", "say --yes where nobody can be asked")
+        raise UsageError("dead drop deletes letters for good, and there is no terminal to ask on", "confirm with --yes")
     which = "all" if list(entries) == ["all"] else len(entries)
-    answer = input(f"throw {which} dead letters away for good? [y/N] ")
+    answer = input(f"delete {which} dead letters for good? [y/N] ")
     return answer.strip().lower() in ("y", "yes")

@@ -8,8 +8,7 @@ from typing import Any, Final
 from urllib.parse import urlparse
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers, ledgers_to_look
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
 from streamrl.errors import ConfigError, ExitCode, UsageError
 from streamrl.monitor.lines import printable
 from streamrl.queues.enlisted import Enlisted
@@ -87,8 +86,7 @@ def _change(run: RunDirectory, name: str, *, present: bool, json: bool) -> int:
 
 
 def _expect_servers(run: RunDirectory) -> None:
-    engine = run.config["engine"]
-    if engine["kind"] == "hf" and not engine["url"]:
+    if run.config.engine.kind == "hf" and not run.config.engine.url:
         raise ConfigError(
             "this run generates in the processes of its replicas, not in servers",
             "set engine.url to servers started by `streamrl engines serve`, or engine.kind to vllm or sglang",
@@ -102,10 +100,10 @@ def _is_managed(run: RunDirectory, name: str) -> bool:
 
 def _managed(run: RunDirectory) -> list[str]:
     """The names of the servers that the replicas of this run start."""
-    engine, replicas = run.config["engine"], run.config["rollout"]["replicas"]
-    if engine["kind"] == "hf" or engine["url"]:
+    if not run.config.engine.managed:
         return []
-    return [f"rollout.{replica}.server{number}" for replica in range(replicas) for number in range(engine["servers"])]
+    numbers = range(run.config.engine.servers)
+    return [f"rollout.{replica}.server{number}" for replica in range(run.config.rollout.replicas) for number in numbers]
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
@@ -114,7 +112,7 @@ async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}
     rows: dict[str, dict[str, Any]] = {}
-    urls = [url.rstrip("/") for url in run.config["engine"]["url"]]
+    urls = [url.rstrip("/") for url in run.config.engine.url]
     for name in [*_managed(run), *urls, *sorted(enlisted)]:
         rows[name] = {"name": name, "replica": "", **nothing}
     for replica, servers in reports.items():

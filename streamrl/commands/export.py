@@ -5,24 +5,31 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from streamrl.commands import output
+from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import find_run
 from streamrl.errors import CannotCreate, ConfigError
 
 SCHEMA: Final = "streamrl.export/1"
 
 
-def export(chosen: Path | None, step: int | None, out: Path, *, average: bool, force: bool, json: bool) -> int:
-    """Write the checkpoint of a step, the newest when None, to `out`.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or the model that training started from is gone.
-        Refused: the checkpoint is of another format or model, or of a recording.
-        CannotCreate: something is there and `force` is not set, or there is no room.
-    """
-    run = find_run(chosen)
+def export(
+    *,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
+    run: RunOption = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", min=0, metavar="STEP", help="Step of the checkpoint; else the newest.")
+    ] = None,
+    average: Annotated[bool, typer.Option("--ema", help="Export the average of the weights (learner.ema).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is in DIR.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Write a checkpoint as a Hugging Face directory. The run need not be running."""
+    target = find_run(run)
     if out.exists() and not out.is_dir():
         raise CannotCreate(f"{out} is no directory", "name another one")
     if out.is_dir() and any(out.iterdir()) and not force:
@@ -32,15 +39,13 @@ def export(chosen: Path | None, step: int | None, out: Path, *, average: bool, f
         raise ConfigError(f"an export needs {', '.join(missing)}", "pip install 'streamrl[train]'")
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.exporting import choose_checkpoint, export_checkpoint
-    from streamrl.runfile import read_saved
 
-    config = read_saved(run.path / "run.json").config
-    checkpoints = Checkpoints(run.path / "checkpoints", make=False)
-    meta = choose_checkpoint(checkpoints, step)
+    checkpoints = Checkpoints(target.path / "checkpoints", make=False)
+    meta = choose_checkpoint(checkpoints, checkpoint)
     folder = checkpoints.path(meta.position)
-    found = export_checkpoint(config, folder, meta, out, average=average, on_progress=_progress)
+    found = export_checkpoint(target.config, folder, meta, out, average=average, on_progress=_progress)
     data = {
-        "run": run.name,
+        "run": target.name,
         "checkpoint": found.checkpoint,
         "step": meta.step,
         "average": average,

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
 from streamrl.commands.audit import audit_run
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.monitor.lines import duration, number, percent

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from enum import StrEnum
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from streamrl.commands import output
 from streamrl.errors import CannotCreate, ConfigError
@@ -24,20 +27,31 @@ FILES: Final = {
 """Files of each template, by name."""
 
 
-def init(folder: Path, template: str, force: bool) -> int:
-    """Write the files of a new run into `folder`; nothing is written when one of them is there and not `force`.
+class Template(StrEnum):
+    """Values of `--template`."""
 
-    The template `sort` also makes its model and its prompts, in `folder/cache`, unless they are there.
+    own = "own"
+    sort = "sort"
 
-    Raises:
-        CannotCreate: a file is there already, or the directory cannot be written.
-        ConfigError: the template `sort` without the packages that training needs.
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; made when missing.")] = Path(),
+    template: Annotated[
+        Template,
+        typer.Option(help="own: for your own model, prompts and rewards; sort: a task that runs without network."),
+    ] = Template.own,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+) -> int:
+    """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
+
+    Nothing is written when one of the files is there already, unless --force is given. --template sort also makes a
+    small model and its prompts in DIR/cache, in about a minute: that run needs neither network nor GPU.
     """
     files = FILES[template]
     there = [name for name in files if (folder / name).exists()]
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
-    if template == "sort":
+    if template is Template.sort:
         _make_sort_task(folder)
     templates = resources.files("streamrl.commands") / "templates"
     try:
@@ -49,7 +63,7 @@ def init(folder: Path, template: str, force: bool) -> int:
     for name in files:
         output.write(f"wrote {folder / name}")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    first = "" if template == "sort" else "look through run.yaml, then "
+    first = "" if template is Template.sort else "look through run.yaml, then "
     output.note(f"next: {first}`{here}streamrl up run.yaml`")
     return 0
 

@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
 
 from streamrl.commands import output
-from streamrl.commands.attach import attached
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
+from streamrl.commands.rundir import find_run, looking
 from streamrl.errors import ExitCode, UsageError
-from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import Snapshot, take, with_rates
 
 SCHEMA = "streamrl.lag/1"
 
 
-def lag(chosen: Path | None, *, json: bool, every: float | None, warn: int | None, crit: int | None) -> int:
-    """Show the lag of each stream of a run; with `every` again each so many seconds.
+def lag(
+    *,
+    run: RunOption = None,
+    json: JsonOption = False,
+    watch: WatchOption = False,
+    every: EveryOption = 1.0,
+    warn: Annotated[int | None, typer.Option(min=0, metavar="N", help="Exit 1 if a stream lags by N or more.")] = None,
+    crit: Annotated[int | None, typer.Option(min=0, metavar="N", help="Exit 4 if a stream lags by N or more.")] = None,
+) -> int:
+    """Show what waits in each stream, for how long, and who holds it.
 
-    Returns:
-        0; 1 when the lag of a training stream is at or over `warn`; 4 at or over `crit`.
+    Rates need two looks: --watch.
     """
     if warn is not None and crit is not None and warn > crit:
         raise UsageError(f"--warn {warn} is over --crit {crit}")
-    run = find_run(chosen)
-    previous: list[Snapshot] = []
-    with attached(run) as probe:
+    found = find_run(run)
 
-        def once() -> int:
-            snapshot = _look(probe, run, previous)
-            code = verdict(snapshot, warn, crit)
-            _show(snapshot, json=json, code=code)
-            return int(code)
+    async def look() -> int:
+        previous: Snapshot | None = None
+        async with looking(found) as connection:
 
-        return once() if every is None else output.repeat(every, once)
+            async def once() -> int:
+                nonlocal previous
+                now = await take(connection, found.name, found.config.budget, found.config.hard_cap)
+                shown = now if previous is None else with_rates(now, previous)
+                previous = now
+                code = verdict(shown, warn, crit)
+                _show(shown, json=json, code=code)
+                return int(code)
+
+            return await output.repeat(once, every if watch else None)
+
+    return asyncio.run(look())
 
 
 def verdict(snapshot: Snapshot, warn: int | None, crit: int | None) -> ExitCode:
-    """The exit code that the worst lag of the training streams earns."""
+    """The exit code for the worst lag of the training streams."""
     worst = max(stream.lag for stream in snapshot.train.streams if stream.name != "scored")
     if crit is not None and worst >= crit:
         return ExitCode.LAG_CRITICAL
@@ -45,23 +62,10 @@ def verdict(snapshot: Snapshot, warn: int | None, crit: int | None) -> ExitCode:
     return ExitCode.OK
 
 
-def _look(probe: Probe, run: RunDirectory, previous: list[Snapshot]) -> Snapshot:
-    now = take(probe, run.name, run.budget, run.hard_cap)
-    shown = with_rates(now, previous[0]) if previous else now
-    previous[:] = [now]
-    return shown
-
-
 def _show(snapshot: Snapshot, *, json: bool, code: ExitCode) -> None:
     if json:
-        output.write_json(SCHEMA, {**_data(snapshot), "verdict": code.name.lower()})
+        output.write_json(SCHEMA, {**asdict(snapshot), "verdict": code.name.lower()})
         return
     from streamrl.monitor.tables import lag_table
 
     output.console().print(lag_table(snapshot))
-
-
-def _data(snapshot: Snapshot) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return asdict(snapshot)

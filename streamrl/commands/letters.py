@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrl import wire
 from streamrl.errors import WireError
-from streamrl.monitor.lines import printable
+from streamrl.monitor.lines import printable, shortened
 from streamrl.queues.records import DeadCause, DeadLetter
 
 
@@ -54,6 +54,24 @@ def parts_line(parts: dict[str, float]) -> str:
     return "  ".join(f"{printable(name)} {value:g}" for name, value in parts.items())
 
 
+def response_line(response: dict[str, Any]) -> str:
+    """One response, as `sample_data` has it, on one line."""
+    parts = [f"response {response['sample']}:"]
+    if "cause" in response:
+        parts.append(f"dead, {printable(response['cause'])}")
+    if "tokens" in response:
+        versions = ",".join(f"v{version}" for _, version in response["versions"])
+        parts.append(f"{response['tokens']} tokens ({response['finish']}) by {versions}")
+    elif "cause" not in response:
+        parts.append("not generated yet")
+    if "score" in response:
+        of = f" ({parts_line(response['parts'])})" if response["parts"] else ""
+        parts.append(f"score {response['score']:g}{of}")
+    if "text" in response:
+        parts.append(shortened(response["text"]))
+    return "  ".join(parts)
+
+
 def letter_data(letter: DeadLetter) -> dict[str, Any]:
     """A dead letter as plain data; `sample` is null for a whole group."""
     return {
@@ -68,6 +86,12 @@ def letter_data(letter: DeadLetter) -> dict[str, Any]:
         "detail": letter.detail,
         "prompt": prompt_data(letter.prompt),
     }
+
+
+def letter_line(letter: dict[str, Any]) -> str:
+    """One dead letter, as `letter_data` has it, among what is known of its group."""
+    who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
+    return f"dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})"
 
 
 def cause_data(cause: DeadCause) -> dict[str, Any]:

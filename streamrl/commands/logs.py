@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import typer
 
 from streamrl.commands import output
+from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import find_run
 from streamrl.errors import UsageError
-from streamrl.monitor.serverlog import server_record
+from streamrl.monitor.lines import log_line
 from streamrl.monitor.tail import Tail
 
 SCHEMA: Final = "streamrl.logs/1"
 _POLL: Final = 0.2
+# vLLM: "(APIServer pid=7) INFO 11-20 13:15:21 [file.py:1] words"; SGLang and uvicorn: "[2026-11-20 13:15:21] words".
+_STAMP: Final = re.compile(r"(?:(\d{4})-)?(\d\d)-(\d\d) (\d\d:\d\d:\d\d)")
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_LOUD: Final = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+_HEAD: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +56,19 @@ class LogFile:
             yield LogLine(self.role, self._at, record)
 
 
-def logs(chosen: Path | None, roles: Sequence[str], *, lines: int, follow: bool, json: bool) -> int:
-    """Show the last `lines` lines of all roles or of `roles` (`rollout`: every replica and server), then follow."""
-    folder = find_run(chosen).path / "logs"
+def logs(
+    *,
+    roles: Annotated[
+        list[str] | None, typer.Argument(metavar="ROLE", help="rollout means every replica; rollout.0 only that one.")
+    ] = None,
+    run: RunOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of past lines.")] = 100,
+    json: JsonOption = False,
+) -> int:
+    """Show the logs of all roles, or of some, in order of time; with those of the engine servers that they start."""
+    roles = roles or []
+    folder = find_run(run).path / "logs"
     files = [LogFile(path) for path in _wanted(folder, roles)]
     if not files and roles and not follow:
         known = ", ".join(_name(path) for path in _wanted(folder, [])) or "none yet"
@@ -98,6 +117,38 @@ def _show(line: LogLine, width: int, *, json: bool) -> None:
     if json:
         output.write_json(SCHEMA, {"role": line.role, **line.record})
     else:
-        from streamrl.monitor.lines import log_line
-
         output.write(log_line(line.role, line.at, line.record, width))
+
+
+def server_record(record: dict[str, Any], now: float) -> dict[str, Any]:
+    """Return a record with the time and level that its text tells, and its text without colours.
+
+    Args:
+        record: with the line in `event`; one with a time of its own is returned as it is.
+        now: seconds since 1970; a stamp without a year is the last such day before tomorrow.
+    """
+    if "at" in record or "event" not in record:
+        return record
+    text = _COLOUR.sub("", str(record["event"])).rstrip("\r").rpartition("\r")[2]  # of a progress bar the last state
+    found: dict[str, Any] = {"event": text}
+    head = text[:_HEAD]
+    stamp = _STAMP.search(head)
+    if stamp is not None and (at := _seconds(stamp, now)) is not None:
+        found["at"] = at
+    loud = _LOUD.search(head)
+    if loud is not None:
+        found["level"] = loud.group(1).lower()
+    return found
+
+
+def _seconds(stamp: re.Match[str], now: float) -> float | None:
+    year, month, day, clock = stamp.groups()
+    this_year = time.localtime(now).tm_year
+    for guess in (year,) if year else (this_year, this_year - 1):
+        try:
+            at = time.mktime(time.strptime(f"{guess}-{month}-{day} {clock}", "%Y-%m-%d %H:%M:%S"))
+        except ValueError:
+            continue
+        if year or at < now + 86400:
+            return at
+    return None

@@ -1,4 +1,4 @@
-"""Options that several commands share; imports nothing heavy, because every command line reads this."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ RunOption = Annotated[
     Path | None,
     typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; the newest in runs/ if left out."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout (docs/cli.md).")]
-WatchOption = Annotated[bool, typer.Option("--watch", help="Again and again until Ctrl-C.")]
-EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Pause of --watch.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON envelope to stdout (docs/cli.md).")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")]
+EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Seconds between repeats.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. learner.lr=1e-6.")
 ]
+EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out groups instead of training groups.")]
+GroupArgument = Annotated[int, typer.Argument(min=0, metavar="GROUP", help="Id of the group.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file; ./run.yaml if left out.")]

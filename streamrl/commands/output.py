@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
@@ -92,12 +93,16 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def repeat(seconds: float, once: Callable[[], int]) -> int:
-    """Call `once` every `seconds` until Ctrl-C, which is the ordinary end: returns the last code of `once`."""
+async def repeat(once: Callable[[], Awaitable[int]], seconds: float | None) -> int:
+    """Call `once`, again every `seconds` unless None, and return its last code; Ctrl-C is the ordinary end."""
     code = 0
     try:
         while True:
-            code = once()
-            time.sleep(seconds)
-    except KeyboardInterrupt:
+            code = await once()
+            if seconds is None:
+                return code
+            await asyncio.sleep(seconds)
+    except asyncio.CancelledError:  # asyncio.run makes this of Ctrl-C
+        if seconds is None:
+            raise
         return code

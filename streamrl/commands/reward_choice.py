@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import yaml
 
 from streamrl.commands import output
-from streamrl.commands.attach import is_running, ledgers
+from streamrl.commands.rundir import is_running, ledgers
 from streamrl.config import RewardSpec, RunConfig, ScoringConfig
 from streamrl.consumers.built_in import BUILT_IN, models_asked
 from streamrl.errors import Unreachable, UsageError

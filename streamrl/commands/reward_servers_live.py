@@ -9,8 +9,8 @@ from typing import Any, Final
 from urllib.parse import urlparse
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers, ledgers_to_look
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
+from streamrl.config import RewardModelConfig
 from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.errors import ExitCode, UsageError
 
@@ -51,8 +51,8 @@ async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     rows = []
     async with ledgers_to_look(run) as opened:
         servers = RewardServers(opened)
-        for model, config in run.config["reward_models"].items():
-            present = {server.name: server for server in await servers.present(model, config["url"])}
+        for model, config in run.config.reward_models.items():
+            present = {server.name: server for server in await servers.present(model, config.url)}
             removed = await servers.removed(model)
             for name in dict.fromkeys([*_ours(model, config), *present, *sorted(removed)]):
                 server = present.get(name)
@@ -77,7 +77,7 @@ def change(chosen: Path | None, model: str, server: str, *, present: bool, json:
     """
     run = find_run(chosen)
     _expect_model(run, model)
-    models = run.config["reward_models"]
+    models = run.config.reward_models
     name = server.rstrip("/")
     ours = set(_ours(model, models[model]))
     if name not in ours:
@@ -86,7 +86,7 @@ def change(chosen: Path | None, model: str, server: str, *, present: bool, json:
     async def enlist() -> bool:
         async with ledgers(run) as opened:
             servers = RewardServers(opened)
-            known = {row.name for row in await servers.present(model, models[model]["url"])}
+            known = {row.name for row in await servers.present(model, models[model].url)}
             removed = await servers.removed(model)
             if not present and name not in known | removed | ours:
                 raise UsageError(f"no server {server} answers for {model}", "`streamrl reward servers ls` shows them")
@@ -101,13 +101,13 @@ def change(chosen: Path | None, model: str, server: str, *, present: bool, json:
     return 0
 
 
-def _ours(model: str, config: dict[str, Any]) -> list[str]:
+def _ours(model: str, config: RewardModelConfig) -> list[str]:
     """Roles that are servers of a model."""
-    return [f"reward_model.{model}.{number}" for number in range(0 if config["url"] else config["servers"])]
+    return [f"reward_model.{model}.{number}" for number in range(config.servers if config.managed else 0)]
 
 
 def _expect_model(run: RunDirectory, model: str) -> None:
-    models = run.config["reward_models"]
+    models = run.config.reward_models
     if model not in models:
         close = difflib.get_close_matches(model, list(models), n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(models) or 'none'}"

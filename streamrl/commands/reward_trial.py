@@ -16,8 +16,7 @@ from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import ExitCode, UsageError, unwrap
-from streamrl.monitor.lines import printable, shortened
-from streamrl.monitor.tracebacks import folded
+from streamrl.monitor.lines import folded, printable, shortened
 
 if TYPE_CHECKING:
     from streamrl import wire

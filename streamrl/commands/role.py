@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
-from typing import NoReturn
+from enum import StrEnum
+from typing import Annotated
 
+import typer
+
+from streamrl.commands.options import RunOption
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import UsageError
 
 
-def role(kind: str, chosen: Path | None, index: int, model: str | None) -> NoReturn:
-    """Run one role until it is finished or stopped; the process ends with the code of the child protocol.
+class Kind(StrEnum):
+    """Roles that `run` starts."""
 
-    Raises:
-        UsageError: `model` does not name a reward model whose servers streamrl starts, or the role has none.
+    redis = "redis"
+    feeder = "feeder"
+    rollout = "rollout"
+    reward = "reward"
+    reward_model = "reward_model"
+    learner = "learner"
+    recorder = "recorder"
+    player = "player"
+
+
+def run_role(
+    role: Annotated[Kind, typer.Argument(help="Which role.")],
+    run: RunOption = None,
+    index: Annotated[int, typer.Option("--index", min=0, help="Number of the replica, worker or rank.")] = 0,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Which of reward_models; for role reward_model.")
+    ] = None,
+) -> int:
+    """Run one role in this process: what the supervisor, Ray or Kubernetes start.
+
+    The process ends with the exit code of the role (docs/cli.md).
     """
-    from streamrl.runtime.roles import run
+    from streamrl.runtime.roles import run as run_to_its_end
 
-    found = find_run(chosen)
-    if kind == "reward_model":
-        kind = f"{kind}.{_served(found, model)}"
+    target = find_run(run)
+    kind = role.value
+    if role is Kind.reward_model:
+        kind = f"{kind}.{_served(target, model)}"
     elif model is not None:
-        raise UsageError(f"role {kind} has no --model", "leave it out: it is of role reward_model")
-    run(kind, index, found.path)
+        raise UsageError(f"role {kind} has no --model", "leave it out: it belongs to role reward_model")
+    run_to_its_end(kind, index, target.path)
 
 
 def _served(run: RunDirectory, model: str | None) -> str:
-    known: list[str] = [name for name, of in run.config["reward_models"].items() if not of["url"]]
+    """The reward model that is meant, of those whose servers streamrl starts."""
+    known = [name for name, of in run.config.reward_models.items() if of.managed]
     if model is None and len(known) == 1:
         return known[0]
     if model in known:

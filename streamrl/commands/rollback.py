@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers
-from streamrl.commands.rundir import RunDirectory, find_run
-from streamrl.commands.versions import asked, number_of, root_of, size
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers
+from streamrl.commands.weights import asked, number_of, root_of
 from streamrl.errors import ExitCode, Refused, UsageError
+from streamrl.monitor.lines import size
 from streamrl.queues.rollback import Answer, Request, RollbackDesk
 
 if TYPE_CHECKING:

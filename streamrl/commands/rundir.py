@@ -1,61 +1,37 @@
-"""Which run a command means, and the few values of its `run.json` that a quick look needs.
-
-The values are read with orjson alone: importing the typed configuration costs `streamrl lag` 100 ms.
-"""
+"""The run that a command means, and its Redis: as it is, or started for the length of the call."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-import orjson
-
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.queues import embedded
+from streamrl.queues.connection import Connection, open_to_look
+from streamrl.runfile import RUNS, read_saved
 
-RUNS: Final = Path("runs")
+if TYPE_CHECKING:
+    from streamrl.queues import Ledgers
+
+_PATIENCE: Final = 5.0
+"""Seconds: a person is not as patient as a role."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A run on disk.
-
-    Attributes:
-        path: its directory.
-        config: the resolved configuration as `run.json` has it (dict of sections).
-    """
+    """A run on disk: its directory, and the configuration that its roles read."""
 
     path: Path
-    config: dict[str, Any]
+    config: RunConfig
 
     @property
     def name(self) -> str:
         """Name of the run: its keys in Redis carry it."""
-        return str(self.config["name"])
-
-    @property
-    def redis_url(self) -> str | None:
-        """URL of a foreign Redis; None when the run has its own."""
-        url = self.config["redis"]["url"]
-        return None if url is None else str(url)
-
-    @property
-    def password_file(self) -> Path | None:
-        """File with the password of Redis."""
-        file = self.config["redis"]["password_file"]
-        return None if file is None else Path(file)
-
-    @property
-    def budget(self) -> int:
-        """Groups admitted and not yet trained, at most (as `RunConfig.budget`)."""
-        return int((self.config["max_staleness"] + 1) * self.config["learner"]["groups_per_step"])
-
-    @property
-    def hard_cap(self) -> int:
-        """Live groups, at most (as `RunConfig.hard_cap`)."""
-        intervals = 2 if self.config["checkpoint"]["background"] else 1
-        groups = self.config["learner"]["groups_per_step"]
-        return int(self.budget + intervals * self.config["checkpoint"]["every"] * groups)
+        return self.config.name
 
 
 def find_run(chosen: Path | None) -> RunDirectory:
@@ -67,14 +43,7 @@ def find_run(chosen: Path | None) -> RunDirectory:
     path = chosen if chosen is not None else newest_run(RUNS)
     if path is None:
         raise ConfigError(f"no run in {RUNS.resolve()}", "start one: `streamrl up RUN.yaml`; or name one: --run DIR")
-    file = path / "run.json"
-    try:
-        config = orjson.loads(file.read_bytes())["config"]
-        return _checked(RunDirectory(path=path, config=config))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is no run directory: run.json is missing", "name one with --run DIR") from error
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file} is not the run.json of a run: {error!r}", "name another with --run DIR") from error
+    return RunDirectory(path, read_saved(path / "run.json").config)
 
 
 def newest_run(folder: Path) -> Path | None:
@@ -83,7 +52,57 @@ def newest_run(folder: Path) -> Path | None:
     return max(files, key=lambda file: file.stat().st_mtime_ns).parent if files else None
 
 
-def _checked(run: RunDirectory) -> RunDirectory:
-    """Touch every value that is used later, so that a foreign file is refused here and not in the middle."""
-    _ = (run.name, run.redis_url, run.password_file, run.budget, run.hard_cap)
-    return run
+def is_running(run: RunDirectory) -> bool:
+    """Whether the Redis of a run is there without being started; a foreign one is taken to be."""
+    return run.config.redis.url is not None or embedded.is_listening(run.path)
+
+
+@contextlib.asynccontextmanager
+async def live(run: RunDirectory) -> AsyncIterator[Connection | None]:
+    """Yield a connection to the Redis of a run as it is; None when the run's own server is not running.
+
+    Raises:
+        Unreachable: a foreign Redis, or the run's own that is running, does not answer.
+    """
+    if not is_running(run):
+        yield None
+        return
+    redis = run.config.redis
+    async with open_to_look(redis, embedded.url(redis, run.path)) as connection:
+        yield connection
+
+
+@contextlib.asynccontextmanager
+async def looking(run: RunDirectory) -> AsyncIterator[Connection]:
+    """As `live`, but the run's own server is started for the block when it is not running. Only for reading."""
+    redis = run.config.redis
+    async with contextlib.AsyncExitStack() as stack:
+        folder = run.path
+        if not is_running(run):
+            folder = await stack.enter_async_context(embedded.running_to_look(redis, run.path))
+        yield await stack.enter_async_context(open_to_look(redis, embedded.url(redis, folder)))
+
+
+@contextlib.asynccontextmanager
+async def ledgers(run: RunDirectory) -> AsyncIterator[Ledgers]:
+    """Yield the ledgers of a run, to change something; its server is started when it is not running."""
+    from streamrl.queues import open_ledgers
+
+    config = _for_people(run)
+    async with embedded.running(config.redis, run.path), open_ledgers(config, run.path) as opened:
+        yield opened
+
+
+@contextlib.asynccontextmanager
+async def ledgers_to_look(run: RunDirectory) -> AsyncIterator[Ledgers]:
+    """Yield the ledgers of a run for reading only, also of a stopped run that cannot be written: then of a copy."""
+    from streamrl.queues import open_ledgers
+
+    config = _for_people(run)
+    async with embedded.running_to_look(config.redis, run.path) as folder, open_ledgers(config, folder) as opened:
+        yield opened
+
+
+def _for_people(run: RunDirectory) -> RunConfig:
+    redis = run.config.redis.model_copy(update={"patience": min(_PATIENCE, run.config.redis.patience)})
+    return run.config.model_copy(update={"redis": redis})

@@ -9,9 +9,8 @@ from typing import Any, Final
 from streamrl.archive.reader import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
-from streamrl.commands.attach import ledgers_to_look
 from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.errors import ExitCode, StreamrlError
 from streamrl.monitor.lines import duration, printable, shortened
 

@@ -1,37 +1,19 @@
-"""`streamrl score`, `streamrl rescore` and `streamrl archive`: look at scores, and make them again.
+"""`streamrl score` and `streamrl rescore`: look at scores, and make them again.
 
 Every command line reads this module: each command imports what it needs itself.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from streamrl.commands.options import JsonOption, RunOption, SetOption
+from streamrl.commands.archive import FromOption, SinceOption
+from streamrl.commands.options import EvalOption, JsonOption, RunOption, SetOption
 
 score_app = typer.Typer(no_args_is_help=True, help="Scores: what the rewards said of each response of a group.")
-archive_app = typer.Typer(no_args_is_help=True, help="The archive: groups with their scores, kept in files.")
-
-EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out groups instead of training groups.")]
-FromOption = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="DIR|FILE", help="An archive, a recording, or RUN_DIR/rescored/NAME; else the run."),
-]
-SinceOption = Annotated[
-    str | None,
-    typer.Option("--since", metavar="TIME", help="Only what closed since: 30m, 2h, 1d ago, or 2026-01-31T12:00."),
-]
-
-
-class FileFormat(StrEnum):
-    """Values of `archive export --format`."""
-
-    jsonl = "jsonl"
-    parquet = "parquet"
 
 
 @score_app.command("show")
@@ -50,49 +32,6 @@ def show(
     from streamrl.commands.score_show import show as command
 
     return command(run, group, evaluation=evaluation, width=width, json=json)
-
-
-@archive_app.command("ls")
-def ls(run: RunOption = None, source: FromOption = None, json: JsonOption = False) -> int:
-    """List the files of an archive: size, groups, samples, times. It may be read while the run writes it. 1: damage."""
-    from streamrl.commands.archive import ls as command
-
-    return command(run, source, json=json)
-
-
-@archive_app.command("export")
-def export(
-    *,
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write; -: JSON lines to stdout.")],
-    run: RunOption = None,
-    source: FromOption = None,
-    kind: Annotated[
-        FileFormat | None, typer.Option("--format", help="Else by the name of the file: .parquet, or JSON lines.")
-    ] = None,
-    since: SinceOption = None,
-    evaluation: EvalOption = False,
-    tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="With token ids and log-probabilities.")] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    json: JsonOption = False,
-) -> int:
-    """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
-
-    A response that died has its cause and no score. Parquet needs pyarrow. 1 when a damaged file was not read to its
-    end.
-    """
-    from streamrl.commands.archive import export as command
-
-    return command(
-        run,
-        source,
-        out,
-        kind.value if kind is not None else None,
-        since=since,
-        evaluation=evaluation,
-        tokens=tokens,
-        force=force,
-        json=json,
-    )
 
 
 def rescore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,50 +11,53 @@ from typing import Any
 import orjson
 
 from streamrl.commands import output
-from streamrl.commands.attach import live_probe
+from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
 from streamrl.commands.rolestates import KnownRole, Supervised, read_states
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
 from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.reward_figures import RewardView
 from streamrl.queues.snapshot import number, take
+from streamrl.runtime.plan import role_names
 
 SCHEMA = "streamrl.status/1"
 _NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
 
 
-def status(chosen: Path | None, *, json: bool, every: float | None) -> int:
-    """Show all roles; with `every` again each so many seconds.
+def status(
+    run: RunOption = None, json: JsonOption = False, watch: WatchOption = False, every: EveryOption = 1.0
+) -> int:
+    """Show each role: state, pid, restarts, version, progress. Starts nothing.
 
-    Returns:
-        0 all roles are ready, 1 some are not or say what is wrong, or nobody gives a reward, 69 the run is not up.
+    Exit code 0 if all roles are ready, 1 if some are not, report trouble, or a reward gets no scores, 69 if the run is
+    down.
     """
-    run = find_run(chosen)
+    target = find_run(run)
 
-    def once() -> int:
-        data = look(run)
+    async def once() -> int:
+        data = await look(target)
         if json:
             output.write_json(SCHEMA, data)
         else:
             _print(data)
         return int(_CODES[data["verdict"]])
 
-    return once() if every is None else output.repeat(every, once)
+    return asyncio.run(output.repeat(once, every if watch else None))
 
 
 _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.UNREACHABLE}
 
 
-def look(run: RunDirectory) -> dict[str, Any]:
+async def look(run: RunDirectory) -> dict[str, Any]:
     """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
     Roles are those of the plan, those the supervisor knows and those on the board of Redis: on other machines roles
     are started by somebody else, and their heartbeat is all there is.
     """
     supervised = read_states(run.path)
-    board, rewards, reachable = _board(run)
-    names = list(dict.fromkeys([*_planned(run), *supervised.roles, *sorted(board or ())]))
+    board, rewards, reachable = await _board(run)
+    names = list(dict.fromkeys([*role_names(run.config), *supervised.roles, *sorted(board or ())]))
     roles = [_role(name, supervised, board, reachable=reachable) for name in names]
     if not reachable and not supervised.alive:
         verdict = "down"
@@ -73,29 +77,16 @@ def look(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _planned(run: RunDirectory) -> list[str]:
-    config = run.config
-    learner = {"learner": config["learner"]["ranks"]}
-    served = {f"reward_model.{name}": of["servers"] for name, of in config["reward_models"].items() if not of["url"]}
-    workers = {"rollout": config["rollout"]["replicas"], "reward": config["reward_worker"]["replicas"], "feeder": 1}
-    producing = served | workers
-    by_mode = {"off": learner | producing, "write": {"recorder": 1} | producing, "read": learner | {"player": 1}}
-    counts = by_mode[config["recording"]["mode"]]
-    redis = [] if run.redis_url is not None else ["redis"]
-    return redis + [f"{kind}.{index}" for kind, count in counts.items() for index in range(count)]
-
-
-def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
+async def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
     """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this.
 
     The first is None when nobody knows, because the run's keys are damaged.
     """
     try:
-        probe = live_probe(run)
-        if probe is None:
-            return {}, (), False
-        with probe:
-            snapshot = take(probe, run.name)
+        async with live(run) as connection:
+            if connection is None:
+                return {}, (), False
+            snapshot = await take(connection, run.name)
             return snapshot.roles, snapshot.rewards, True
     except Unreachable:
         return {}, (), False

@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.commands import output
-from streamrl.commands.attach import ledgers_to_look
-from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.letters import letter_data, letter_line, prompt_data, response_line, sample_data
+from streamrl.commands.options import EvalOption, GroupArgument, JsonOption, RunOption
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.errors import ExitCode, WireError
-from streamrl.monitor.lines import printable, shortened
+from streamrl.monitor.lines import shortened
 from streamrl.queues.records import LedgerState
 
 SCHEMA = "streamrl.trace/1"
 
 
-def trace(chosen: Path | None, gid: int, *, evaluation: bool, json: bool) -> int:
-    """Show all that Redis and the run's files know of a group; 1 when they know nothing."""
-    run = find_run(chosen)
-    found = asyncio.run(_trace(run, gid, evaluation=evaluation))
+def trace(group: GroupArgument, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
+    """Show all that is known of one prompt group, in Redis and in the run's files. Exit code 1 if nothing is."""
+    found = asyncio.run(_trace(find_run(run), group, evaluation=evaluation))
     if json:
         output.write_json(SCHEMA, found)
     else:
@@ -88,10 +87,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  will be dead: {found['doom']}")
     if found.get("prompt"):
         lines.append(f"  prompt  {shortened(found['prompt'].get('text', found['prompt']))}")
-    lines.extend("  " + _response(response) for response in found.get("responses", ()))
-    for letter in found["letters"]:
-        who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
-        lines.append(f"  dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})")
+    lines.extend("  " + response_line(response) for response in found.get("responses", ()))
+    lines.extend(f"  {letter_line(letter)}" for letter in found["letters"])
     if found["record"] is not None:
         lines.append("  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid"))
     return lines
@@ -99,20 +96,3 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 def _why(found: dict[str, Any]) -> str:
     return f" ({found['why']})" if "why" in found else ""
-
-
-def _response(response: dict[str, Any]) -> str:
-    parts = [f"response {response['sample']}:"]
-    if "cause" in response:
-        parts.append(f"dead, {printable(response['cause'])}")
-    if "tokens" in response:
-        versions = ",".join(f"v{version}" for _, version in response["versions"])
-        parts.append(f"{response['tokens']} tokens ({response['finish']}) by {versions}")
-    elif "cause" not in response:
-        parts.append("not generated yet")
-    if "score" in response:
-        of = f" ({parts_line(response['parts'])})" if response["parts"] else ""
-        parts.append(f"score {response['score']:g}{of}")
-    if "text" in response:
-        parts.append(shortened(response["text"]))
-    return "  ".join(parts)

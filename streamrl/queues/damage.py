@@ -11,16 +11,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import hiredis
-
 from streamrl.errors import LedgerDamaged, StreamrlError, leaves
 from streamrl.queues.keys import Keys
 from streamrl.queues.replies import is_number
-from streamrl.queues.scripts import load_scripts
 
 if TYPE_CHECKING:
     from streamrl.queues.connection import Connection
-    from streamrl.queues.probe import Probe
 
 _SHOWN: Final = 20
 _SECONDS: Final = 5.0
@@ -41,33 +37,20 @@ async def damages(connection: Connection, run: str, *, groups: bool = True) -> l
     return list(dict.fromkeys(found))  # both key spaces share the keys of roles and servers
 
 
-async def blame_damage(connection: Connection, run: str, error: BaseException) -> None:
+async def blame_damage(connection: Connection, run: str, error: BaseException, *, groups: bool = True) -> None:
     """Raise `LedgerDamaged` from an error that a damage of the ledger explains; return when there is none.
 
-    Asked for errors that Redis answered, and for those that would be bugs of ours.
+    Asked for errors that Redis answered, and for those that would be bugs of ours. `groups` as of `damages`.
     """
     if not any(_unexplained(leaf) for leaf in leaves(error)):
         return
     try:
         async with asyncio.timeout(_SECONDS):
-            found = await damages(connection, run)
+            found = await damages(connection, run, groups=groups)
     except (StreamrlError, TimeoutError):
         return
     if found:
         raise _refusal(run, found) from error
-
-
-def blame_damage_seen_by(probe: Probe, run: str, error: Exception) -> None:
-    """As `blame_damage`, over the connection of a quick look."""
-    script = load_scripts()["damage"].text
-    found: list[str] = []
-    for keys in (Keys(run), Keys(run, evaluation=True)):
-        names, arguments = _look(keys, groups=False)
-        (reply,) = probe.pipeline([("EVAL", script, len(names), *names, *arguments)])
-        if not isinstance(reply, hiredis.ReplyError):
-            found += _named(keys, reply)
-    if found:
-        raise _refusal(run, list(dict.fromkeys(found))) from error
 
 
 def _unexplained(error: BaseException) -> bool:

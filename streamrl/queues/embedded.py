@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -519,6 +520,17 @@ def describe(run_dir: Path, pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
         found["disk_free"] = f"{shutil.disk_usage(run_dir).free >> 20} MiB"
     return found
+
+
+def is_listening(run_dir: Path) -> bool:
+    """Whether the run's own server is running: a killed one leaves its socket file, which refuses the connection."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(2.0)
+        try:
+            client.connect(str(socket_path(run_dir)))
+        except OSError:
+            return False
+    return True
 
 
 async def _ping(path: Path) -> bool:

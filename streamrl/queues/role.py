@@ -18,10 +18,10 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import StreamrlError
 from streamrl.queues import embedded
+from streamrl.queues.board import RoleBoard
+from streamrl.queues.connection import open_to_look
 from streamrl.queues.keys import BEAT_TTL, Keys
 from streamrl.queues.ledgers import Ledgers, open_ledgers
-from streamrl.queues.probe import Probe
-from streamrl.queues.scripts import load_scripts
 
 logger = logging.getLogger(__name__)
 
@@ -99,14 +99,15 @@ class Role:
 
         Over a connection of its own. Without Redis nothing is said: it is the event loop's part to wait for it.
         """
-        flat = [part for pair in {**self._shown("blocked"), "trouble": why}.items() for part in pair]
-        keys, redis = Keys(self.config.name), self.config.redis
-        with (
-            contextlib.suppress(StreamrlError),
-            Probe(embedded.url(redis, self.run_dir), redis.password_file) as probe,
-        ):
-            script = load_scripts()["beat"].text
-            probe.call("EVAL", script, 2, keys.role(self.name), keys.roles, self.name, int(BEAT_TTL * 1000), *flat)
+        redis = self.config.redis
+
+        async def say() -> None:
+            async with open_to_look(redis, embedded.url(redis, self.run_dir)) as connection:
+                shown = {**self._shown("blocked"), "trouble": why}
+                await RoleBoard(connection, Keys(self.config.name)).beat(self.name, shown, BEAT_TTL)
+
+        with contextlib.suppress(StreamrlError):
+            asyncio.run(say())
 
     def _shown(self, state: str) -> dict[str, int | float | str]:
         about: dict[str, int | float | str] = {"pid": os.getpid(), "host": socket.gethostname(), "state": state}

@@ -7,19 +7,16 @@ the entries, so the clock of the looker does not matter.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
-import hiredis
-
-from streamrl.errors import Unreachable
-from streamrl.queues.damage import blame_damage_seen_by
+from streamrl.queues.access import ReplyError
+from streamrl.queues.connection import Connection
+from streamrl.queues.damage import blame_damage
 from streamrl.queues.keys import Keys
-from streamrl.queues.probe import Probe
 from streamrl.queues.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
 
 MOST_PENDING: Final = 10_000
@@ -145,27 +142,24 @@ class Snapshot:
         }
 
 
-def take(probe: Probe, run: str, budget: int | None = None, hard_cap: int | None = None) -> Snapshot:
+async def take(connection: Connection, run: str, budget: int | None = None, hard_cap: int | None = None) -> Snapshot:
     """Look at a run; one pipelined round trip, nothing is written.
 
     A run that has not begun gives zeros. Works on Redis 6.2 to 8.
 
     Raises:
-        Unreachable: Redis does not answer, or answers with an error where there must be none.
+        Unreachable: Redis does not answer.
         LedgerDamaged: keys of the run hold what streamrl never writes.
     """
-    looks = [
-        ("EVAL", _script(), len(_KEYS), *(getattr(keys, key) for key in _KEYS), MOST_PENDING, keys.role(""))
-        for keys in (Keys(run), Keys(run, evaluation=True))
+    spaces = (Keys(run), Keys(run, evaluation=True))
+    calls = [
+        connection.call("look", [getattr(keys, key) for key in _KEYS], [MOST_PENDING, keys.role("")]) for keys in spaces
     ]
-    replies = probe.pipeline([("TIME",), ("INFO",), *looks])
     try:
-        for reply in replies:
-            if isinstance(reply, hiredis.ReplyError):
-                raise Unreachable(f"Redis at {probe.where} cannot show run {run}: {reply}")
+        replies = await asyncio.gather(connection.read("TIME"), connection.read("INFO"), *calls)
         return _snapshot(run, replies, budget, hard_cap)
-    except (Unreachable, ValueError) as error:
-        blame_damage_seen_by(probe, run, error)
+    except (ReplyError, ValueError) as error:
+        await blame_damage(connection, run, error, groups=False)
         raise
 
 
@@ -225,11 +219,6 @@ def _rated(now: LedgerView, before: LedgerView, seconds: float) -> LedgerView:
         done = max(0, put - (new.depth - old.depth))
         views.append(replace(new, in_per_second=put / seconds, out_per_second=done / seconds))
     return replace(now, streams=tuple(views))
-
-
-@cache
-def _script() -> str:
-    return Path(__file__).with_name("lua").joinpath("look.lua").read_text()
 
 
 def _ledger(reply: list[Any], at: float) -> LedgerView:

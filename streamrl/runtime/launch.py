@@ -11,13 +11,11 @@ from typing import Any, Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, UsageError
-from streamrl.runfile import LoadedConfig, read_saved, save
+from streamrl.runfile import RUNS, LoadedConfig, read_saved, save
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.plan import plan
 from streamrl.runtime.preflight import Check, preflight
 from streamrl.weight_sync.bearer import make_token
-
-RUNS: Final = Path("runs")
 
 FIXED: Final = (
     "name",

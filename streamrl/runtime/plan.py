@@ -136,6 +136,12 @@ def processes(config: RunConfig) -> dict[str, int]:
     return {"learner": config.learner.ranks, **producing}
 
 
+def role_names(config: RunConfig) -> list[str]:
+    """Names of all processes of a run."""
+    redis = [] if config.redis.url is not None else ["redis"]
+    return redis + [f"{kind}.{index}" for kind, count in processes(config).items() for index in range(count)]
+
+
 def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
     async def ready() -> None:
         await embedded.wait_ready(run_dir, config.supervisor.start_deadline)

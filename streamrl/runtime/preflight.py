@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from streamrl.config import RunConfig
+from streamrl.config import RedisConfig, RunConfig
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.built_in import models_asked
 from streamrl.consumers.plugins import LoadedReward, load_rewards
@@ -20,7 +21,8 @@ from streamrl.consumers.reward import Reward
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
 from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
-from streamrl.queues.probe import Probe
+from streamrl.queues.address import redact
+from streamrl.queues.connection import open_to_look
 from streamrl.runtime.engine_checks import look_at_engine, look_at_reward_models, look_at_way, shared_memory_copies
 from streamrl.runtime.limits import look_at_files, look_at_memory
 from streamrl.runtime.model_checks import look_at_models, weight_files
@@ -88,9 +90,13 @@ def _redis(config: RunConfig) -> str:
     if config.redis.url is None:
         server = embedded.find_server()
         return f"own server, {server.executable} {'.'.join(map(str, server.version))}"
-    with Probe(config.redis.url, config.redis.password_file) as probe:
-        probe.call("PING")
-        return probe.where
+    asyncio.run(_reach(config.redis, config.redis.url))
+    return redact(config.redis.url)
+
+
+async def _reach(config: RedisConfig, url: str) -> None:
+    async with open_to_look(config, url):
+        pass
 
 
 def _data(config: RunConfig) -> str:

@@ -20,10 +20,9 @@ from typer.main import get_command
 from streamrl import cli as command_line
 from streamrl.errors import LedgerDamaged
 from streamrl.queues import open_ledgers
-from streamrl.queues.probe import Probe
 from streamrl.runfile import read_saved
 from tests.queues import ledger_kit
-from tests.redis_kit import RedisRun
+from tests.redis_kit import Probe, RedisRun
 
 from .run_kit import Done, admit, cli, fill, make_run, process
 

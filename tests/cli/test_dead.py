@@ -218,7 +218,7 @@ async def test_replay_in_a_run_that_trains_a_recording_is_refused(tmp_path: Path
     async with embedded.running(config.redis, tmp_path):
         done = await run("dead", "replay", "all", "--run", str(tmp_path))
     assert done.returncode == 2
-    assert "nobody generates" in done.stderr
+    assert "nothing is generated" in done.stderr
 
 
 async def test_drop_wants_a_yes_and_keeps_the_group_accounted_for(live_run: Path):
@@ -240,5 +240,5 @@ async def test_drop_asks_on_a_terminal_and_says_how_many(live_run: Path, monkeyp
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "n")
     before = await letters(live_run)
     assert (await run("dead", "drop", "all", "--run", str(live_run))).returncode == 1
-    assert asked == ["throw all dead letters away for good? [y/N] "]
+    assert asked == ["delete all dead letters for good? [y/N] "]
     assert await letters(live_run) == before

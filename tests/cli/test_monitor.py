@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from streamrl.monitor import plain, plots, screen
+from streamrl.commands.viewers import plain_line
+from streamrl.monitor import plots, screen
 from streamrl.monitor.board import Board, Goal, RoleState
 from streamrl.monitor.lines import duration, log_line, number, printable, size
 from streamrl.monitor.progress import Progress, Side
@@ -218,14 +219,14 @@ def test_screens_of_a_run_that_has_not_begun(tmp_path: Path):
     board.refresh()
     for width in (80, 120):
         assert "no version evaluated yet" in drawn(board, width)
-    assert "learner - tok/s" in plain.line(board)
+    assert "learner - tok/s" in plain_line(board)
 
 
 def test_the_plain_line(tmp_path: Path):
     filled(tmp_path)
     board = board_of(tmp_path)
     board.refresh()
-    line = plain.line(board)
+    line = plain_line(board)
     for words in ("step 5/60 v6", "reward 0.5", "accuracy 0.500 (v4)", "stale 0.8", "prompts 6", "rollout.0 backoff"):
         assert words in line
 

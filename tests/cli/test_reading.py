@@ -16,11 +16,11 @@ import msgspec
 import orjson
 import pytest
 
+from streamrl.commands.logs import server_record
 from streamrl.commands.rolestates import KnownRole, RoleStates
 from streamrl.learner.checkpoint import Meta
-from streamrl.monitor.serverlog import server_record
 from streamrl.queues import embedded, open_ledgers
-from streamrl.queues.probe import Probe
+from streamrl.queues.connection import open_to_look
 from streamrl.queues.reward_figures import FIELD
 from streamrl.queues.snapshot import take, with_rates
 from streamrl.runfile import read_saved
@@ -106,12 +106,11 @@ async def test_watch_prints_an_envelope_per_line_and_ends_quietly_when_its_reade
 
 async def test_rates_between_two_looks(live_run: Path):
     config = read_saved(live_run / "run.json").config
-    with Probe(f"unix://{embedded.socket_path(live_run)}") as probe:
-        before = take(probe, "demo")
-        async with open_ledgers(config, live_run) as ledgers:
-            for gid in range(5, 9):
-                await admit(ledgers.train, gid)
-        now = take(probe, "demo")
+    async with open_ledgers(config, live_run) as ledgers:
+        before = await take(ledgers.connection, "demo")
+        for gid in range(5, 9):
+            await admit(ledgers.train, gid)
+        now = await take(ledgers.connection, "demo")
     rated = with_rates(now, before).train.stream("prompts")
     seconds = now.at - before.at
     assert rated.in_per_second == pytest.approx(4 / seconds)
@@ -121,9 +120,8 @@ async def test_rates_between_two_looks(live_run: Path):
 
 async def test_snapshot_of_a_run_that_never_began_is_all_zeros(tmp_path: Path):
     config = make_run(tmp_path)
-    async with embedded.running(config.redis, tmp_path):
-        with Probe(f"unix://{embedded.socket_path(tmp_path)}") as probe:
-            snapshot = take(probe, "demo")
+    async with embedded.running(config.redis, tmp_path) as url, open_to_look(config.redis, url) as connection:
+        snapshot = await take(connection, "demo")
     assert (snapshot.version, snapshot.train.cursor, snapshot.roles) == (-1, 0, {})
     assert all(stream.depth == stream.lag == stream.pending == 0 for stream in snapshot.train.streams)
 
@@ -135,9 +133,8 @@ async def test_snapshot_on_redis_6_2(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert embedded.find_server().version < (7, 0, 0)
     await filled_and_stopped(tmp_path)
     config = make_run(tmp_path)
-    async with embedded.running(config.redis, tmp_path):
-        with Probe(f"unix://{embedded.socket_path(tmp_path)}") as probe:
-            snapshot = take(probe, "demo")
+    async with embedded.running(config.redis, tmp_path) as url, open_to_look(config.redis, url) as connection:
+        snapshot = await take(connection, "demo")
     assert snapshot.server.version.startswith("6.2")
     assert [stream.lag for stream in snapshot.train.streams] == [2, 0, 1]
     assert snapshot.train.stream("prompts").added is None

@@ -201,9 +201,7 @@ def test_export_as_parquet(run_dir, tmp_path):
 
 def test_parquet_without_pyarrow_says_what_to_install(run_dir, tmp_path, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "streamrl.commands.archive_rows.find_spec", lambda name: None if name == "pyarrow" else real(name)
-    )
+    monkeypatch.setattr("streamrl.commands.archive.find_spec", lambda name: None if name == "pyarrow" else real(name))
     done = cli("archive", "export", "--run", str(run_dir), "--out", str(tmp_path / "x.parquet"))
     assert done.returncode == 78
     assert "pip install 'streamrl[parquet]'" in done.stderr

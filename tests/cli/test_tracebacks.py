@@ -6,7 +6,7 @@ from pathlib import Path
 
 from streamrl.consumers.calls import Together, detail_of
 from streamrl.consumers.scoring import ScoringFailed
-from streamrl.monitor.tracebacks import folded
+from streamrl.monitor.lines import folded
 from tests.consumers.calls_kit import calls_of, lease_end, loaded
 from tests.consumers.samples import seen
 

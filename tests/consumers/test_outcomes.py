@@ -8,7 +8,6 @@ from streamrl.consumers import worker as worker_module
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import ConfigError
 from streamrl.queues import Role, open_ledgers
-from streamrl.queues.probe import Probe
 from streamrl.queues.records import ReplayOutcome
 from streamrl.queues.snapshot import take
 from tests.consumers.worker_kit import put, scores, until_closed, until_dead, values, worker
@@ -94,8 +93,7 @@ async def test_gate_composition_and_overlong_reach_redis_and_the_figures_the_scr
             await until_closed(ledgers.train, [0])
             await until(lambda: "judge" in str(role.status.get("rewards", "")))
             await role.beat()
-            with Probe(config.redis.url, config.redis.password_file) as probe:
-                snapshot = take(probe, config.name)
+            snapshot = await take(ledgers.connection, config.name)
         found, _ = await scores(ledgers.train, 0)
         penalty = -1 / 254  # of the third token
         assert found[0].value == pytest.approx(0.5 + penalty)

@@ -17,9 +17,9 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.learner.sharding import load_model as load_for_training
 from streamrl.producers.engines.model import load_model as load_for_sampling
 from streamrl.producers.feeder import run_feeder
-from streamrl.queues.probe import Probe
 from tests.cli.run_kit import cli, process
 from tests.producers.producer_kit import save_tokenizer, tiny_model
+from tests.redis_kit import Probe
 
 RUN_FILE = """
 name: t
@@ -87,7 +87,7 @@ async def test_up_with_a_password_that_is_none_wrong_or_nowhere(home, redis_run)
     url = f"redis.url={redis_run.config.url}"
     await asyncio.to_thread(refused, home, 78, "NOAUTH", url)
     secret = home / "password"
-    for content, says in ((None, "password_file"), ("", "NOAUTH"), ("wrong", "WRONGPASS"), ("\xff", "refused us")):
+    for content, says in ((None, "password_file"), ("", "NOAUTH"), ("wrong", "WRONGPASS"), ("\xff", "refuses access")):
         if content is not None:
             secret.write_text(content)
         await asyncio.to_thread(refused, home, 78, says, url, f"redis.password_file={secret}")

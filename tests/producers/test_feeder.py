@@ -1,6 +1,7 @@
 """The feeder neither skips nor repeats a prompt, whoever is killed, and never goes over the budget."""
 
 import asyncio
+import contextlib
 import io
 import random
 
@@ -12,9 +13,9 @@ from rich.console import Console
 from streamrl.commands.rundir import find_run
 from streamrl.commands.status import look
 from streamrl.commands.up import Look
+from streamrl.commands.viewers import plain_line
 from streamrl.errors import DataError, Refused
 from streamrl.monitor.board import Board, Goal
-from streamrl.monitor.plain import line
 from streamrl.monitor.screen import render
 from streamrl.producers import feeder, waste
 from streamrl.producers.all_alike import AllAlike
@@ -531,8 +532,9 @@ async def train_cursor(ledger, cursor):
 def looked_at(run):
     """What `status`, the last line of `up` and the live screen show."""
     directory = find_run(run.run_dir)
-    board = Board("t", run.run_dir, Goal(), Look(directory))
-    board.refresh()
+    with contextlib.closing(Look(directory)) as look_once:
+        board = Board("t", run.run_dir, Goal(), look_once)
+        board.refresh()
     screen = Console(width=400, file=io.StringIO(), record=True)
     screen.print(render(board, 400))
-    return {**look(directory), "last line": line(board), "screen": screen.export_text()}
+    return {**asyncio.run(look(directory)), "last line": plain_line(board), "screen": screen.export_text()}

@@ -17,11 +17,10 @@ from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused
 from streamrl.queues import embedded
 from streamrl.queues.connection import open_connection
 from streamrl.queues.embedded import end_orphan
-from streamrl.queues.probe import Probe
 from streamrl.runfile import LoadedConfig, save
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import until
-from tests.redis_kit import RedisRun, tear_script
+from tests.redis_kit import Probe, RedisRun, tear_script
 
 
 def program(folder: Path, name: str, says: str) -> Path:
@@ -278,7 +277,6 @@ async def test_a_run_directory_with_characters_that_mean_something_in_urls(tmp_p
         assert await opened.read("PING") == b"PONG"
         with Probe(url) as probe:
             assert probe.call("PING") == b"PONG"
-            assert probe.where.endswith("a%20b?c#d/redis.sock")
 
 
 async def test_many_calls_at_once_share_one_server(tmp_path: Path):

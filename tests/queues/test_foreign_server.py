@@ -15,9 +15,8 @@ from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.access import connection_options
 from streamrl.queues.address import redact
 from streamrl.queues.connection import open_connection
-from streamrl.queues.probe import Probe
 from tests.queues.ledger_kit import admit, close_group, until, until_async
-from tests.redis_kit import ForeignRedis, tear_script
+from tests.redis_kit import ForeignRedis, Probe, tear_script
 
 BROKEN = [
     "redis://[::1",
@@ -49,14 +48,11 @@ async def test_a_run_over_tcp_with_a_password_file(foreign: ForeignRedis, tmp_pa
 
 @pytest.mark.parametrize("place", ["default:{}@", ":{}@", "?password={}", "?username=default&password={}"])
 async def test_passwords_in_the_url(foreign: ForeignRedis, place: str):
-    """Connection and probe understand the same URLs."""
     secret = "a%20%22secret%22%20%5C%20of%20theirs"
     words, host = place.format(secret), foreign.url.removeprefix("redis://")
     url = f"redis://{host}{words}" if words.startswith("?") else f"redis://{words}{host}"
     async with open_connection(RedisConfig(url=url, patience=5), url) as opened:
         assert await opened.read("ECHO", "in") == b"in"
-    with Probe(url) as probe:
-        assert probe.call("ECHO", "in") == b"in"
     assert "theirs" not in redact(url)
 
 
@@ -76,8 +72,6 @@ async def test_wrong_passwords_over_tcp_are_78(foreign: ForeignRedis, tmp_path: 
         with pytest.raises(ConfigError, match="refuses access"):
             async with open_connection(foreign.config.model_copy(update={"password_file": file}), foreign.url):
                 pass
-        with pytest.raises(ConfigError, match="refused us"), Probe(foreign.url, file) as probe:
-            probe.call("PING")
 
 
 @pytest.mark.parametrize("url", BROKEN)
@@ -86,12 +80,10 @@ async def test_a_broken_url_is_78_and_shows_no_secret(url: str):
     with pytest.raises(ConfigError, match=r"redis\.url") as caught:
         async with open_connection(RedisConfig(url=url), url):
             pass
-    with pytest.raises(ConfigError, match=r"redis\.url") as looked:
-        Probe(url)
-    for error in (caught.value, looked.value):
-        assert (error.exit_code, bool(error.hint)) == (78, True)
-        chain = [error, error.__cause__, *([] if error.__suppress_context__ else [error.__context__])]
-        assert "secret" not in shown + "".join(map(str, chain))
+    error = caught.value
+    assert (error.exit_code, bool(error.hint)) == (78, True)
+    chain = [error, error.__cause__, *([] if error.__suppress_context__ else [error.__context__])]
+    assert "secret" not in shown + "".join(map(str, chain))
 
 
 def test_an_option_that_is_none_is_78():

@@ -12,9 +12,8 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import Unreachable
 from streamrl.queues import embedded, open_role
-from streamrl.queues.probe import Probe
 from tests.queues.ledger_kit import until_async
-from tests.redis_kit import RedisRun
+from tests.redis_kit import Probe, RedisRun
 
 
 async def test_the_board_shows_what_a_role_says(redis_run: RedisRun):

@@ -13,8 +13,8 @@ from streamrl.errors import LedgerDamaged
 from streamrl.monitor.tables import lag_table
 from streamrl.queues import Ledgers, embedded, replies
 from streamrl.queues.access import ReplyError
+from streamrl.queues.connection import open_to_look
 from streamrl.queues.damage import blame_damage
-from streamrl.queues.probe import Probe
 from streamrl.queues.snapshot import take
 from tests.queues.ledger_kit import admit, close_group, everything, lease, until_async
 from tests.redis_kit import RedisRun
@@ -71,8 +71,8 @@ async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisR
     await train.consume("n", 0, 4, b"four")
     assert await waiting == (4, b"four")
     assert await read("XLEN", train.keys.weights) == 2
-    with Probe(run.config.url) as probe:
-        snapshot = take(probe, "test")
+    async with open_to_look(run.config, run.config.url) as connection:
+        snapshot = await take(connection, "test")
     assert snapshot.version == 4
     screen = Console(width=200, file=io.StringIO(), record=True)
     screen.print(lag_table(snapshot))
@@ -190,8 +190,7 @@ async def test_a_counter_that_is_no_number_is_named_by_whoever_trips_over_it(led
         await ledgers.weights.newest()
     with pytest.raises(LedgerDamaged, match=r":state, field foreign: abc is no number"):
         await blame_damage(train.connection, "test", caught.value)
-    with Probe(run.config.url) as probe:
-        snapshot = await asyncio.to_thread(take, probe, "test")
+    snapshot = await take(train.connection, "test")
     screen = Console(file=io.StringIO(), width=200)
     screen.print(lag_table(snapshot))
     assert "foreign" not in screen.file.getvalue(), "the table is drawn, and says nothing of what it cannot read"

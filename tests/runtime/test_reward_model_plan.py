@@ -10,15 +10,13 @@ import psutil
 import pytest
 
 from streamrl.cli import run as command_line
-from streamrl.commands.rundir import RunDirectory
-from streamrl.commands.status import _planned
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
 from streamrl.producers.servers import environments
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.engine_checks import look_at_reward_models
 from streamrl.runtime.instance import State
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, starts_after
+from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, role_names, starts_after
 from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
 from tests.runtime.test_supervisor import Run, unit
@@ -87,9 +85,8 @@ def test_a_learner_waits_for_a_server_that_loads_on_its_devices(tmp_path):
     assert {unit.kind: unit.start_seconds for unit in plan(alone, tmp_path)}["learner"] == 0
 
 
-def test_status_expects_them(tmp_path):
-    run = RunDirectory(tmp_path, config().model_dump(mode="json"))
-    named = [name for name in _planned(run) if name.startswith("reward_model.")]
+def test_status_expects_them():
+    named = [name for name in role_names(config()) if name.startswith("reward_model.")]
     assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
 
 
