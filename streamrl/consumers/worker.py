@@ -20,10 +20,10 @@ from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer, ScoringFailed, models_of, open_scorer
 from streamrl.consumers.watch import LoopWatch
 from streamrl.errors import RewardUnavailable, WireError
+from streamrl.monitor.reward_figures import FIELD
 from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
-from streamrl.queues.reward_figures import FIELD
 from streamrl.queues.role import Role
 
 logger = logging.getLogger(__name__)

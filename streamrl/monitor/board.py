@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.monitor.progress import Progress
-from streamrl.queues.snapshot import Snapshot, with_rates
+from streamrl.monitor.snapshot import Snapshot, with_rates
 
 _EVENTS_KEPT: Final = 50
 

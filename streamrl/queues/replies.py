@@ -8,6 +8,7 @@ is lost with it: those live in hashes.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -26,6 +27,15 @@ Row: TypeAlias = tuple[str, dict[bytes, bytes]]
 def is_number(value: bytes) -> bool:
     """Whether bytes are a decimal number as we write them; longer ones fit into nothing."""
     return _NUMBER.fullmatch(value) is not None
+
+
+def read_number(shown: str) -> float | None:
+    """A number that a role shows of itself; None for anything else, which must not take the screen along."""
+    try:
+        found = float(shown)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def text(value: bytes) -> str:

@@ -7,9 +7,9 @@ from streamrl.config import LeaseConfig
 from streamrl.consumers import worker as worker_module
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import ConfigError
+from streamrl.monitor.snapshot import take
 from streamrl.queues import Role, open_ledgers
 from streamrl.queues.records import ReplayOutcome
-from streamrl.queues.snapshot import take
 from tests.consumers.worker_kit import put, scores, until_closed, until_dead, values, worker
 from tests.queues.ledger_kit import faults, replay, until
 

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from streamrl.errors import LedgerDamaged
+from streamrl.monitor.snapshot import take
 from streamrl.monitor.tables import lag_table
 from streamrl.queues import Ledgers, embedded, replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.damage import blame_damage
-from streamrl.queues.snapshot import take
 from tests.queues.ledger_kit import admit, close_group, everything, lease, until_async
 from tests.redis_kit import RedisRun
 
