@@ -11,7 +11,7 @@ from streamrl.commands import output
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
 from streamrl.errors import ConfigError, ExitCode, UsageError
 from streamrl.monitor.lines import printable
-from streamrl.queues.enlisted import Enlisted
+from streamrl.queues.registry import Enlisted
 
 LIST_SCHEMA: Final = "streamrl.engines/1"
 CHANGE_SCHEMA: Final = "streamrl.engines.change/1"

@@ -1,4 +1,4 @@
-"""How to get at a Redis server: options of the connection, its version and policy, and the meaning of its errors."""
+"""How to reach a Redis server: URL, options of the connection, version and policy of the server, meaning of errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
 
 import hiredis
 from redis.asyncio.connection import AbstractConnection, Connection, parse_url
@@ -15,12 +16,15 @@ from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 
 from streamrl.config import RedisConfig
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.queues.address import URL_HINT, redact
 
 logger = logging.getLogger(__name__)
 
 Argument: TypeAlias = bytes | str | int | float
 MINIMUM: Final = (6, 2)
+URL_HINT: Final = (
+    "write redis://HOST:PORT/DB, rediss://... or unix:///PATH; special characters of a password are written as %XX, "
+    "or better: redis.password_file"
+)
 
 
 class ReplyError(StreamrlError):
@@ -38,6 +42,23 @@ def error_code(message: str) -> str:
     if inner is not None:
         return inner.group(1)
     return first.group(1) if first is not None else ""
+
+
+def redact(url: str) -> str:
+    """The URL without passwords and options, for logs and messages; never raises, and of a broken URL shows little."""
+    scheme, there, _ = url.partition("://")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return f"{scheme}://***"
+    credentials, at, place = parts.netloc.rpartition("@")
+    # A password with a bare / ? or # ends the host early, and its rest looks like a path.
+    if not there or (scheme != "unix" and not at and "@" in url):
+        return f"{scheme}://***" if there else "***"
+    user, colon, _ = credentials.partition(":")
+    hidden = f"{user}:***@" if colon else "***@"
+    return f"{scheme}://{hidden if at else ''}{place}{parts.path}{'?***' if parts.query else ''}"
 
 
 def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], type[AbstractConnection]]:

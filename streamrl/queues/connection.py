@@ -15,11 +15,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import hashlib
 import logging
 import math
 import random
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
@@ -40,11 +44,10 @@ from streamrl.queues.access import (
     open_socket,
     pack,
     read_reply,
+    redact,
     rewrite_append_only_file,
 )
-from streamrl.queues.address import redact
 from streamrl.queues.outage import Outage, pause
-from streamrl.queues.scripts import load_scripts
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,31 @@ _HINTS: Final = {
     "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
     _CANNOT_WRITE: "Redis cannot write its append-only file: look for a full disk",
 }
+
+
+@dataclass(frozen=True)
+class Script:
+    """Text of a script with its includes, and its SHA-1 as EVALSHA wants it."""
+
+    name: str
+    text: str
+    digest: str
+
+
+@cache
+def load_scripts() -> dict[str, Script]:
+    """All scripts of the package, by name; the header of each file in `lua/` says what it does, also when repeated."""
+    folder = files("streamrl.queues") / "lua"
+    texts = {item.name.removesuffix(".lua"): item.read_text("utf-8") for item in folder.iterdir()}
+    return {name: _build(name, texts) for name in texts if not name.startswith("_")}
+
+
+def _build(name: str, texts: dict[str, str]) -> Script:
+    include = re.search(r"^-- include ([\w ]+)$", texts[name], re.MULTILINE)
+    parts = [texts[part] for part in include.group(1).split()] if include else []
+    text = "\n".join([*parts, texts[name]])
+    # Redis identifies scripts by SHA-1; nothing here depends on it being hard to forge.
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 @dataclass(eq=False, slots=True)

@@ -11,13 +11,12 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.queues import embedded
-from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.damage import blame_damage
 from streamrl.queues.device_lock import DeviceLock
-from streamrl.queues.enlisted import ServerList
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.registry import RoleRegistry, ServerList
 from streamrl.queues.replies import pairs, report_foreign
 
 _DOORBELL_SECONDS: Final = 2.0
@@ -76,7 +75,7 @@ class Ledgers:
     train: Ledger
     evaluation: Ledger
     weights: WeightsStream
-    roles: RoleBoard
+    roles: RoleRegistry
     servers: ServerList
     device_lock: DeviceLock
     connection: Connection
@@ -99,7 +98,7 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
             train=Ledger(connection, train, config.redis.fsync_period),
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
-            roles=RoleBoard(connection, train),
+            roles=RoleRegistry(connection, train),
             servers=ServerList(connection, train),
             device_lock=DeviceLock(connection, train, config.lease.seconds),
             connection=connection,

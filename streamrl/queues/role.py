@@ -18,10 +18,10 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import StreamrlError
 from streamrl.queues import embedded
-from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.keys import BEAT_TTL, Keys
 from streamrl.queues.ledgers import Ledgers, open_ledgers
+from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Role:
         async def say() -> None:
             async with open_to_look(redis, embedded.url(redis, self.run_dir)) as connection:
                 shown = {**self._shown("blocked"), "trouble": why}
-                await RoleBoard(connection, Keys(self.config.name)).beat(self.name, shown, BEAT_TTL)
+                await RoleRegistry(connection, Keys(self.config.name)).beat(self.name, shown, BEAT_TTL)
 
         with contextlib.suppress(StreamrlError):
             asyncio.run(say())

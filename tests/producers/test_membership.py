@@ -16,7 +16,7 @@ from streamrl.producers.membership import Membership
 from streamrl.producers.servers.fleet import Fleet, stop_tokens_of
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
 from streamrl.producers.servers.server import ServerEngine
-from streamrl.queues.enlisted import Enlisted
+from streamrl.queues.registry import Enlisted
 
 
 def fleet(index=0, **config):

@@ -16,9 +16,8 @@ from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.queues import Ledgers, connection, embedded, open_ledgers
 from streamrl.queues.access import ReplyError, error_code
-from streamrl.queues.connection import open_connection
+from streamrl.queues.connection import load_scripts, open_connection
 from streamrl.queues.records import AdmitOutcome
-from streamrl.queues.scripts import load_scripts
 from tests.queues.ledger_kit import admit, close_group, faults, lease, until
 from tests.queues.proxy import open_proxy
 from tests.redis_kit import RedisRun

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from streamrl.consumers.models.rate_limit import CAPACITY_MS, LOOK_SECONDS, LocalStore, Quota, RateLimit, RedisStore
 from streamrl.errors import RewardUnavailable
 from streamrl.queues import Ledgers
-from streamrl.queues.scripts import load_scripts
+from streamrl.queues.connection import load_scripts
 from tests.queues.ledger_kit import until_async
 from tests.queues.rate_oracle import Buckets
 from tests.redis_kit import Probe, RedisRun

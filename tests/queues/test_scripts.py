@@ -8,8 +8,8 @@ import pytest
 
 from streamrl.errors import Fenced, Refused
 from streamrl.queues import Ledger, Ledgers
+from streamrl.queues.connection import load_scripts
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome, ScoreOutcome
-from streamrl.queues.scripts import load_scripts
 from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
 
 

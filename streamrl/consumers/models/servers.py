@@ -14,9 +14,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from streamrl.config.rewards import REWARD_MODEL_ROLE
-from streamrl.queues.enlisted import Enlisted, read_enlisted
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledgers import Ledgers
+from streamrl.queues.registry import Enlisted, read_enlisted
 
 ASLEEP: Final = "asleep"
 READY: Final = "ready"

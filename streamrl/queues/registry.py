@@ -1,22 +1,41 @@
-"""The engine servers of a run: which were added or removed while it goes on, and how each of them is."""
+"""What is in a run now: its living roles, the servers that people added or removed, and how engine servers are."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
-from streamrl.queues import replies
 from streamrl.queues.connection import Connection
 from streamrl.queues.keys import Keys
+from streamrl.queues.replies import pairs, text
 
 _COUNTER: Final = b"#"
 REPORT_SECONDS: Final = 10.0
-"""Seconds after which what a silent replica said of its servers vanishes."""
+"""Seconds after which the report of a silent replica on its servers vanishes."""
+
+
+class RoleRegistry:
+    """What each role says of itself: a hash with a time to live for each, so the silent ones vanish."""
+
+    def __init__(self, connection: Connection, keys: Keys) -> None:
+        self._connection = connection
+        self._keys = keys
+
+    async def beat(self, name: str, fields: Mapping[str, str | int | float], ttl: float) -> None:
+        """Replace the fields of a role (at least one); they vanish `ttl` seconds later. Works when Redis is full."""
+        flat = [part for pair in fields.items() for part in pair]
+        keys = [self._keys.role(name), self._keys.roles]
+        await self._connection.call("beat", keys, [name, int(ttl * 1000), *flat])
+
+    async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
+        """Fields of all living roles by name; with `prefix` only of roles whose names begin with it."""
+        found = await _living(self._connection, self._keys.roles, self._keys.role, prefix)
+        return {name: {text(key): text(value) for key, value in fields.items()} for name, fields in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +57,16 @@ class Enlisted:
 
 async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]:
     """Read what the script `enlist` has written: servers by name."""
-    fields = replies.pairs(await connection.read("HGETALL", key))
+    fields = pairs(await connection.read("HGETALL", key))
     return {
-        name.decode(errors="replace"): Enlisted(value[:1] == b"+", int(value[1:]))
+        text(name): Enlisted(value[:1] == b"+", int(value[1:]))
         for name, value in fields.items()
         if name != _COUNTER and value[:1] in (b"+", b"-") and value[1:].isdigit()
     }
 
 
 class ServerList:
-    """Engine servers by name: an external one's is its URL, a managed one's is `rollout.N.serverM`.
-
-    Args:
-        connection: to Redis.
-        keys: of the run.
-    """
+    """Engine servers by name: an external one's is its URL, a managed one's is `rollout.N.serverM`."""
 
     def __init__(self, connection: Connection, keys: Keys) -> None:
         self._connection = connection
@@ -75,22 +89,22 @@ class ServerList:
 
     async def reports(self) -> dict[str, dict[str, dict[str, Any]]]:
         """What living replicas say: replica to server to its figures."""
-        names = sorted(
-            name.decode(errors="replace") for name in await self._connection.read("SMEMBERS", self._keys.servers)
-        )
-        found = await asyncio.gather(
-            *(self._connection.read("HGETALL", self._keys.server_report(name)) for name in names)
-        )
-        return {
-            name: {server.decode(errors="replace"): row for server, row in _rows(replies.pairs(fields))}
-            for name, fields in zip(names, found, strict=True)
-            if fields
-        }
+        found = await _living(self._connection, self._keys.servers, self._keys.server_report)
+        return {name: {text(server): row for server, row in _rows(fields)} for name, fields in found.items()}
+
+
+async def _living(
+    connection: Connection, names: str, key: Callable[[str], str], prefix: str = ""
+) -> dict[str, dict[bytes, bytes]]:
+    """Hashes with a time to live that are still there, by name; `names` is the set of all names there ever were."""
+    known = sorted(name for name in map(text, await connection.read("SMEMBERS", names)) if name.startswith(prefix))
+    found = await asyncio.gather(*(connection.read("HGETALL", key(name)) for name in known))
+    return {name: pairs(fields) for name, fields in zip(known, found, strict=True) if fields}
 
 
 def _rows(fields: Mapping[bytes, bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Figures of each server; what is none of ours is passed over."""
-    for server, text in fields.items():
+    for server, row_text in fields.items():
         with contextlib.suppress(orjson.JSONDecodeError):
-            if server != _COUNTER and isinstance(row := orjson.loads(text), dict):
+            if server != _COUNTER and isinstance(row := orjson.loads(row_text), dict):
                 yield server, row
