@@ -113,19 +113,15 @@ class RecordingWriter:
             self._open()
         return links
 
-    @property
-    def unwritten(self) -> int:
-        """Bytes in memory that the disk did not take."""
-        return len(self._unwritten)
-
     def discard(self) -> None:
-        """Give up what could not be written: the file ends with its last whole block.
+        """Forget what could not be written: the file ends with its last whole block.
 
         Raises:
             OSError: the disk is broken; call again later.
         """
         os.ftruncate(self._descriptor, self._whole)
         self._files[-1][1] = self._whole
+        self._added.clear()
         self._unwritten = b"" if self._whole else self._compressor.compress(self._header)
 
     def close(self) -> None:
@@ -181,9 +177,9 @@ class Archive:
         self._late = self._refused = False
         # Of the thread alone:
         self._writer: RecordingWriter | None = None
-        self._homeless: list[RecordedGroup] = []
-        self._unwritten = self._given_up = 0
-        self._left: list[RecordedGroup] = []
+        self._pending: list[RecordedGroup] = []
+        self._given_up = 0
+        self._torn = False
         self._dirty = False
 
     def add(self, group: ClosedGroup) -> None:
@@ -270,29 +266,25 @@ class Archive:
     # ---- in the thread
 
     def _write(self, groups: Sequence[RecordedGroup], *, durable: bool) -> None:
-        groups, self._homeless = [*self._homeless, *groups], []
+        self._pending += groups
         self._dirty = True
         try:
             writer = self._writer = self._writer or self._begin()
-        except OSError as error:
-            self._keep(groups)
-            self._complain(str(error))
-            return
-        for group in groups:
-            writer.add(group if self._config.logprobs else without_logprobs(group))
-        self._unwritten += _number(groups)
-        self._left += self._left_of(groups)
-        try:
+            if self._torn:
+                writer.discard()
+            self._torn = True
+            for group in self._pending:
+                writer.add(group if self._config.logprobs else without_logprobs(group))
             writer.write()
-            self.written += self._unwritten
-            self._unwritten, self._left = 0, []
+            self.written += _number(self._pending)
+            self._pending, self._torn = [], False
             if durable:
                 writer.sync()
                 self._dirty = self._refused = False
                 self._remove_oldest()
         except OSError as error:
             self._complain(str(error))
-            self._give_up(writer)
+            self._forget_newest()
 
     def _begin(self) -> RecordingWriter:
         """A file of its own for this process; another one may begin at the same time.
@@ -330,29 +322,17 @@ class Archive:
         same = there is not None and msgspec.structs.replace(there, id=here.id) == here
         return there if there is not None and same else here
 
-    def _keep(self, groups: Sequence[RecordedGroup]) -> None:
-        """Hold groups until there is a file for them: the oldest ones, as many as there is memory for."""
-        room = MAX_WAITING
-        for group in groups:
+    def _forget_newest(self) -> None:
+        """Hold what the disk did not take: the oldest groups, as many as there is memory for."""
+        room, kept = MAX_WAITING, []
+        for group in self._pending:
             room -= _size(group)
             if room >= 0:
-                self._homeless.append(group)
+                kept.append(group)
             else:
                 self._given_up += _number([group])
-                self._homeless += self._left_of([group])
-
-    def _give_up(self, writer: RecordingWriter) -> None:
-        """Forget what the disk did not take when it has become too much."""
-        if writer.unwritten <= MAX_WAITING:
-            return
-        try:
-            writer.discard()
-        except OSError as error:
-            self._complain(str(error))
-            return
-        self._given_up += self._unwritten
-        self._homeless = self._left
-        self._unwritten, self._left = 0, []
+                kept += self._left_of([group])
+        self._pending = kept
 
     def _left_of(self, lost: Sequence[RecordedGroup]) -> list[RecordedGroup]:
         """What is kept of groups that are lost: that they closed again, so that a version before is not the last."""
@@ -366,7 +346,7 @@ class Archive:
             file.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if left := self._unwritten + _number(self._homeless):
+        if left := _number(self._pending):
             self._given_up += left
             logger.warning("groups are not in the archive", extra={"folder": str(self._folder), "lost": self.lost})
         if self._writer is not None:
