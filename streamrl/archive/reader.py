@@ -53,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What all groups of a recording have in common.
 
     `id` is that of the recording; `model` and `temperature` are those the responses were sampled with. Without
-    `logprobs` the log-probabilities were left out: zeros stand in their places, and nobody can train such groups.
+    `logprobs` the log-probabilities were left out: zeros stand in their places, and such groups cannot be trained.
     """
 
     schema: str = _SCHEMA
@@ -69,7 +69,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     `causes` are the numbers of the dead responses and why they died; the usable ones have the other numbers, in order.
     `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 where
-    nobody wrote it down. A record without responses says that this version of the group is lost (`lost`).
+    it is not known. A record without responses says that this version of the group is lost (`lost`).
     """
 
     gid: int

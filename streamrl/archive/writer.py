@@ -46,7 +46,7 @@ from streamrl.queues.records import ClosedGroup
 
 logger = logging.getLogger(__name__)
 PATIENCE: Final = 5.0
-"""Seconds that somebody waits for the disk."""
+"""Seconds that a caller waits for the disk."""
 MAX_WAITING: Final = 64 << 20
 """Bytes of groups in memory that the disk did not take yet."""
 _WRITE_SECONDS: Final = 1.0
@@ -335,7 +335,7 @@ class Archive:
         self._pending = kept
 
     def _left_of(self, lost: Sequence[RecordedGroup]) -> list[RecordedGroup]:
-        """What is kept of groups that are lost: that they closed again, so that a version before is not the last."""
+        """Records in place of lost groups that closed again: they say that an earlier version is not the last."""
         again = [group for group in lost if (group.gid, group.attempt) in self._again]
         return [msgspec.structs.replace(group, samples=[], causes=[]) for group in again]
 
@@ -385,7 +385,7 @@ def _digest(group: ClosedGroup) -> bytes:
 
 
 def _number(records: Sequence[RecordedGroup]) -> int:
-    """How many of them are groups, and not what is left of one."""
+    """Groups among the records; records of lost ones do not count."""
     return sum(not record.lost for record in records)
 
 

@@ -66,7 +66,7 @@ def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], t
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError:
-        # The parser's own words may hold a piece of the password.
+        # The parser's message may hold a piece of the password.
         raise ConfigError(f"redis.url {redact(url)} is no URL of a Redis server", URL_HINT) from None
     kind: type[AbstractConnection] = options.pop("connection_class", Connection)
     if config.password_file is not None:
@@ -124,7 +124,7 @@ def error_text(error: BaseException) -> str:
 
 
 def is_denied(error: BaseException | None) -> bool:
-    """Whether password or rights are why a connection failed; redis-py hides that in a plain connection error."""
+    """Whether a connection failed because of password or rights; redis-py hides that in a plain connection error."""
     while error is not None:
         if isinstance(error, (AuthenticationError, AuthorizationError)):
             return True
@@ -151,12 +151,12 @@ async def check_server(connection: AbstractConnection, url: str) -> None:
 
 
 async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> None:
-    """Have a server that is not ours write its append-only file anew, once after each of its starts.
+    """Have a server that is not ours rewrite its append-only file, once after each of its starts.
 
-    A tail torn inside a script is loaded correctly once, and half of the script is applied at the start after that (see
-    `embedded`, which checks the file of our own server before a start). A file written anew from memory has no such
-    tail. The server itself knows whether it has done so since its start, so processes need not remember anything, and
-    the first that comes does it for all. A repeat changes nothing; a refusal is logged and costs nothing else.
+    A tail torn inside a script is loaded correctly once; at the start after that half of the script is applied (our own
+    server's file is checked before a start, see `embedded`). A file rewritten from memory has no such tail. The server
+    knows whether it has rewritten the file since its start, so the first process that connects asks for it. A repeat
+    changes nothing; a refusal is logged.
     """
     info = await ask(connection, "INFO", "persistence")
     known = dict(re.findall(rb"^(aof_\w+):([\w-]+)", info, re.MULTILINE)) if isinstance(info, bytes) else {}

@@ -313,7 +313,7 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
         DeadlineExceeded: its check took too long.
     """
     supervisor = int(os.environ.get(STARTER, "0"))
-    parent = supervisor or os.getppid()  # a supervisor may be dead by now: then nobody would ever end this server
+    parent = supervisor or os.getppid()  # if the supervisor is dead by now, nothing would end this server
     lock = asyncio.run(_lock(run_dir, "server.lock", fcntl.LOCK_EX, wait_seconds))
     if lock is None:
         holder = _read_holder(run_dir)
@@ -332,7 +332,7 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
 
 
 async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
-    """Open and lock a file of the run; None when somebody else held it for all of `wait_seconds`."""
+    """Open and lock a file of the run; None when another process holds it for all of `wait_seconds`."""
     _make_directories(run_dir)
     try:
         handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -402,10 +402,10 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
 
 @contextlib.asynccontextmanager
 async def running_to_look(config: RedisConfig, run_dir: Path) -> AsyncIterator[Path]:
-    """As `running`, for a look that writes nothing: yield the run directory whose server answers.
+    """As `running`, for commands that only read: yield the run directory whose server answers.
 
-    That of a run that cannot be written (a read-only file system, files of another user) is a temporary one with a copy
-    of the run's data, unless the run's own server is running.
+    For a run that cannot be written (read-only file system, files of another user) and whose server is not running,
+    that is a temporary directory with a copy of the run's data.
 
     Raises:
         CannotCreate: there is no room for the copy, or the data cannot be read.
@@ -560,7 +560,7 @@ def _last_words(run_dir: Path) -> str:
         return " / ".join(file.read().decode(errors="replace").splitlines()[-3:])
 
 
-# Who holds the lock, and the end of a server that its starter has left behind.
+# The holder of the lock, and the end of a server that its starter has left behind.
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,7 +592,7 @@ def _say_holder(handle: int, holder: LockHolder) -> None:
 
 
 def _read_holder(run_dir: Path) -> LockHolder | None:
-    """Who took the lock last; None when that is not known."""
+    """The last holder of the lock; None when it is not known."""
     try:
         said = orjson.loads(_lock_path(run_dir).read_bytes())
         return LockHolder(int(said["pid"]), int(said["starter"]))

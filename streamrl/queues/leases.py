@@ -57,7 +57,7 @@ _Place: TypeAlias = tuple[str, str]
 
 
 class NotNow(Exception):
-    """Raised by a handler for work that cannot be done for the moment: it goes back, and that is no death of it."""
+    """Raised by a handler for work that cannot be done now: it is handed back without a death."""
 
 
 @dataclass(eq=False)
@@ -137,8 +137,8 @@ class Leases:
     async def run(self, stop: asyncio.Event) -> None:
         """Lease and handle work until `stop`; then wait up to `drain` seconds for it and hand the rest back.
 
-        However it ends, what was not settled is handed back without a death, except the work whose handler raised:
-        that expires and counts as one. Cancelling does the same at once.
+        Unsettled work is always handed back without a death, except work whose handler raised: its lease expires and
+        counts as one. Cancelling does the same at once.
 
         Raises:
             Exception: what a handler raised; an `ExceptionGroup` when there were several at once.
@@ -227,7 +227,7 @@ class Leases:
         try:
             await self._handle(work.lease)
         except asyncio.CancelledError:
-            raise  # whoever cancelled decides what becomes of the lease
+            raise  # the caller that cancelled decides what becomes of the lease
         except NotNow as why:
             await self._give_back(work, str(why))
             return
@@ -255,7 +255,7 @@ class Leases:
         self._freed.set()
 
     async def _wait_freed(self) -> None:
-        """Wait until a handler ends, for a short time at most: `stop` and expired entries are looked at in between."""
+        """Wait until a handler ends, for a short time at most, so that `stop` and expired entries are noticed."""
         self._freed.clear()
         try:
             async with asyncio.timeout(_BLOCK_MS / 1000):
@@ -266,7 +266,7 @@ class Leases:
     # Taking over.
 
     async def _take_over(self) -> bool:
-        """Take what has expired, when it is time to look; True when something was there to take."""
+        """Take expired entries when it is time to scan; True when there was one to take."""
         now = asyncio.get_running_loop().time()
         if now < self._scan_at or self._connection.since_error() < self._config.seconds:
             return False
@@ -275,11 +275,11 @@ class Leases:
         patient = now - self._started < self._config.seconds
         took = [await self._take_over_from(stream, patient) for stream in self._streams]
         if any(took):
-            self._scan_at = now  # look again: there may be more
+            self._scan_at = now  # scan again: there may be more
         return any(took)
 
     async def _take_over_from(self, stream: str, patient: bool) -> bool:
-        """Take what has expired in one stream, as far as there is room; True when something was there to take."""
+        """Take expired entries of one stream while there is room; True when there was one to take."""
         owners: set[str] = set()
         start = "-"
         while True:
@@ -292,7 +292,7 @@ class Leases:
                 if not await self._accept(place, deaths, deaths + 1):
                     break
                 owners.add(owner.decode())
-            # What is not to be taken (its own, late to be renewed) must not hide what comes behind it.
+            # Entries that are not taken (its own, renewed late) must not hide those behind them.
             if len(rows) < _PAGE or self._stop.is_set() or len(self._leased) >= self._width():
                 break
             start = f"({rows[-1][0].decode()}"
@@ -334,7 +334,7 @@ class Leases:
         while len(self._leased) > 1 and not self._stop.is_set() and not work.lost:
             await self._wait_freed()
         if self._stop.is_set() or work.lost:
-            return  # what is reserved and not begun is handed back uncounted
+            return  # reserved and not begun: it is handed back uncounted
         if await self._claim(place, before, count, idle_ms=_NEVER_IDLE) is None:
             self._let_go(work)
             return
@@ -345,7 +345,7 @@ class Leases:
             await self._wait_freed()
 
     async def _take(self, place: _Place, before: int, count: int, *, counted: bool = True) -> _Work | None:
-        """Claim an entry that had `before` deliveries and note its lease with `count`; None: somebody else has it."""
+        """Claim an entry that had `before` deliveries and note its lease with `count`; None: another process has it."""
         fields = await self._claim(place, before, count if counted else before)
         return None if fields is None else await self._note(place, fields, count)
 
@@ -402,7 +402,7 @@ class Leases:
                 continue
             found.add(place)
             if place in self._undelivered_before and place not in known:
-                # A handler that ended without settling its entry had its turn; a lost reply is nobody's fault.
+                # Only a handler that ended without settling its entry counts as a delivery; a lost reply does not.
                 self._undelivered.append((place, deliveries, deliveries + (place in self._unsettled)))
         return found
 
@@ -416,7 +416,7 @@ class Leases:
             work.task.cancel()
 
     async def _expire(self, stream: str) -> None:
-        """Make dead letters of what is leased for too long: a hung handler would renew for ever."""
+        """Make dead letters of work that is leased for too long; otherwise a hung handler's lease is renewed forever."""
         end = asyncio.get_running_loop().time() - self._config.max_hold
         for work in [work for place, work in self._leased.items() if place[0] == stream and work.since <= end]:
             if work.task is not None:
@@ -453,7 +453,7 @@ class Leases:
             await asyncio.wait(running, timeout=_LEAVE_SECONDS)
 
     async def _leave(self) -> None:
-        """Hand back what is pending as ours (not what a handler failed on), and take the name out of Redis."""
+        """Hand back all that is pending as ours, except what a handler failed on, and remove our name from Redis."""
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
                 for stream in self._streams:

@@ -168,7 +168,7 @@ class Ledger:
             fingerprint: names the recording.
             prompt: encoded prompt.
             samples: payload and score of each response, 1 to `MAX_SAMPLES`.
-            min_group: as of `admit`; the group is closed whatever it is.
+            min_group: as of `admit`; the group is closed also with fewer.
             budget: as of `admit`.
             hard_cap: as of `admit`.
             max_dead: as of `admit`.
@@ -188,7 +188,7 @@ class Ledger:
         return _admission(outcome, now, fingerprint)
 
     async def finish(self, end: int, epochs: int = 1) -> bool:
-        """Say that the data ends at `end`, after `epochs` passes; False (nothing written): the cursor is elsewhere."""
+        """Record that the data ends at `end`, after `epochs` passes. False, without effect: the cursor is elsewhere."""
         return bool(await self.connection.call("finish", [self.keys.state, self.keys.scored], [end, epochs]))
 
     async def state(self) -> LedgerState:
@@ -261,7 +261,7 @@ class Ledger:
         With `doom` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
 
         Returns:
-            False: somebody else committed the entry, or the group is gone.
+            False: another worker committed the entry, or the group is gone.
         """
         what = WHOLE if lease.whole else _sample(lease)
         return await self._bury("reward", lease, what, why, detail, doom=doom)
@@ -309,7 +309,7 @@ class Ledger:
             CLOSED or DEAD; LOST and GONE as of `score`.
 
         Raises:
-            ValueError: the samples named are not those that wait; nothing was written.
+            ValueError: `scores` and `causes` do not name exactly the waiting samples; nothing was written.
         """
         fates: list[Argument] = []
         for sample, score in scores.items():
@@ -443,7 +443,7 @@ class Ledger:
         return retired
 
     async def wait_closed(self, seconds: float) -> None:
-        """Return when a group closed after the last `closed`, or after `seconds`. A doorbell: read `closed` again."""
+        """Return when a group closed after the last `closed`, or after `seconds`; then read `closed` again."""
         milliseconds = max(1, int(seconds * 1000))
         command = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", self.keys.scored, self._last_closed)
         await self.connection.block(*command, milliseconds=milliseconds)
@@ -507,7 +507,7 @@ class Ledger:
         return [DeadLetter.of(entry, fields) for entry, fields in rows]
 
     async def queue_replays(self, gids: Sequence[int]) -> dict[int, ReplayOutcome]:
-        """Queue dead groups to be admitted again; whoever admits takes them with `replay_queued` as room comes.
+        """Queue dead groups to be admitted again; the feeder takes them with `replay_queued` when there is room.
 
         The queue lives in Redis, and a group leaves it in the script that admits it: a repeat changes nothing.
         """
@@ -554,7 +554,7 @@ class Ledger:
 
 
 def _ids(members: Sequence[bytes]) -> list[int]:
-    """Ids of groups; a member that somebody else added is left out, and `streamrl audit` names it."""
+    """Ids of groups; a foreign member is left out, and `streamrl audit` names it."""
     return [int(member) for member in members if member.isdigit()]
 
 

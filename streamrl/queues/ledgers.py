@@ -21,15 +21,14 @@ from streamrl.queues.replies import pairs, report_foreign
 
 _DOORBELL_SECONDS: Final = 2.0
 _MOST_FOREIGN: Final = 100
-"""Entries of others that one look removes."""
+"""Foreign entries that one call removes."""
 
 
 class WeightsStream:
     """The published versions of the weights: numbers with their manifests.
 
-    The state of the ledger names the entry that the learner wrote last, in the same script that wrote it and behind its
-    fence. So an entry that somebody else added is never taken for a version: it is removed, shown in the log, and
-    counted in the state (`foreign`).
+    The script that writes a version also writes its entry into the state of the ledger, behind the learner's fence. So
+    a foreign entry is never taken for a version: it is removed, logged, and counted in the state (`foreign`).
     """
 
     def __init__(self, connection: Connection, keys: Keys) -> None:
@@ -59,7 +58,7 @@ class WeightsStream:
             newest = await self.newest()
             if newest is not None and newest[0] > version:
                 return newest
-            # Waits are cut short because the doorbell misses what a Redis whose clock went back adds.
+            # Waits are short because XREAD misses entries that Redis adds after its clock went back.
             left = min(_DOORBELL_SECONDS, end - loop.time())
             if left <= 0:
                 return None

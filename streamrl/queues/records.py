@@ -184,7 +184,7 @@ def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def _numbered(known: Mapping[bytes, bytes], letter: bytes) -> dict[int, bytes]:
-    """Fields `s:K`, `r:K` or `x:K` by K, ascending; what somebody else named like them is left out."""
+    """Fields `s:K`, `r:K` or `x:K` by K, ascending; foreign fields with such names are left out."""
     named = ((name[2:], value) for name, value in known.items() if name[:2] == letter + b":")
     found = {int(k): value for k, value in named if k.isdigit() and is_number(k)}
     return dict(sorted(found.items()))
@@ -301,7 +301,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class DeadCause:
-    """Dead letters of one cause, oldest first; `groups` are those that died as a whole of it."""
+    """Dead letters of one cause, oldest first."""
 
     letters: tuple[DeadLetter, ...]
 
@@ -357,7 +357,7 @@ class ReplayOutcome(Enum):
 def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
     """From HGETALL of the queue of replays: entries of letters by group, ascending, that of the group first.
 
-    Noise that somebody else wrote is left out.
+    Foreign noise is left out.
     """
     known = {
         int(gid): [entry for entry in text(listed).split(",") if _ENTRY.fullmatch(entry)]

@@ -103,7 +103,7 @@ async def _living(
 
 
 def _rows(fields: Mapping[bytes, bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Figures of each server; what is none of ours is passed over."""
+    """Figures of each server; foreign fields are left out."""
     for server, row_text in fields.items():
         with contextlib.suppress(orjson.JSONDecodeError):
             if server != _COUNTER and isinstance(row := orjson.loads(row_text), dict):

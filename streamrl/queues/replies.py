@@ -74,8 +74,8 @@ async def read_ours(
 ) -> list[Row]:
     """Read a stream, return the entries that are ours and remove the others. A repeat changes nothing.
 
-    Somebody who adds faster than this removes cannot block it: each page starts behind the last one, and there are at
-    most `MAX_PAGES`. After those (with an error in the log) fewer entries than COUNT may be returned.
+    A program that adds faster than this removes cannot block it: each page starts behind the last one, and there are
+    at most `MAX_PAGES`. After those (with an error in the log) fewer entries than COUNT may be returned.
 
     Args:
         read: `Connection.read`.
