@@ -77,8 +77,7 @@ test: setup
 
 # Chaos wants the machine for itself.
 test-slow: environments crosscheck
-	$(BIN)/pytest -n $(WORKERS) -m "slow and not chaos and not engines and not gpu"
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "engines and not gpu"
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not gpu"
 	$(BIN)/pytest -m "chaos and not engines and not gpu"
 
 test-all: test test-slow

@@ -30,15 +30,15 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "audit": ("audit:audit", "Prove that no group was lost and none was trained twice."),
     "clean": ("clean:clean", "Remove what killed processes of a stopped run left behind."),
     "export": ("export:export", "Write a checkpoint as a Hugging Face directory."),
-    "rescore": ("scores:rescore", "Score recorded groups with another reward, and compare."),
+    "rescore": ("rescore:rescore", "Score recorded groups with another reward, and compare."),
     "version": ("version:version", "Show the versions of streamrl, Python and the packages it uses."),
     "dead": ("dead:app", "Dead letters: list, show, replay, drop."),
     "config": ("config:app", "The configuration: show with origins, validate, JSON schema."),
-    "engines": ("engines:engines_app", "Engine servers: environments, checks, members of a run."),
-    "reward": ("rewards:reward_app", "Rewards: write one with its test, try it on samples; servers."),
-    "score": ("scores:score_app", "Scores: what the rewards said of each response of a group."),
+    "engines": ("engines:app", "Engine servers: environments, checks, members of a run."),
+    "reward": ("rewards:app", "Rewards: write one with its test, try it on samples; servers."),
+    "score": ("score:app", "Scores: what the rewards said of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
-    "weights": ("weights:app", "Versions of the weights: list, show, pin, roll back."),
+    "weights": ("weights:app", "Versions of the weights: list, show, keep."),
 }
 """Each command by name: where it is in `streamrl.commands`, and its line in `streamrl --help`."""
 

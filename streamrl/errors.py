@@ -1,37 +1,38 @@
-"""The one tree of errors, with what the shell and a person need of each.
+"""All errors that streamrl raises on purpose, with their exit codes.
 
 ```
-StreamrlError            70  a bug of ours unless a subclass says otherwise
+StreamrlError            70  a bug in streamrl, unless a subclass says otherwise
 ├── UsageError            2  the command line itself is wrong
 ├── ConfigError          78  configuration, data set or plug-in is wrong: restarting does not help
 │   ├── DataError        78  a line of the data set
 │   ├── PluginError      78  a reward that cannot be loaded
-│   ├── RewardImpossible 78  those who are asked for a score will never give one (wrong key, no such route)
-│   └── Refused          78  going on would break a promise (older checkpoint, other data, second learner)
-│       └── LedgerDamaged 78 keys of the run in Redis hold what streamrl never writes
+│   ├── RewardImpossible 78  none of the configured servers can ever score (wrong key, route or model)
+│   └── Refused          78  to continue would break a promise (older checkpoint, other data, second learner)
+│       └── LedgerDamaged 78 keys of the run in Redis hold values that streamrl never writes
 ├── CannotCreate         73  a file or directory cannot be made (full disk, no permission, already there)
 ├── Unreachable          69  a service (Redis, a learner, an engine) does not answer
-│   └── RewardUnavailable 69 nobody can score now (all servers away, circuit open): never a score
-│       └── RewardBusy   69 those who can have no place now: no reason to open the circuit
-├── DeadlineExceeded     75  something took longer than its deadline; trying again may help
-├── WireError            70  bytes that are no message of ours (the message goes to the dead letters)
+│   └── RewardUnavailable 69 no server can score now (all are away, or the circuit is open)
+│       └── RewardBusy   69 the servers are there but busy: the circuit stays closed
+├── DeadlineExceeded     75  something took longer than its deadline; another try may help
+├── WireError            70  bytes that are not a valid message (they go to the dead letters)
 ├── WeightsError         70  a version of the weights that must not be applied
-├── Fenced                0  a newer process of the same role took over: leave quietly
-└── Forgotten            75  Redis came back from the past and does not know this process: start again
+├── Fenced                0  a newer process of the same role took over: this one ends
+└── Forgotten            75  Redis lost its last seconds and does not know this process: restart
 ```
 
-Every error says what happened, where, and in `hint` how to mend it. All are picklable and take keyword-free
-arguments only, so that they survive process boundaries and logs.
+Every error says what happened and where; `hint` says how to mend it. All take positional arguments only, so that they
+can cross process boundaries.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a process of streamrl tells the shell (docs/cli.md lists what a supervisor does with each)."""
+    """Exit codes of all commands and roles (docs/cli.md lists what a supervisor does with each)."""
 
     OK = 0
     FAILURE = 1
@@ -87,18 +88,18 @@ class PluginError(ConfigError):
 
 
 class RewardImpossible(ConfigError):
-    """Those who are asked for a score will never give one, for any sample: it ends the run, and no sample dies of it.
+    """None of the configured servers can ever score (wrong key, route or model). The run ends; no sample fails.
 
-    Where they once gave one, the same answer is taken for a bad moment, and this is not raised.
+    A server that has scored before gets the benefit of the doubt: the same answer then counts as a temporary failure.
     """
 
 
 class Refused(ConfigError):
-    """Going on would break a promise: older checkpoint than Redis retired for, other data set, and the like."""
+    """To continue would break a promise: a checkpoint older than what Redis has retired, another data set."""
 
 
 class LedgerDamaged(Refused):
-    """Keys of the run in Redis hold what streamrl never writes; the message names them."""
+    """Keys of the run in Redis hold values that streamrl never writes. The message names them."""
 
 
 class CannotCreate(StreamrlError, OSError):
@@ -114,16 +115,15 @@ class Unreachable(StreamrlError, ConnectionError):
 
 
 class RewardUnavailable(Unreachable):
-    """Nobody can give a score now, whatever the sample: all servers are away, or the circuit of the reward is open.
+    """No server can score any sample now: all are away, or the circuit of the reward is open.
 
-    It says nothing of the sample. The worker opens the circuit of the reward at once, so that samples wait instead of
-    failing one after the other. It spends none of their attempts: they wait for as long as they may be held, and then
-    go back into the queue.
+    The worker opens the circuit of the reward at once, so that samples wait instead of failing one after the other.
+    Waiting uses none of their attempts. A sample that has been held for too long goes back into the queue.
     """
 
 
 class RewardBusy(RewardUnavailable):
-    """Those who can give a score are there, and had no place for this sample in time: the circuit stays closed."""
+    """The servers are there but had no free slot for this sample in time. The circuit stays closed."""
 
 
 class DeadlineExceeded(StreamrlError, TimeoutError):
@@ -133,7 +133,7 @@ class DeadlineExceeded(StreamrlError, TimeoutError):
 
 
 class WireError(StreamrlError, ValueError):
-    """Bytes that are no message of ours: too large, truncated, foreign or of an unknown schema version."""
+    """Bytes that are not a valid message: too large, truncated, foreign, or of an unknown schema version."""
 
 
 class WeightsError(StreamrlError):
@@ -141,25 +141,34 @@ class WeightsError(StreamrlError):
 
 
 class Fenced(StreamrlError):
-    """A newer process of the same role has taken over; the holder of this error stops without a further write."""
+    """A newer process of the same role took over. Who gets this error stops without another write."""
 
     exit_code = ExitCode.OK
 
 
 class Forgotten(StreamrlError):
-    """Redis lost some seconds and with them the take-over of this process; nobody newer is there, so start again."""
+    """Redis lost its last seconds, and with them the take-over by this process. No newer process exists: restart."""
 
     exit_code = ExitCode.TEMPORARY
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """Return what a task group wraps, however deep: the first error of ours, else the first of all."""
+    """Return the first `StreamrlError` inside nested exception groups, else the first error."""
     found = list(leaves(error))
     return next((leaf for leaf in found if isinstance(leaf, StreamrlError)), found[0])
 
 
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise what a task group wraps (see `unwrap`) instead of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """All errors that task groups wrap, however deep; of another error itself."""
+    """Yield all errors inside nested exception groups; a plain error yields itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)

@@ -1,4 +1,4 @@
-"""When what died comes back (a role, a server of an engine): how long to wait, how often. Pure, without a clock.
+"""How long to wait, and how often to try, before a dead role or engine server is restarted. Pure, without a clock.
 
 Of roles:
 
@@ -20,11 +20,11 @@ from streamrl.config import SupervisorConfig
 from streamrl.errors import ExitCode
 
 HEALTHY_SECONDS = 60.0
-"""What was ready for this long starts its backoff from the beginning."""
+"""After being ready for this long, the backoff starts from the beginning."""
 
 
 class ExitClass(StrEnum):
-    """What an exit code asks for."""
+    """What an exit code means for the restart."""
 
     FINISHED = "finished"
     HOPELESS = "hopeless"
@@ -59,8 +59,8 @@ class RestartPolicy:
     def pause(self, failures: int, jitter: float) -> float:
         """Seconds to wait after `failures` deaths in a row (1 or more), with `jitter` drawn from [0, 1).
 
-        Full jitter: a uniform draw below min(max_backoff, backoff * 2^(failures - 1)), so that all that died of the
-        same cause does not come back at the same moment (aws.amazon.com, "Exponential Backoff and Jitter").
+        Full jitter: a uniform draw below min(max_backoff, backoff * 2^(failures - 1)), so that what died
+        of the same cause does not restart at the same moment (aws.amazon.com, "Exponential Backoff and Jitter").
         """
         exponent = min(failures - 1, 60)
         return jitter * min(self.max_backoff, self.backoff * 2.0**exponent)
@@ -68,7 +68,7 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Deaths:
-    """Deaths of one thing that is brought back after each, until it dies too often. All times are of one clock.
+    """Deaths of one role or server, which decide the pause before each restart. All times are of one clock.
 
     Args:
         policy: limits.
@@ -85,11 +85,11 @@ class Deaths:
         return len(self._recent)
 
     def started(self) -> None:
-        """It is being started and is not ready yet."""
+        """Record that it is being started."""
         self._ready_at = None
 
     def ready(self, now: float) -> None:
-        """It is ready; a repeat sets its health back to the beginning."""
+        """Record that it is ready. A repeat restarts the count of healthy seconds."""
         self._ready_at = now
 
     def died(self, now: float, jitter: float) -> float | None:

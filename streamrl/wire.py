@@ -1,9 +1,9 @@
-"""What travels between roles: typed MessagePack with limits, and files of frames. Never pickle.
+"""Messages between roles (typed MessagePack with size limits) and files of frames. Never pickle.
 
 A message is a map with a `type` tag and a schema version `v`. Arrays travel as raw little-endian bytes
 (`int32` for token ids, `float32` for log-probabilities), so that any language can read them and a sampled token
-costs 8 bytes. Sizes are checked before anything is decoded. Fields that this version does not know are ignored; an
-unknown schema version is a `WireError`, whose message goes to the dead letters instead of to a guess.
+costs 8 bytes. Sizes are checked before anything is decoded. Unknown fields are ignored. An unknown
+schema version is a `WireError`, and the message goes to the dead letters.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Float32Array: TypeAlias = npt.NDArray[np.float32]
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defaults=True):
     """One prompt of the data set, as the feeder admitted it.
 
-    `tokens` are the ids the engines get, `text` what a person reads; `messages` is there when the line of the data set
-    had chat messages. `answer` and `metadata` are passed to the rewards untouched. `line` is the line of the data
-    set (from 0), `evaluation` marks held-out prompts, which are scored and never trained.
+    `tokens` are the ids that the engine gets; `text` is for people. `messages` is set when the line of the data set has
+    chat messages. Rewards get `answer` and `metadata` unchanged. `line` is the line of the data set, from 0.
+    `evaluation` marks held-out prompts, which are scored and never trained.
     """
 
     v: int = SCHEMA
@@ -59,14 +59,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defaults=True):
-    """One response to a prompt, each token with the policy that sampled it.
+    """One response to a prompt, with the policy version that sampled each token.
 
     `tokens` (int32) and `logprobs` (float32, natural log of the probability the token was *sampled with*) have one
-    entry per sampled token, the end-of-sequence token included. `runs` is `[(first token, version), ...]`, the first
-    run starts at token 0 and both numbers grow: token i was sampled by the version of the last run that starts at or
+    entry per sampled token, including the end-of-sequence token. `runs` is `[(first token, version), ...]`: the first
+    run starts at token 0 and both numbers grow. Token i was sampled by the version of the last run that starts at or
     before i. `finish` is `stop` (end of sequence sampled), `length` (limit reached) or `abort`. `greedy` marks a
-    response of the most probable tokens: its reward is a baseline, it is not trained, and its log-probabilities mean
-    nothing.
+    response of the most probable tokens: its reward is a baseline, it is not trained, and its log-probabilities are
+    not used.
     """
 
     v: int = SCHEMA
@@ -84,7 +84,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
             raise ValueError("a sample needs one log-probability for each token")
         count = len(self.tokens) // 4
         if len(self.runs) == 1 and self.runs[0][0] == 0 and count:
-            return  # most of them
+            return  # the common case
         starts = [first for first, _ in self.runs]
         versions = [version for _, version in self.runs]
         if count and (not starts or starts[0] != 0 or starts[-1] >= count):
@@ -114,9 +114,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
-    """What the rewards said of one sample: the weighted sum, and each part by the name of its reward.
+    """Score of one sample: the weighted sum, and each part by the name of its reward.
 
-    `detail` is for people who try a reward; a worker does not write it.
+    `detail` is shown when somebody tries a reward; workers do not write it.
     """
 
     v: int = SCHEMA
@@ -140,7 +140,7 @@ _decoders: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
 
 
 class _Header(msgspec.Struct):
-    """The two fields every message has; decoded alone to tell a newer schema from garbage."""
+    """The two fields that every message has. Decoded alone, they tell a newer schema from garbage."""
 
     type: str = ""
     v: int = SCHEMA
@@ -150,7 +150,7 @@ _header: Final = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message; `WireError` when they are more than `MAX_MESSAGE_BYTES`."""
+    """Return the bytes of a message. Raises `WireError` above `MAX_MESSAGE_BYTES`."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a {type(message).__name__.lower()} of {len(data)} bytes is over the limit of the wire")
@@ -161,8 +161,8 @@ def decode(data: bytes, kind: type[_M]) -> _M:
     """Return the message of type `kind` in `data`.
 
     Raises:
-        WireError: too large, truncated, of another type, of an unknown schema version, or against a rule of its type.
-            Nothing is executed and nothing large is allocated before the checks.
+        WireError: it is too large, truncated, of another type, of an unknown schema version, or breaks a rule of its
+            type. Nothing large is allocated before the checks.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes is over the limit of the wire")
@@ -177,7 +177,7 @@ def decode(data: bytes, kind: type[_M]) -> _M:
 
 
 def _reason(data: bytes, error: Exception) -> str:
-    """Say why decoding failed; a newer schema is named as such because that is what a person can mend."""
+    """Say why decoding failed. A newer schema is named, because people can mend that."""
     try:
         version = _header.decode(data).v
     except (msgspec.DecodeError, RecursionError):
@@ -190,13 +190,13 @@ def _check_arrays(message: Message) -> None:
         return
     if len(message.tokens) % 4 or (isinstance(message, Sample) and len(message.logprobs) % 4):
         raise WireError("an array of tokens or log-probabilities was cut in the middle of an element")
-    # Looking for a zero byte takes half the time of `all` on arrays as short as these.
+    # On such short arrays the search for a zero byte takes half the time of `all`.
     if isinstance(message, Sample) and b"\0" in np.isfinite(message.token_logprobs).tobytes():
         raise WireError("a sample has a log-probability that is not finite")
 
 
 def utf8(text: str) -> str:
-    """The text with a question mark for each lone surrogate: a model can write one, and UTF-8 has no bytes for it."""
+    """Replace each lone surrogate by a question mark: models can write them, and UTF-8 cannot encode them."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -221,7 +221,7 @@ def unpack_float32(data: bytes) -> Float32Array:
 
 
 def pack_frame(record: dict[str, Any]) -> bytes:
-    """One frame of a file of frames (MessagePack map, self-delimiting)."""
+    """Return one frame of a file of frames: a MessagePack map, which delimits itself."""
     data: bytes = msgpack.packb(record, use_bin_type=True)
     return data
 
@@ -229,7 +229,7 @@ def pack_frame(record: dict[str, Any]) -> bytes:
 def read_frames(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the whole frames in the first `limit` bytes of a file (all of it when None).
 
-    A frame that a crash cut off at the end is not yielded; anything in the middle that is no frame raises `WireError`.
+    A frame that a crash cut off at the end is not yielded. Anything else that is not a frame raises `WireError`.
     """
     unpacker = msgpack.Unpacker(raw=False, max_buffer_size=MAX_FRAME_BYTES, strict_map_key=True)
     left = limit

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import orjson
 import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -88,6 +89,7 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["engine.api_key_file=/tmp/key"], "api_key_file"),
         (["engine.kind=sglang", "engine.url=[http://a:1]", "rollout.replicas=2"], "each replica"),
         (["engine.kind=openai", "engine.url=[http://a:1]", "rollout.placement=colocated"], "colocated"),
+        (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
     ],
 )
 def test_values_that_do_not_fit_together(overrides, message):
@@ -98,6 +100,15 @@ def test_values_that_do_not_fit_together(overrides, message):
 def test_units():
     config = load(None, ["redis.maxmemory=2GiB", "lease.seconds=1500ms", "lease.max_hold=10m"], {}).config
     assert (config.redis.maxmemory, config.lease.seconds, config.lease.max_hold) == (2 << 30, 1.5, 600.0)
+
+
+def test_a_saved_configuration_of_before_may_name_the_coefficient_of_a_value_head(tmp_path):
+    path = tmp_path / "run.json"
+    save(load(None, ["learner.critic.kind=model", "learner.advantage.use=gae"], {}), path)
+    saved = orjson.loads(path.read_bytes())
+    saved["config"]["learner"]["critic"]["coefficient"] = 0.5
+    path.write_bytes(orjson.dumps(saved))
+    assert read_saved(path).config.learner.critic.kind == "model"
 
 
 def test_a_greedy_baseline_is_one_more_response():

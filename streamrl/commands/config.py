@@ -10,7 +10,7 @@ import orjson
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.options import JsonOption, RunFile, RunOption, SetOption
+from streamrl.commands.options import JsonOption, RunFile, SetOption
 from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
@@ -30,7 +30,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.command("show")
 def show(
     file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file; the defaults if left out.")] = None,
-    run: RunOption = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Show a run instead of a file."),
+    ] = None,
     overrides: SetOption = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     json: JsonOption = False,

@@ -1,19 +1,44 @@
-"""`streamrl engines`: environments of engine servers, what they can do, and the servers of a run.
-
-Every command line reads this module: each command imports what it needs itself.
-"""
+"""`streamrl engines`: environments and checks of engine servers, the servers of a run, and a server of our own."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from streamrl.commands.options import JsonOption, RunOption
+from streamrl.commands import output
+from streamrl.commands.options import JsonOption, RunOption, expect_server_url
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
+from streamrl.errors import ConfigError, ExitCode, StreamrlError, Unreachable, UsageError, unwrap
 
-engines_app = typer.Typer(no_args_is_help=True, help="Engine servers: environments, checks, members of a run.")
+if TYPE_CHECKING:
+    from streamrl.producers.servers.examination import Finding
+    from streamrl.queues.registry import Enlisted
+
+LIST_SCHEMA: Final = "streamrl.engines/1"
+CHANGE_SCHEMA: Final = "streamrl.engines.change/1"
+CHECK_SCHEMA: Final = "streamrl.engines.check/1"
+_SERVES: Final = frozenset({"ready", "leaving"})
+# What a run file must have and a server does not use; small, so that no check of a run's sizes gets in the way.
+_UNUSED: Final = (
+    "max_staleness=0",
+    "learner.groups_per_step=1",
+    "checkpoint.every=1",
+    "sampling.group_size=2",
+    "sampling.max_new_tokens=1",
+)
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 class ServerKind(StrEnum):
@@ -31,26 +56,33 @@ class CheckedKind(StrEnum):
     hf = "hf"
 
 
-IntoOption = Annotated[
-    Path | None, typer.Option("--into", metavar="DIR", help="Folder of the environment; .engines/KIND if left out.")
-]
-
-
-@engines_app.command("install")
+@app.command("install")
 def install(
     kind: Annotated[ServerKind, typer.Argument(metavar="vllm|sglang", help="Which engine.")],
     cpu: Annotated[
-        bool | None, typer.Option("--cpu/--gpu", help="For which machine; --cpu if left out and no NVIDIA device.")
+        bool | None,
+        typer.Option("--cpu/--gpu", help="For which kind of machine; if left out, --gpu where there is an NVIDIA GPU."),
     ] = None,
-    into: IntoOption = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the environment; .engines/KIND if left out.")
+    ] = None,
 ) -> int:
-    """Make the virtual environment of an engine. Again on half of one: goes on. Again on a whole one: nothing."""
-    from streamrl.commands.environment import install as command
+    """Make the virtual environment of an engine. A repeat finishes one that is incomplete.
 
-    return command(kind.value, into, cpu=cpu)
+    Progress goes to stderr, the folder to stdout.
+    """
+    from streamrl.producers.servers.environments import computes_on_cpu, default_folder
+    from streamrl.producers.servers.installation import install as make
+
+    folder = (into if into is not None else default_folder(kind.value)).expanduser().absolute()
+    make(kind.value, folder, cpu=computes_on_cpu("auto") if cpu is None else cpu, say=output.note)
+    if into is not None:
+        output.note(f"runs use it with  engine.environment: {folder}")
+    output.write(str(folder))
+    return 0
 
 
-@engines_app.command("check")
+@app.command("check")
 def check(
     kind: Annotated[CheckedKind, typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
     environment: Annotated[
@@ -59,58 +91,198 @@ def check(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Start an engine on a tiny model, update its weights, and say what it can do. 1 when something fails."""
-    from streamrl.commands.enginecheck import check as command
+    """Start an engine on a tiny model, update its weights, and say what it can do. Exit code 1 if something fails.
 
-    return command(kind.value, environment, json=json)
+    The files of the check are removed afterwards, unless something fails.
+    """
+    from streamrl.producers.servers import environments
+
+    if kind is CheckedKind.hf and environment is not None:
+        raise UsageError("hf runs in this process and has no environment", "leave out --environment")
+    if kind is not CheckedKind.hf:
+        environment = environments.find_environment(environment, ServerKind(kind).value, key="--environment")
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the check needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    from streamrl.producers.servers.examination import Examination
+
+    logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # what is killed and refused here is so on purpose
+
+    def heard(finding: Finding) -> None:
+        if not json:
+            output.write(f"{finding.verdict:6}  {finding.name:28}  {finding.detail}")
+
+    if not json:
+        output.write(f"{kind.value} in {environment or 'this process'}")
+    folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind.value}-"))
+    with contextlib.ExitStack() as left:
+        left.callback(shutil.rmtree, folder, ignore_errors=True)
+        findings = asyncio.run(Examination(kind.value, folder, heard, environment=environment).run())
+        failed = any(finding.verdict == "failed" for finding in findings)
+        if failed:
+            left.pop_all()  # the log that a finding names is in it
+    if json:
+        data: dict[str, Any] = {
+            "kind": kind.value,
+            "environment": None if environment is None else str(environment),
+            "ok": not failed,
+            "findings": [
+                {"name": finding.name, "verdict": finding.verdict, "detail": finding.detail} for finding in findings
+            ],
+        }
+        output.write_json(CHECK_SCHEMA, data)
+    return int(ExitCode.FAILURE if failed else ExitCode.OK)
 
 
-@engines_app.command("ls")
+@app.command("ls")
 def ls(run: RunOption = None, json: JsonOption = False) -> int:
-    """List the engine servers of a run: state, weights, requests in flight. 1 when one of them cannot serve."""
-    from streamrl.commands.engines_live import ls as command
+    """List the engine servers of a run: state, weights, requests in flight. Exit code 1 if one of them cannot serve."""
+    rows = asyncio.run(_rows(find_run(run)))
+    code = ExitCode.OK if all(row["state"] in _SERVES for row in rows) else ExitCode.FAILURE
+    if json:
+        output.write_json(LIST_SCHEMA, {"servers": rows})
+        return code
+    if rows:
+        _print(rows)
+    else:
+        output.note("no engine servers: this run generates in the processes of its replicas")
+    return code
 
-    return command(run, json=json)
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    lines = [("SERVER", "STATE", "REPLICA", "WEIGHTS", "RUNNING", "CACHE", "WHY")]
+    for row in rows:
+        known = bool(row["limit"])
+        running = f"{row['in_flight']}/{row['limit']}" if known else "-"
+        version = f"v{row['version']}" if row["version"] else "-"
+        cache = f"{row['cache_use']:.0%}" if known else "-"
+        lines.append((row["name"], row["state"], row["replica"] or "-", version, running, cache, row["why"]))
+    output.write_columns(lines)
 
 
-@engines_app.command("add")
+@app.command("add")
 def add(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A server that runs already, e.g. http://10.0.0.7:8000.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server that is running, e.g. http://10.0.0.7:8000.")],
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Add a server to a run, or one that was removed from it. It gets the newest weights, then prompts."""
-    from streamrl.commands.engines_live import add as command
+    """Add a server to a run, also one that was removed. It gets the newest weights, then prompts."""
+    target = find_run(run)
+    _expect_servers(target)
+    name = url.rstrip("/")
+    if name not in _managed(target):
+        expect_server_url(name, "engine.api_key_file names the key")
+    return _change(target, name, present=True, json=json)
 
-    return command(run, url, json=json)
 
-
-@engines_app.command("remove")
+@app.command("remove")
 def remove(
     server: Annotated[str, typer.Argument(metavar="SERVER", help="URL or name, as `engines ls` shows it.")],
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Take a server out of a run. It ends what it has; what takes too long goes on elsewhere."""
-    from streamrl.commands.engines_live import remove as command
+    """Take a server out of a run. It ends its requests; those that take too long continue on another server."""
+    target = find_run(run)
+    _expect_servers(target)
+    name = server.rstrip("/")
+    known = {row["name"] for row in asyncio.run(_rows(target))}
+    if name not in known and name not in _managed(target):
+        raise UsageError(f"no server {server} in this run", "`streamrl engines ls` shows them")
+    return _change(target, name, present=False, json=json)
 
-    return command(run, server, json=json)
 
-
-@engines_app.command("serve")
+@app.command("serve")
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or hub name.")],
     *,
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Any but loopback needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8100,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; any but loopback needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: any free one.")] = 8100,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Key that every request must bear.")
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the key that requests must carry.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. engine.slots=64.")
     ] = None,
 ) -> int:
-    """Serve a model with the Hugging Face engine, for runs with engine.kind hf and engine.url."""
-    from streamrl.commands.serve import serve as command
+    """Serve a model with the Hugging Face engine until SIGTERM, for runs with engine.kind hf and engine.url.
 
-    return command(model, host, port, api_key_file, overrides or [])
+    The URL goes to stderr when requests are taken.
+    """
+    missing = [name for name in ("torch", "transformers", "safetensors", "starlette", "uvicorn") if not find_spec(name)]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train,serve]'")
+    from streamrl.http import read_key
+    from streamrl.producers.servers.addresses import take_address
+    from streamrl.runfile import load
+
+    config = load(None, [*_UNUSED, f"model.path={model}", *(overrides or [])], environ={}).config
+    key = read_key("--api-key-file", api_key_file)
+    with take_address(host, port, key) as listening:
+        from streamrl.producers.servers.serve import serve as run
+        from streamrl.runtime.logs import log_as_json
+
+        log_as_json("engine")
+        try:
+            asyncio.run(run(config, listening, key=key, ready=lambda url: output.note(f"serving {model} at {url}")))
+        except Unreachable as error:
+            # a thread that hangs in a step would keep the process alive
+            _leave(error)
+    return 0
+
+
+def _change(run: RunDirectory, name: str, *, present: bool, json: bool) -> int:
+    async def enlist() -> bool:
+        async with ledgers(run) as opened:
+            return await opened.servers.enlist(name, present=present)
+
+    changed = asyncio.run(enlist())
+    if json:
+        output.write_json(CHANGE_SCHEMA, {"server": name, "present": present, "changed": changed})
+        return 0
+    done = "added" if present else "removed"
+    output.write(f"{name} {done}" if changed else f"{name} was {done} before")
+    return 0
+
+
+def _expect_servers(run: RunDirectory) -> None:
+    if run.config.engine.kind == "hf" and not run.config.engine.url:
+        raise ConfigError(
+            "this run generates in the processes of its replicas, not in servers",
+            "set engine.url to servers started by `streamrl engines serve`, or engine.kind to vllm or sglang",
+        )
+
+
+def _managed(run: RunDirectory) -> list[str]:
+    """The names of the servers that the replicas of this run start."""
+    if not run.config.engine.managed:
+        return []
+    numbers = range(run.config.engine.servers)
+    return [f"rollout.{replica}.server{number}" for replica in range(run.config.rollout.replicas) for number in numbers]
+
+
+async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
+    """What is known of every server: those that a replica speaks of, those of the configuration, those added."""
+    async with ledgers_to_look(run) as opened:
+        enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
+    nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}
+    rows: dict[str, dict[str, Any]] = {}
+    urls = [url.rstrip("/") for url in run.config.engine.url]
+    for name in [*_managed(run), *urls, *sorted(enlisted)]:
+        rows[name] = {"name": name, "replica": "", **nothing}
+    for replica, servers in reports.items():
+        for name, row in servers.items():
+            rows[name] = {"name": name, "replica": replica, **nothing, **row}
+    return [row for name, row in rows.items() if row["replica"] or _is_wanted(enlisted.get(name))]
+
+
+def _is_wanted(entry: Enlisted | None) -> bool:
+    return entry is None or entry.present
+
+
+def _leave(error: StreamrlError) -> None:
+    cause = unwrap(error)
+    output.note(f"error: {cause}")
+    sys.stdout.flush()
+    os._exit(error.exit_code)

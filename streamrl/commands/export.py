@@ -13,6 +13,7 @@ from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import find_run
 from streamrl.errors import CannotCreate, ConfigError
+from streamrl.monitor.lines import size
 
 SCHEMA: Final = "streamrl.export/1"
 
@@ -56,10 +57,10 @@ def export(
     if json:
         output.write_json(SCHEMA, data)
     else:
-        output.write(f"ckpt-{meta.name} (step {meta.step}) is in {out}: {found.bytes >> 20} MiB")
+        output.write(f"ckpt-{meta.name} (step {meta.step}) is in {out}: {size(found.bytes)}")
     return 0
 
 
 def _progress(done: int, total: int) -> None:
     if sys.stderr.isatty() or done < total:
-        output.note(f"exported {done >> 20} of {total >> 20} MiB")
+        output.note(f"exported {size(done)} of {size(total)}")

@@ -1,4 +1,4 @@
-"""The end of a finished run: audit, measurement, table, picture, and what to try next."""
+"""The end of a finished run, trained or only recorded: audit, figures, and what to try next."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final, Self
 
+from streamrl.archive.reader import FOLDER, recording_files
 from streamrl.commands import output
 from streamrl.commands.audit import audit_run
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
-from streamrl.monitor.lines import duration, number, percent
+from streamrl.monitor.lines import duration, number, percent, size
 from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
@@ -35,6 +36,32 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
     if accuracies.failure is not None:
         raise accuracies.failure
     expect_some("trained", found, run_dir)
+    return found.proved
+
+
+def finish_recording(config: RunConfig, run_dir: Path) -> bool:
+    """Audit the run and say what was recorded; returns whether the audit holds.
+
+    Raises:
+        Refused: as of `expect_some`.
+    """
+    found = asyncio.run(audit_run(find_run(run_dir)))
+    files = recording_files(run_dir / FOLDER)
+    written = size(sum(file.stat().st_size for file in files))
+    output.write(f"groups recorded / dead   {found.trained} / {found.dead}")
+    output.write(f"responses dead           {found.dead_samples}")
+    output.write(f"recording                {run_dir / FOLDER} ({len(files)} files, {written})")
+    if not found.proved:
+        output.write(f"AUDIT: {found.lost} lost, {found.twice} recorded twice")
+        for reason in found.unproved:
+            output.write(f"AUDIT: {reason}")
+    expect_some("recorded", found, run_dir)
+    output.write("")
+    output.write("next:")
+    output.write(
+        f"  streamrl up RUN.yaml --train-only {run_dir / FOLDER} --run {run_dir.parent / f'{config.name}-trained'}"
+    )
+    output.write(f"  streamrl audit --run {run_dir}")
     return found.proved
 
 

@@ -1,11 +1,14 @@
-"""Options that several commands share."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlparse
 
 import typer
+
+from streamrl.errors import UsageError
 
 RunOption = Annotated[
     Path | None,
@@ -20,3 +23,12 @@ SetOption = Annotated[
 EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out groups instead of training groups.")]
 GroupArgument = Annotated[int, typer.Argument(min=0, metavar="GROUP", help="Id of the group.")]
 RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file; ./run.yaml if left out.")]
+
+
+def expect_server_url(url: str, hint: str) -> None:
+    """See that an argument is the URL of a server, without a password; `hint` says where the key belongs."""
+    parts = urlparse(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise UsageError(f"{url!r} is not the URL of a server", "write http://HOST:PORT")
+    if parts.username or parts.password:
+        raise UsageError("a URL with a password would be shown to everybody", hint)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
@@ -85,6 +85,16 @@ def write(text: str) -> None:
     """Write a line to stdout and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def write_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Write rows of cells below each other; the first row is the heading."""
+    from streamrl.monitor.lines import printable
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        write(printable("  ".join(cells).rstrip()))
 
 
 def note(text: str) -> None:

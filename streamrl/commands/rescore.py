@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
+import typer
 
 from streamrl import wire
 from streamrl.archive.reader import ArchiveReading, read_archive
 from streamrl.commands import output
-from streamrl.commands.archive import later_than, note_problems, since_of
+from streamrl.commands.archive import FromOption, SinceOption, later_than, note_problems, since_of
+from streamrl.commands.options import EvalOption, JsonOption, RunOption, SetOption
 from streamrl.commands.rescore_report import check_drawing, draw, report
 from streamrl.commands.reward_choice import choose, opened
 from streamrl.commands.rundir import RunDirectory, find_run
@@ -27,9 +29,9 @@ from streamrl.consumers.comparison import compare, most_different
 from streamrl.consumers.patience import PatientScorer
 from streamrl.consumers.rescoring import Outcome, RescoredSet, ScoreGroup, rescore_groups
 from streamrl.consumers.reward import RewardSample
-from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrap
+from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrapped
 from streamrl.monitor.lines import duration
-from streamrl.runfile import load, read_saved
+from streamrl.runfile import load
 
 SCHEMA: Final = "streamrl.rescore/1"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -67,42 +69,93 @@ class Options:
         """
         if self.file is None and self.overrides:
             raise UsageError("--set changes a run file", "name it with --file")
-        whole = (
-            read_saved(run.path / "run.json").config if self.file is None else load(self.file, self.overrides).config
-        )
+        whole = run.config if self.file is None else load(self.file, self.overrides).config
         return choose(whole, self.reward, self.arguments, self.adapter)
 
 
-def rescore(chosen: Path | None, options: Options, *, json: bool) -> int:
-    """Score groups again and compare; 1 when a response could not be scored, or groups could not be read.
+def rescore(
+    *,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run or --file; else all."
+        ),
+    ] = None,
+    into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new scores: RUN_DIR/rescored/NAME.")],
+    run: RunOption = None,
+    source: FromOption = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="RUN.yaml", help="Rewards, scoring and models of a run file; else of the run."),
+    ] = None,
+    overrides: SetOption = None,
+    arguments: Annotated[
+        list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="One of its args, e.g. tolerance=0.1")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="verl|trl", help="The function is one of verl or of TRL.")
+    ] = None,
+    since: SinceOption = None,
+    evaluation: EvalOption = False,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
+    ] = 16,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many groups.")] = None,
+    threshold: Annotated[
+        float, typer.Option("--threshold", help="Where `same side` draws the line: right is above.")
+    ] = 0.5,
+    differ: Annotated[int, typer.Option("--differ", min=0, help="Responses to show that differ most.")] = 10,
+    drop_failed: Annotated[
+        bool, typer.Option("--drop-failed", help="Write groups that lost responses to failures too.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Throw away the scores of this name first.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.png", help="Draw both sets of scores (matplotlib).")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Score recorded groups with another reward, and compare: agreement, correlation, histogram, what differs most.
 
-    Raises:
-        UsageError: a wrong option.
-        ConfigError: no recorded groups, a reward that cannot be loaded, or the name is taken by other scores.
-        CannotCreate: no room.
-        Unreachable: the Redis of the run does not answer, and is asked for the servers of a model; or nothing could be
-            scored for nearly as long as `lease.max_hold`. What was scored before is kept.
+    Example: `streamrl rescore --reward my_rewards:Stricter --into strict --since 2h`. The run is not changed. The new
+    scores are a recording, RUN_DIR/rescored/NAME: `--from` reads it, and `streamrl up --train-only` trains it. A repeat
+    goes on where the last call stopped, and tries again what failed. A sample that the reward fails on is listed and
+    gets no new score, never a 0. Exit code 1 if there was one, or if groups could not be read.
     """
+    options = Options(
+        into=into,
+        source=source,
+        reward=reward,
+        file=file,
+        overrides=overrides or [],
+        arguments=arguments or [],
+        adapter=adapter,
+        since=since,
+        evaluation=evaluation,
+        concurrency=concurrency,
+        limit=limit,
+        threshold=threshold,
+        differ=differ,
+        drop_failed=drop_failed,
+        force=force,
+        picture=picture,
+    )
     if not _NAME.fullmatch(options.into):
         raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
     if not math.isfinite(options.threshold):
         raise UsageError(f"--threshold {options.threshold} is no score", "a number, e.g. 0.5")
     if options.picture is not None:
         check_drawing(options.picture)
-    run = find_run(chosen)
-    config = options.config(run)
-    reading = read_archive(options.source or run.path, evaluation=options.evaluation)
-    try:
-        with Counting() as counting:
-            outcome, folder = asyncio.run(_score(run, config, reading, options, counting))
-    except BaseExceptionGroup as group:
-        raise unwrap(group) from group
+    target = find_run(run)
+    config = options.config(target)
+    reading = read_archive(options.source or target.path, evaluation=options.evaluation)
+    with unwrapped(), Counting() as counting:
+        outcome, folder = asyncio.run(_score(target, config, reading, options, counting))
     problems = list(reading.problems)
     note_problems(reading)
     groups = [key[:2] for key in outcome.keys]
     comparison = compare(outcome.old, outcome.new, groups, options.threshold) if groups else None
     data = {
-        "run": run.name,
+        "run": target.name,
         "into": options.into,
         "directory": str(folder),
         "rewards": [spec.name or spec.use for spec in config.rewards],

@@ -1,54 +1,138 @@
-"""`streamrl reward servers`: who answers for the reward models of a run. Every command line reads this."""
+"""`streamrl reward servers`: reads and changes the list of servers that reward workers follow."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import difflib
+from typing import Annotated, Any, Final
+from urllib.parse import urlparse
 
 import typer
 
-from streamrl.commands.options import JsonOption, RunOption
+from streamrl.commands import output
+from streamrl.commands.options import JsonOption, RunOption, expect_server_url
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
+from streamrl.config import RewardModelConfig
+from streamrl.consumers.models.servers import RewardServer, RewardServers
+from streamrl.errors import ExitCode, UsageError
 
-reward_servers_app = typer.Typer(no_args_is_help=True, help="Servers of the reward models of a run: list, add, remove.")
+LIST_SCHEMA: Final = "streamrl.reward.servers/1"
+CHANGE_SCHEMA: Final = "streamrl.reward.servers.change/1"
+_DOWN: Final = "down"
 
-ModelArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the model in reward_models.")]
+
+app = typer.Typer(no_args_is_help=True, help="Servers of the reward models of a run: list, add, remove.")
+ModelArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model in reward_models.")]
 
 
-@reward_servers_app.command("ls")
+@app.command("ls")
 def ls(
-    model: Annotated[str | None, typer.Argument(metavar="NAME", help="Of one model; else of all.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="NAME", help="Only servers of this model.")] = None,
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """List the servers of reward models. 1 when one that streamrl starts is not there."""
-    from streamrl.commands.reward_servers_live import ls as command
+    """List the servers of reward models. Exit code 1 if one that streamrl starts is down."""
+    target = find_run(run)
+    if model is not None:
+        _expect_model(target, model)
+    rows = [row for row in asyncio.run(_rows(target)) if model in {None, row["model"]}]
+    code = ExitCode.FAILURE if any(row["state"] == _DOWN for row in rows) else ExitCode.OK
+    if json:
+        output.write_json(LIST_SCHEMA, {"servers": rows})
+        return code
+    if not rows:
+        output.note("no servers: this run has no reward_models")
+        return code
+    cells = [(row["model"], row["name"], row["state"], row["url"]) for row in rows]
+    output.write_columns([("MODEL", "SERVER", "STATE", "URL"), *cells])
+    return code
 
-    return command(run, model, json=json)
+
+async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
+    """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep`, `down` (ours), `removed`."""
+    rows = []
+    async with ledgers_to_look(run) as opened:
+        servers = RewardServers(opened)
+        for model, config in run.config.reward_models.items():
+            present = {server.name: server for server in await servers.present(model, config.url)}
+            removed = await servers.removed(model)
+            for name in dict.fromkeys([*_ours(model, config), *present, *sorted(removed)]):
+                server = present.get(name)
+                url = server.url if server is not None else name if urlparse(name).scheme else ""
+                rows.append({"model": model, "name": name, "state": _state(server, name in removed), "url": url})
+    return rows
 
 
-@reward_servers_app.command("add")
+def _state(server: RewardServer | None, removed: bool) -> str:
+    if removed:
+        return "removed"
+    if server is None:
+        return _DOWN
+    return "listed" if server.name == server.url else "ready" if server.awake else "asleep"
+
+
+@app.command("add")
 def add(
     model: ModelArgument,
     server: Annotated[
         str,
-        typer.Argument(metavar="URL|ROLE", help="One that runs already, http://10.0.0.7:8000; a role: ask it again."),
+        typer.Argument(
+            metavar="URL|ROLE",
+            help="URL of a running server, e.g. http://10.0.0.7:8000; or a role that was removed.",
+        ),
     ],
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
     """Give a reward model one more server, or one that was removed. Workers ask it within two seconds."""
-    from streamrl.commands.reward_servers_live import change as command
-
-    return command(run, model, server, present=True, json=json)
+    return _change(find_run(run), model, server, present=True, json=json)
 
 
-@reward_servers_app.command("remove")
+@app.command("remove")
 def remove(
     model: ModelArgument,
     server: Annotated[str, typer.Argument(metavar="SERVER", help="URL or role, as `reward servers ls` shows it.")],
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Ask a server no more. It ends what it has; one that streamrl started runs on."""
-    from streamrl.commands.reward_servers_live import change as command
+    """Stop asking a server. It ends its requests; one that streamrl started keeps running."""
+    return _change(find_run(run), model, server, present=False, json=json)
 
-    return command(run, model, server, present=False, json=json)
+
+def _change(run: RunDirectory, model: str, server: str, *, present: bool, json: bool) -> int:
+    _expect_model(run, model)
+    models = run.config.reward_models
+    name = server.rstrip("/")
+    ours = set(_ours(model, models[model]))
+    if name not in ours:
+        expect_server_url(server, "reward_models.NAME.api_key_file names the key")
+
+    async def enlist() -> bool:
+        async with ledgers(run) as opened:
+            servers = RewardServers(opened)
+            known = {row.name for row in await servers.present(model, models[model].url)}
+            removed = await servers.removed(model)
+            if not present and name not in known | removed | ours:
+                raise UsageError(f"no server {server} answers for {model}", "`streamrl reward servers ls` shows them")
+            return await servers.enlist(model, name, present=present)
+
+    changed = asyncio.run(enlist())
+    if json:
+        output.write_json(CHANGE_SCHEMA, {"model": model, "server": name, "present": present, "changed": changed})
+        return 0
+    done = "added" if present else "removed"
+    output.write(f"{name} {done}" if changed else f"{name} was {done} before")
+    return 0
+
+
+def _ours(model: str, config: RewardModelConfig) -> list[str]:
+    """Roles that are servers of a model."""
+    return [f"reward_model.{model}.{number}" for number in range(config.servers if config.managed else 0)]
+
+
+def _expect_model(run: RunDirectory, model: str) -> None:
+    models = run.config.reward_models
+    if model not in models:
+        close = difflib.get_close_matches(model, list(models), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(models) or 'none'}"
+        raise UsageError(f"this run has no reward model {model}", hint)

@@ -8,14 +8,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
 
 from streamrl.commands import output
+from streamrl.commands.options import JsonOption, SetOption
 from streamrl.commands.reward_choice import all_built_in, choose, opened, started_models
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
-from streamrl.errors import ExitCode, UsageError, unwrap
+from streamrl.errors import ExitCode, UsageError, unwrapped
 from streamrl.monitor.lines import folded, printable, shortened
 
 if TYPE_CHECKING:
@@ -40,53 +43,50 @@ class Trial:
 
 
 def trial(
-    reward: str | None,
-    file: Path,
+    reward: Annotated[
+        str | None,
+        typer.Argument(metavar="REWARD", help="Built-in name, module:Name, or one of --file; else all of --file."),
+    ] = None,
     *,
-    run_file: Path | None,
-    run_dir: Path | None,
-    overrides: Sequence[str],
-    arguments: Sequence[str],
-    adapter: str | None,
-    limit: int,
-    wait: float,
-    json: bool,
+    sample: Annotated[
+        Path, typer.Option("--sample", metavar="FILE", help="JSON or JSON lines, a recording, or a run's archive.")
+    ],
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="RUN.yaml", help="Run file: its rewards, models and plugin_paths.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="A run whose servers are asked; without --file its rewards too."),
+    ] = None,
+    overrides: SetOption = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward, e.g. tolerance=0.1"),
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="verl|trl", help="Call it as a function of verl or of TRL.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Score at most so many samples.")] = 1000,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a service that is away.")
+    ] = 30.0,
+    json: JsonOption = False,
 ) -> int:
-    """Score the samples of a file and show what came of it.
+    """Score samples as a worker would; show scores, times, errors with tracebacks. Exit code 1 if one has no score.
 
-    Args:
-        reward: as of `choose`.
-        file: with samples.
-        run_file: with rewards, models and limits; None: those of the run, or the defaults.
-        run_dir: of a run that has started the servers of reward models; None: there is none.
-        overrides: of the run file.
-        arguments: of the reward.
-        adapter: of a function of another system.
-        limit: samples, at most.
-        wait: seconds for which a service that is away is waited for.
-        json: one envelope instead of a table.
-
-    Returns:
-        0 all samples have a score, 1 one of them has none, or some could not be read.
-
-    Raises:
-        ConfigError: samples, run file or reward are wrong.
-        UsageError: the options do not fit together, or a model has servers that only a run knows, and none is named.
-        Unreachable: the Redis of the run does not answer, and is asked for the servers of a model; or nothing could be
-            scored for `wait` seconds.
+    A sample is `{"prompt": "2+2=", "response": "4", "answer": "4"}`; any other key is metadata. Each is tried once,
+    with the deadline of the run file. `streamrl reward test gateway` waits for your program to fetch them.
     """
     from streamrl.consumers.samples import read_samples
 
-    run = find_run(run_dir) if run_dir is not None else None
-    config = _configured(reward, run_file, run, overrides, arguments=arguments, adapter=adapter)
+    target = find_run(run) if run is not None else None
+    config = _configured(reward, file, target, overrides or [], arguments=arguments or [], adapter=adapter)
     problems: list[str] = []
-    samples = list(itertools.islice(read_samples(file, problems), limit))
+    samples = list(itertools.islice(read_samples(sample, problems), limit))
     for problem in problems:
         output.note(f"warning: {problem}")
-    try:
-        trials = asyncio.run(_try(config, samples, run, wait))
-    except BaseExceptionGroup as group:
-        raise unwrap(group) from group
+    with unwrapped():
+        trials = asyncio.run(_try(config, samples, target, wait))
     failed = sum(not _has_score(each) for each in trials)
     names = [spec.name or spec.use for spec in config.rewards]
     if json:
@@ -106,14 +106,14 @@ def _configured(
     adapter: str | None,
 ) -> RunConfig:
     """What the samples are scored with: each is tried once, so that an error is seen as it is."""
-    from streamrl.runfile import load, read_saved
+    from streamrl.runfile import load
 
     if reward is None and run_file is None and run is None:
         raise UsageError("no reward to test", "name one, a run file with --file, or a run with --run")
     if run is not None and run_file is None and overrides:
         raise UsageError("--set changes a run file", "name it with --file")
-    whole = load(run_file, overrides) if run is None or run_file is not None else read_saved(run.path / "run.json")
-    config = choose(whole.config, reward, arguments, adapter)
+    whole = run.config if run is not None and run_file is None else load(run_file, overrides).config
+    config = choose(whole, reward, arguments, adapter)
     if run is None:
         _expect_servers(config)
     once = {"attempts": 1, "on_failure": "drop_sample"}

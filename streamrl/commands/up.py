@@ -14,7 +14,7 @@ import typer
 
 from streamrl.commands import output
 from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
-from streamrl.commands.options import RunFile, RunOption, SetOption
+from streamrl.commands.options import RunFile, SetOption
 from streamrl.commands.rolestates import RoleStates
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
@@ -26,7 +26,7 @@ from streamrl.queues.connection import Connection
 from streamrl.runfile import RUNS, LoadedConfig
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
-from streamrl.runtime.supervisor import Outcome, supervise
+from streamrl.runtime.supervisor import RunOutcome, supervise
 
 VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
 
@@ -43,7 +43,10 @@ class Screen(StrEnum):
 def up(
     file: RunFile = None,
     *,
-    run: RunOption = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; runs/NAME if left out."),
+    ] = None,
     overrides: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the configuration; start nothing.")] = (
         False
@@ -65,7 +68,8 @@ def up(
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished.
 
-    A run directory with a run in it is resumed. Without a run file, --resume goes on with what its run.json says.
+    A run directory with a run in it is resumed. --resume without a run file goes on with what the run.json of DIR says,
+    or of the newest run in runs/.
 
     Exit code 0: finished, or drained after the first Ctrl-C. 1: a role failed for good, or the closing audit does not
     hold. 130 or 143: cut short by a second signal.
@@ -86,7 +90,7 @@ def up(
             _explain(prepared.run_dir, outcome)
         return int(outcome.exit_code)
     if prepared.config.recording.mode == "write":
-        from streamrl.commands.recorded import finish_recording as finish
+        from streamrl.commands.finish import finish_recording as finish
     else:
         from streamrl.commands.finish import finish
 
@@ -130,7 +134,7 @@ def _announce(prepared: PreparedRun) -> None:
         output.note(f"changed since the last start: {key}")
 
 
-def _supervise(prepared: PreparedRun, screen: str) -> Outcome:
+def _supervise(prepared: PreparedRun, screen: str) -> RunOutcome:
     if screen == "auto":
         screen = "live" if sys.stdout.isatty() else "plain"
     look = Look(find_run(prepared.run_dir))
@@ -185,7 +189,7 @@ class Look:
         self._runner.close()
 
 
-def _explain(run_dir: Path, outcome: Outcome) -> None:
+def _explain(run_dir: Path, outcome: RunOutcome) -> None:
     forced = outcome.exit_code in {ExitCode.INTERRUPTED, ExitCode.TERMINATED}
     output.note(f"{'cut short' if forced else 'error: the run failed'}: {outcome.reason}")
     output.note(f"hint: streamrl logs --run {run_dir}; go on with: streamrl up --resume --run {run_dir}")

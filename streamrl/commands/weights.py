@@ -1,4 +1,4 @@
-"""`streamrl weights`: what is known of each version of the weights."""
+"""`streamrl weights`: what is known of each version of the weights, and keeping one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.lines import date_time, size
 from streamrl.monitor.snapshot import Snapshot, take
-from streamrl.queues.rollback import Request, parse
 
 if TYPE_CHECKING:
     from streamrl.weight_sync.manifest import Manifest, Pair
 
 LIST_SCHEMA: Final = "streamrl.weights/1"
 SHOW_SCHEMA: Final = "streamrl.weights.show/1"
+PIN_SCHEMA: Final = "streamrl.weights.pin/1"
+UNPIN_SCHEMA: Final = "streamrl.weights.unpin/1"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 VersionArgument = Annotated[
@@ -47,7 +48,7 @@ def ls(
     if not everything:
         rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
     if json:
-        output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": _rollback(target)})
+        output.write_json(LIST_SCHEMA, {"versions": rows})
         return 0
     if not rows:
         output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
@@ -60,7 +61,7 @@ def ls(
 def show(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Show one version with its files and tensors. Exit code 2 if there never was one."""
     target = find_run(run)
-    number = number_of(target, version)
+    number = _number(target, version)
     row = next((row for row in _rows(target) if row["version"] == number), None)
     if row is None:
         raise UsageError(f"there never was a version {number}", "`streamrl weights ls --all` shows all")
@@ -97,41 +98,50 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
     The copy is plain safetensors files, in the type that versions travel in (weights.dtype). A version can be pinned
     only while its files are there: the newest two, and with deltas all since the last full one. A repeat does nothing.
     """
-    from streamrl.commands.rollback import pin as command
+    from streamrl.weight_sync.catalog import find
+    from streamrl.weight_sync.pinned import pin as copy
 
-    return command(run, version, json=json)
+    target = find_run(run)
+    number, root = _number(target, version), _root(target)
+    manifest, _ = find(number, root, target.path)
+    manifest = copy(root, target.path, manifest.pair)
+    folder = target.path / "pinned" / manifest.folder
+    if json:
+        output.write_json(PIN_SCHEMA, {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())})
+    else:
+        output.write(f"version {number} is in {folder}, {size(manifest.total_bytes)}")
+    return 0
 
 
 @app.command("unpin")
 def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
-    """Remove the pinned copy of a version. 2 when it is not pinned, 78 while a rollback still needs it."""
-    from streamrl.commands.rollback import unpin as command
+    """Remove the pinned copy of a version. Exit code 2 if it is not pinned."""
+    from streamrl.weight_sync.catalog import PINNED, newest_with, versions
+    from streamrl.weight_sync.pinned import unpin as remove
 
-    return command(run, version, json=json)
-
-
-@app.command("rollback")
-def rollback(
-    version: VersionArgument,
-    run: RunOption = None,
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for the learner.")] = 300.0,
-    json: JsonOption = False,
-) -> int:
-    """Go back to the weights of a version: the learner goes on from them and publishes them under a new number.
-
-    The version is pinned first. The learner takes it at the end of its step, begins the moments of AdamW anew, and
-    counts steps and versions on: what was trained since is gone from the weights, and is not trained again. With
-    weights.dtype bfloat16 the weights come back in that precision.
-
-    0: engines can get the new version. 1: refused, the reason is shown. 3: no learner is running, and the next one will
-    do it. 75: not yet done after --wait; the request stays.
-    """
-    from streamrl.commands.rollback import rollback as command
-
-    return command(run, version, wait=wait, json=json)
+    target = find_run(run)
+    number = _number(target, version)
+    manifest = newest_with(number, versions(target.path / PINNED))
+    if manifest is None:
+        raise UsageError(f"version {number} is not pinned", "`streamrl weights ls` shows which are")
+    removed = remove(target.path, manifest.pair)
+    if json:
+        output.write_json(UNPIN_SCHEMA, {"version": number, "removed": removed})
+    else:
+        output.write(f"version {number} is no longer pinned")
+    return 0
 
 
-def number_of(run: RunDirectory, version: str) -> int:
+@app.command("rollback", hidden=True)
+def rollback(_version: VersionArgument = "", _run: RunOption = None) -> int:
+    """Refused: a run does not go back to earlier weights."""
+    raise UsageError(
+        "weights rollback is gone: a running learner does not go back to earlier weights",
+        "`streamrl export --checkpoint STEP --out DIR`, and start a new run with model.path DIR",
+    )
+
+
+def _number(run: RunDirectory, version: str) -> int:
     """The number of the version that a person names: by it, or as `newest` of those whose files are here.
 
     Raises:
@@ -147,7 +157,7 @@ def number_of(run: RunDirectory, version: str) -> int:
     return int(version)
 
 
-def root_of(run: RunDirectory) -> Path:
+def _root(run: RunDirectory) -> Path:
     """Folder on this host in which the learner's host keeps the versions of a run."""
     from streamrl.weight_sync.transports import make_transport
 
@@ -158,7 +168,7 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
     """All manifests that can be read; of a pinned version that of its copy on the transport, which says more."""
     from streamrl.weight_sync.catalog import PINNED, versions
 
-    return versions(run.path / PINNED) | versions(root_of(run))
+    return versions(run.path / PINNED) | versions(_root(run))
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
@@ -166,7 +176,7 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     from streamrl.learner.chain import read_versions
     from streamrl.weight_sync.catalog import PINNED, versions
 
-    root = root_of(run)
+    root = _root(run)
     present, pinned = versions(root), versions(run.path / PINNED)
     steps = {(note.epoch, note.version): note.step for note in read_versions(run.path / "checkpoints")}
     steps |= {pair: manifest.step for pair, manifest in [*pinned.items(), *present.items()]}
@@ -239,23 +249,6 @@ def _holders(run: RunDirectory) -> dict[int, list[str]]:
 async def _look(run: RunDirectory) -> Snapshot | None:
     async with live(run) as connection:
         return None if connection is None else await take(connection, run.name)
-
-
-def asked(run: RunDirectory) -> Request | None:
-    """The newest request to go back, from a Redis that is running."""
-    try:
-        snapshot = asyncio.run(_look(run))
-    except (Unreachable, LedgerDamaged):
-        return None
-    state = snapshot.train.state if snapshot is not None else {}
-    return parse(state.get("rollback", ""), state.get("rolled", ""))
-
-
-def _rollback(run: RunDirectory) -> dict[str, Any] | None:
-    request = asked(run)
-    if request is None:
-        return None
-    return {"version": request.version, "answer": request.answer.value, "text": request.text}
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -90,18 +90,25 @@ class KlConfig(Section):
 class CriticConfig(Section):
     """The value function, for GAE."""
 
-    kind: Literal["none", "model", "head"] = Field(
-        "none", description="model: a model of its own; head: a value head on the policy"
-    )
+    kind: Literal["none", "model"] = Field("none", description="model: a model of its own")
     path: Annotated[str | None, MODEL] = Field(None, description="model that the critic starts from; empty: model.path")
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the critic, or of the head alone")
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the critic")
     clip: Coefficient = Field(
         0.5, description="values move at most this far from those of the start of the step; 0: as far as they like"
     )
     warmup_steps: Natural = Field(0, description="first steps in which only the critic learns")
-    coefficient: Coefficient = Field(0.5, description="factor of the value loss of a head")
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="lambda of GAE")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_head(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("kind") == "head":
+            raise ValueError("kind head (a value head on the policy) is gone: set kind to model, a critic of its own")
+        # The weight of the head's loss: saved configurations name it.
+        return {key: value for key, value in values.items() if key != "coefficient"}
 
 
 class ReferenceConfig(Section):

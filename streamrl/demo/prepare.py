@@ -101,7 +101,6 @@ def loss_of(model: Qwen2ForCausalLM, lessons: list[tuple[list[int], int]]) -> to
 def warm_start(progress: Progress) -> Qwen2ForCausalLM:
     """Teach both rules: AdamW 2e-3, 100 steps of warm-up, linear decay to 0 from step 300 to 650."""
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
     source, model = random.Random(0), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     bar = progress.add_task("warm start", total=STEPS, loss=float("nan"))
@@ -146,8 +145,13 @@ def prepare(folder: Path, console: Console) -> None:
     write_prompts(draft)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     loss = TextColumn("loss {task.fields[loss]:.3f}")
-    with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
-        model = warm_start(progress)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
+    try:
+        with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
+            model = warm_start(progress)
+    finally:
+        torch.set_float32_matmul_precision(precision)  # a caller's engine would compute in bfloat16 with AMX
     console.print(f"writing the model and its tokenizer to {cache}")
     disable_progress_bar()
     model.save_pretrained(draft / "model")

@@ -44,8 +44,6 @@ class Command(IntEnum):
     """Say whether the shard is written."""
     EXPORT = 7
     """Gather the model for the final export."""
-    ADOPT = 9
-    """epoch, version: take this rank's rows of a pinned version as weights."""
     UNLOAD = 10
     """Move weights and moments to the host: engines come onto the devices."""
     RELOAD = 11

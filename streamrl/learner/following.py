@@ -16,8 +16,6 @@ from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.parts import Parts
 from streamrl.learner.steps import Trainer
 from streamrl.queues.ledger import Ledger
-from streamrl.weight_sync.catalog import PINNED
-from streamrl.weight_sync.manifest import folder_name
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +70,6 @@ class FollowingRank:
             case Command.SAVE:
                 place = arguments[0], arguments[1]
                 await self._torch.run(trainer.state.save, self._checkpoints.draft(place))
-            case Command.ADOPT:
-                folder = self._run_dir / PINNED / folder_name(arguments[0], arguments[1])
-                await self._torch.run(trainer.adopt, folder)
             case Command.EXPORT:
                 await self._torch.run(trainer.export, self._run_dir / "model")
             case Command.LOAD:

@@ -31,14 +31,12 @@ from streamrl.learner.models import make_trainer
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.results import StepStats
-from streamrl.learner.rollback import Rollbacks
 from streamrl.learner.saving import Saver
 from streamrl.learner.sinks import Sinks
 from streamrl.learner.stepline import StepMeter, group_frame
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.turns import on_devices
 from streamrl.queues.role import Role
-from streamrl.queues.rollback import RollbackDesk
 from streamrl.weight_sync.outlets import open_outlet
 from streamrl.weight_sync.publisher import Publisher
 
@@ -137,7 +135,6 @@ class Leader:
         self._publishing: Publishing
         self._saver: Saver
         self._sinks: Sinks
-        self._rollbacks: Rollbacks
 
     async def run(self) -> None:
         """Load, train, and leave everything durable."""
@@ -149,8 +146,6 @@ class Leader:
         opener = GroupOpener(start.branch, self._trainer.recipe, self._trainer.misfit)
         archive = Archive(self._config, self._role.run_dir)
         self._intake = Intake(self._role.ledgers.train, self._config, start, opener, archive)
-        desk = RollbackDesk(self._role.ledgers.train.connection, self._role.ledgers.train.keys)
-        self._rollbacks = Rollbacks(desk, start.nonce, self._crew, self._role.run_dir)
         sinks = self._sinks = Sinks(self._config, self._role.run_dir)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
@@ -196,7 +191,6 @@ class Leader:
             await self._publish()  # the last steps, where not each is published
         if not await self._saver.save(self._version):
             raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
-        await self._rollbacks.look(published=self._publishing.version, saved=self._saver.saved_step)
         await self._publishing.settle()
         following.cancel()
         archiving.cancel()
@@ -210,10 +204,8 @@ class Leader:
         """Train until the run is over (returns why) or the role is to stop (returns None)."""
         while not self._role.stop.is_set():
             in_step = self._intake.in_step
-            if not in_step:
-                await self._roll_back()
-                if reason := await self._ending.reason(self._trainer.step):
-                    return reason
+            if not in_step and (reason := await self._ending.reason(self._trainer.step)):
+                return reason
             if self._room <= 0:
                 await self._update()
                 continue
@@ -417,22 +409,6 @@ class Leader:
         numbers = [self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))]
         snapshot = await self._crew.order(Command.PUBLISH, numbers, self._trainer.snapshot, computes=True)
         await self._publishing.start(self._version, self._trainer.step, base, snapshot)
-
-    async def _roll_back(self) -> None:
-        """Go back to the weights of an earlier version, if a person asks for it, and publish them as a new one."""
-        published, saved = self._publishing.version, self._saver.saved_step
-        request = await self._rollbacks.look(published=published, saved=saved)
-        if request is None:
-            return
-        await self._publishing.settle()
-        if await self._rollbacks.follow(request, self._version + 1, self._trainer.step):
-            await self._publish()
-            await self._publishing.settle()
-            # The answer names a version with exactly these weights, so they are not trained before there is one.
-            while self._publishing.version < self._version and not await self._stops_within(_REPEAT_SECONDS):
-                await self._publish()
-                await self._publishing.settle()
-            await self._rollbacks.look(published=self._publishing.version, saved=saved)
 
     async def _abandon(self) -> None:
         """Forget a partial step: its groups stay closed in Redis, for this learner or the next one."""

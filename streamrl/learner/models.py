@@ -8,7 +8,6 @@ from streamrl.learner.critic import make_critic
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import make_reference
 from streamrl.learner.steps import Trainer
-from streamrl.learner.value_head import Head, HeadedActor
 
 
 def make_trainer(config: RunConfig, ranks: Ranks) -> Trainer:
@@ -19,10 +18,6 @@ def make_trainer(config: RunConfig, ranks: Ranks) -> Trainer:
             none.
         Unreachable: no reference server answers.
     """
-    kind = config.learner.critic.kind
-    if kind == "head":
-        headed = HeadedActor(config, ranks)
-        return Trainer(config, ranks, headed, critic=Head(headed), reference=make_reference(config, ranks, headed))
     actor = Actor(config, ranks)
-    critic = make_critic(config, ranks, actor) if kind == "model" else None
+    critic = make_critic(config, ranks, actor) if config.learner.critic.kind == "model" else None
     return Trainer(config, ranks, actor, critic=critic, reference=make_reference(config, ranks, actor))

@@ -7,7 +7,7 @@ thing that ranks must agree on is the gradient norm, whose squares simply add up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,12 +20,10 @@ from streamrl.learner.schedule import learning_rate, updates_per_step
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _AVERAGE = "ema"
-_RESTARTED = "updates_before_moments"
-"""Updates before the moments began; 0, and left out by older checkpoints, unless a person rolled the weights back."""
-_ALONE = "updates_of_head_alone"
-_ALONE_RESTARTED = "updates_of_head_alone_before_moments"
-"""Updates without the policy, also those before the moments began; older checkpoints leave them out."""
-_COUNTERS = ("updates", _RESTARTED, _ALONE, _ALONE_RESTARTED)
+_SKIPPED = "updates_before_moments"
+"""Updates that the moments have not seen; above 0 only where earlier code rolled the weights of this run back."""
+_COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of_head_alone_before_moments"})
+"""Counters that checkpoints hold; earlier code wrote those of the head, which are 0 in a checkpoint that fits."""
 
 
 class ShardedAdamW:
@@ -38,41 +36,23 @@ class ShardedAdamW:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
         config: learning rate and its schedule, betas, weight decay, decay of the average.
         offload: moments and average lie on the host but for the time of an update.
-        factors: of the learning rate, by the name of a parameter; 1 where there is none. Those named are the head,
-            which may learn without the others.
 
     Attributes:
         updates: updates applied so far; the learning rate is a function of it.
-        head_alone: updates are of the head alone: weights, moments, bias correction, average and learning rate of all
-            others stay what they are.
-        head_rate: learning rate of the head in the last update, before its factor.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, DTensor],
-        config: LearnerConfig,
-        *,
-        offload: bool = False,
-        factors: Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, DTensor], config: LearnerConfig, *, offload: bool = False) -> None:
         self.updates = 0
-        self.head_alone = False
         self._config = config
-        self._head = frozenset(factors or {})
         self._parameters = dict(parameters)
         # A rank has no rows of a parameter with fewer rows than ranks.
         locals_ = {name: parameter.to_local().detach() for name, parameter in parameters.items()}
         self._shards = {name: shard for name, shard in locals_.items() if shard.numel()}
         self._average = {name: shard.clone() for name, shard in self._shards.items()} if config.ema else {}
         self._decay = config.ema ** (1 / updates_per_step(config))
-        self._restarted = self._alone = self._alone_restarted = 0
-        self.head_rate = self.head_lr
-        alike: dict[tuple[bool, float], list[torch.Tensor]] = {}
-        for name, shard in self._shards.items():
-            alike.setdefault((name in self._head, (factors or {}).get(name, 1.0)), []).append(shard)
+        self._skipped = 0
         self._adamw = torch.optim.AdamW(
-            [{"params": shards, "head": head, "factor": factor} for (head, factor), shards in alike.items()],
+            list(self._shards.values()),
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -87,12 +67,7 @@ class ShardedAdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update of all but the head, as the schedule says."""
-        return learning_rate(self._config, self.updates - self._alone)
-
-    @property
-    def head_lr(self) -> float:
-        """The same for the head, before its factor: it is ahead by the updates that it made alone."""
+        """Learning rate of the next update, as the schedule says."""
         return learning_rate(self._config, self.updates)
 
     @torch.no_grad()
@@ -121,20 +96,14 @@ class ShardedAdamW:
             scale: of the gradients, the same on all ranks.
             lr_scale: factor on the learning rate of this update alone, at least 0, the same on all ranks.
         """
-        rate, self.head_rate = self.lr * lr_scale, self.head_lr * lr_scale
+        rate = self.lr * lr_scale
         torch._foreach_mul_(self._gradients(), scale)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.head_rate * group["factor"] if group["head"] else rate * group["factor"]
-        learning = {name: shard for name, shard in self._shards.items() if not self.head_alone or name in self._head}
-        for name in self._shards.keys() - learning.keys():
-            self._shards[name].grad = None  # zeros would count in the bias correction
+        self._adamw.param_groups[0]["lr"] = rate
         with self._at_hand():
             self._adamw.step()
-            if self._average and learning:
-                average = [self._average[name] for name in learning]
-                torch._foreach_lerp_(average, list(learning.values()), 1 - self._decay)
+            if self._average:
+                torch._foreach_lerp_(list(self._average.values()), list(self._shards.values()), 1 - self._decay)
         self.updates += 1
-        self._alone += self.head_alone
         self.zero()
         return rate
 
@@ -145,29 +114,10 @@ class ShardedAdamW:
         for shard in self._shards.values():
             shard.grad = None
 
-    @torch.no_grad()
-    def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
-        """Take other weights; moments and average begin anew, the update counter goes on. Gradients are forgotten.
-
-        Args:
-            rows: gives this rank's rows of a parameter by its name, in any floating type.
-        """
-        with self._at_hand():
-            for name, shard in self._shards.items():
-                shard.copy_(rows(name))
-                for moment in _MOMENTS:
-                    self._adamw.state[shard][moment].zero_()
-            self._begin_average()
-        self._restarted, self._alone_restarted = self.updates, self._alone
-        self._count_moments()
-        self.zero()
-
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of weights, moments, average and the update counters of this rank, by flat name."""
-        counters = (self.updates, self._restarted, self._alone, self._alone_restarted)
-        tensors = {
-            name: torch.tensor(count, dtype=torch.int64) for name, count in zip(_COUNTERS, counters, strict=True)
-        }
+        """Copies on the CPU of weights, moments, average and update counter of this rank, by flat name."""
+        counters = {"updates": self.updates} | ({_SKIPPED: self._skipped} if self._skipped else {})
+        tensors = {name: torch.tensor(count, dtype=torch.int64) for name, count in counters.items()}
         with self._at_hand():
             for name, tensor in self.live().items():
                 tensors[name] = tensor.detach().to("cpu", copy=True)
@@ -203,9 +153,10 @@ class ShardedAdamW:
                 live[name].copy_(tensors[name])
             if begins:
                 self._begin_average()
-        counters = (int(tensors.get(name, 0)) for name in _COUNTERS)
-        self.updates, self._restarted, self._alone, self._alone_restarted = counters
-        self._count_moments()
+        self.updates, self._skipped = int(tensors["updates"]), int(tensors.get(_SKIPPED, 0))
+        for shard in self._shards.values():
+            # The bias correction counts the updates that the moments have seen.
+            self._adamw.state[shard]["step"].fill_(self.updates - self._skipped)
         self.zero()
 
     @contextmanager
@@ -240,12 +191,6 @@ class ShardedAdamW:
     def _begin_average(self) -> None:
         for name, tensor in self._average.items():
             tensor.copy_(self._shards[name])
-
-    def _count_moments(self) -> None:
-        """Tell AdamW how many updates its moments have seen, for its bias correction."""
-        seen, alone = self.updates - self._restarted, self._alone - self._alone_restarted
-        for name, shard in self._shards.items():
-            self._adamw.state[shard]["step"].fill_(seen if name in self._head else seen - alone)
 
     def live(self) -> dict[str, torch.Tensor]:
         """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""

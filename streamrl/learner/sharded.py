@@ -70,13 +70,9 @@ class Sharded(ShardedModule):
         frozen = (parameter.to_local() for parameter in self._frozen.values())
         # On a CPU there is no other memory to go to.
         offload = "optimizer" in config.offload and ranks.device.type != "cpu"
-        self._optimizer = ShardedAdamW(self._parameters, config, offload=offload, factors=self._lr_factors())
+        self._optimizer = ShardedAdamW(self._parameters, config, offload=offload)
         there = (*self._optimizer.live().values(), *frozen)
         self._offload = Offload(tensor for tensor in there if tensor.device.type == ranks.device.type)
-
-    def _lr_factors(self) -> dict[str, float]:
-        """Parameters with a learning rate of their own, as a factor on that of the configuration."""
-        return {}
 
     @property
     def updates(self) -> int:
@@ -140,16 +136,6 @@ class Sharded(ShardedModule):
             Refused: it is of another model or number of ranks. Nothing is changed.
         """
         self._optimizer.load(tensors)
-        self._reshard()
-        self.discard()
-
-    def adopt(self, rows: Callable[[str], torch.Tensor]) -> None:
-        """Take other weights and begin the moments of AdamW anew; accumulated gradients are forgotten. Not collective.
-
-        Args:
-            rows: gives this rank's rows of a parameter by its Hugging Face name.
-        """
-        self._optimizer.adopt(rows)
         self._reshard()
         self.discard()
 

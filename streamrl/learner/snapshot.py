@@ -1,21 +1,17 @@
-"""This rank's share of the weights, copied off the policy, and other weights put into it."""
+"""This rank's share of the weights, copied off the policy."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from streamrl.errors import WeightsError
 from streamrl.learner.export import Rows
-from streamrl.weight_sync.catalog import read_manifest
 from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.mapping import map_version
 
 
 @dataclass(frozen=True)
@@ -78,50 +74,6 @@ class Copies:
 
     def _room(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows.shape, dtype=self._dtype, pin_memory=rows.device.type == "cuda")
-
-
-def rows_reader(
-    folder: Path, parameters: Mapping[str, DTensor], adapter: Adapter | None = None
-) -> Callable[[str], torch.Tensor]:
-    """Open a pinned version and return what gives this rank's rows of a parameter by name. Not collective.
-
-    Everything is checked before it returns; after that at most one whole tensor is held in memory at a time.
-
-    Args:
-        folder: of the version.
-        parameters: that are trained, by the names that versions have.
-        adapter: they are those of this adapter.
-
-    Raises:
-        WeightsError: a file is not what the manifest says, names and shapes are not those of the model, or it is no
-            version of this adapter.
-        OSError: a file cannot be read.
-    """
-    manifest = read_manifest(folder)
-    if manifest.adapter != adapter:
-        raise WeightsError(
-            f"{folder} holds {_content(manifest.adapter)}, this learner trains {_content(adapter)}",
-            "an adapter cannot be taken out of merged weights: learner.lora.publish adapter keeps both apart",
-        )
-    version = map_version(folder, manifest)
-    found = {entry.name: entry.shape for entry in manifest.tensors}
-    expected = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    if found != expected:
-        odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise WeightsError(f"{folder} is of another model: {', '.join(odd[:3])} differ")
-
-    def rows(name: str) -> torch.Tensor:
-        mesh = parameters[name].device_mesh
-        whole = version.tensors[name]
-        return whole[rows_of(whole.shape[0], mesh.get_rank(), mesh.size())]
-
-    return rows
-
-
-def _content(adapter: Adapter | None) -> str:
-    if adapter is None:
-        return "whole weights"
-    return f"a {adapter.kind} adapter of rank {adapter.rank}, alpha {adapter.alpha:g}, for {adapter.base}"
 
 
 def rows_of(size: int, rank: int, world: int) -> slice:

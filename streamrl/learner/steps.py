@@ -8,14 +8,13 @@ others hang in a collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.errors import WeightsError
 from streamrl.learner.actor import Actor
 from streamrl.learner.algorithms.kl import KlController
 from streamrl.learner.batch import TrainSample
@@ -25,14 +24,13 @@ from streamrl.learner.collected import Collected
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.remote import NoReference
 from streamrl.learner.results import StepStats
-from streamrl.learner.snapshot import Copies, Snapshot, rows_reader
-from streamrl.learner.state import Part, RankState, Tensors
+from streamrl.learner.snapshot import Copies, Snapshot
+from streamrl.learner.state import Part, RankState
 from streamrl.learner.streaming import Models, Streaming, Way
 
 if TYPE_CHECKING:
     from streamrl.learner.critic import Critic
     from streamrl.learner.reference import Reference
-    from streamrl.learner.value_head import Head
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class Trainer:
         ranks: Ranks,
         actor: Actor,
         *,
-        critic: Critic | Head | None = None,
+        critic: Critic | None = None,
         reference: Reference | None = None,
     ) -> None:
         self.step = 0
@@ -71,7 +69,7 @@ class Trainer:
         parts: dict[str, Part] = {"actor": actor}
         if actor.lora is not None:
             parts["lora"] = actor.lora
-        if isinstance(critic, Tensors):  # a head is saved with its actor
+        if critic is not None:
             parts["critic"] = critic
         if config.learner.kl.controller == "adaptive":
             parts["kl"] = self._models.kl
@@ -152,24 +150,6 @@ class Trainer:
         self.state.load(folder, meta)
         self.step = meta.step
         self.digest = TrainedDigest(meta.count, meta.digest)
-
-    def adopt(self, folder: Path) -> bool:
-        """Take the weights of a pinned version, moments begin anew; False when some rank could not: nothing happened.
-
-        The step goes on counting: what was trained stays trained. Call it between two steps.
-        """
-        rows: Callable[[str], torch.Tensor] | None = None
-        try:
-            rows = rows_reader(
-                folder, self._actor.parameters, None if (lora := self._actor.lora) is None else lora.about
-            )
-        except (OSError, WeightsError) as error:
-            logger.error("weights not taken", extra={"folder": str(folder), "error": str(error)})  # noqa: TRY400
-        if self.ranks.all_min(int(rows is not None)) != [1] or rows is None:
-            return False
-        self._actor.adopt(rows)
-        self._accumulated.clear()
-        return True
 
     def export(self, folder: Path) -> None:
         """Write the Hugging Face directory of the trained model (rank 0)."""

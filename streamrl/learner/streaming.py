@@ -14,7 +14,6 @@ from streamrl.learner.results import StepStats
 if TYPE_CHECKING:
     from streamrl.learner.critic import Critic
     from streamrl.learner.reference import Reference
-    from streamrl.learner.value_head import Head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +29,7 @@ class Models:
 
     actor: Actor
     kl: KlController
-    critic: Critic | Head | None = None
+    critic: Critic | None = None
     reference: Reference | None = None
 
     @property
@@ -39,7 +38,7 @@ class Models:
         return self.kl.coefficient if self.actor.recipe.kl.where != "none" else 0.0
 
     @property
-    def movable(self) -> list[Actor | Critic | Head | Reference]:
+    def movable(self) -> list[Actor | Critic | Reference]:
         """Those that can leave their device."""
         return [model for model in (self.actor, self.critic, self.reference) if model is not None]
 

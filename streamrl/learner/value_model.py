@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from streamrl.learner.model import Backbone, LogProbModel
+from streamrl.learner.model import Backbone
 
 
 class ValueHead(nn.Linear):
@@ -58,49 +56,3 @@ class ValueModel(Backbone):
         del targets
         values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
         return values
-
-
-class LogProbValueModel(LogProbModel):
-    """Log-probabilities and values in one pass: a value head on the policy.
-
-    Args:
-        model: as `LogProbModel` takes it.
-        temperature: likewise.
-        chunk: likewise.
-    """
-
-    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
-        super().__init__(model, temperature=temperature, chunk=chunk)
-        self.value_head = ValueHead(self.hidden_width())
-
-    def forward(  # type: ignore[override]
-        self,
-        *,
-        input_ids: torch.Tensor,
-        segments: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        entropy: bool = False,
-        entropy_gradient: bool = False,
-        values: Literal["none", "too", "alone"] = "none",
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return log-probabilities, entropies or None, and values or None; float32, shape (n,) each.
-
-        Args:
-            input_ids: this and what is not named here as in `LogProbModel.forward`.
-            segments: likewise.
-            position_ids: likewise.
-            positions: likewise.
-            targets: likewise.
-            entropy: likewise.
-            entropy_gradient: likewise.
-            values: too: their gradient flows into the policy; alone: values and nothing else, their gradient stays in
-                the head.
-        """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and values != "alone"):
-            states = self.states(input_ids, segments, position_ids, positions)
-        if values == "alone":
-            return None, None, self.value_head(states)
-        scores = self.score(states, targets, entropy=entropy, entropy_gradient=entropy_gradient)
-        return (*scores, self.value_head(states)) if values == "too" else scores

@@ -416,7 +416,7 @@ class Leases:
             work.task.cancel()
 
     async def _expire(self, stream: str) -> None:
-        """Make dead letters of work that is leased for too long; else the lease of a hung handler is renewed forever."""
+        """Make dead letters of work that is leased for too long, since the lease of a hung handler never ends."""
         end = asyncio.get_running_loop().time() - self._config.max_hold
         for work in [work for place, work in self._leased.items() if place[0] == stream and work.since <= end]:
             if work.task is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 
 QUEUE_LINES: Final = 10_000
 _LONGEST_LINGER: Final = 15
@@ -30,7 +30,7 @@ class StateChanged:
     """
 
     role: str
-    state: State
+    state: RoleState
     reason: str = ""
     restarts: int = 0
     pid: int | None = None

@@ -1,4 +1,4 @@
-"""The life of one role instance as a pure state machine: no processes, no clock, no chance of its own.
+"""The states of one role instance, as a pure state machine without processes, clock or random numbers.
 
 ```
 pending -> starting -> ready -> draining -> stopped
@@ -16,13 +16,13 @@ from enum import StrEnum
 from streamrl.restarts import Deaths, ExitClass, RestartPolicy, classify
 
 
-class State(StrEnum):
-    """Where an instance is in its life."""
+class RoleState(StrEnum):
+    """State of a role instance."""
 
     PENDING = "pending"
     """Waits for the roles that must be ready before it."""
     STARTING = "starting"
-    """Its process runs and has not said that it is ready."""
+    """Its process runs and has not reported that it is ready."""
     READY = "ready"
     """It does its work."""
     DRAINING = "draining"
@@ -30,18 +30,18 @@ class State(StrEnum):
     BACKOFF = "backoff"
     """It died and waits for its restart."""
     STOPPED = "stopped"
-    """It ended as it should, or was asked to; final."""
+    """It finished its work, or ended because it was asked to. Final."""
     FAILED = "failed"
-    """It cannot be brought back; final."""
+    """It is not restarted again. Final."""
 
 
-FINAL = frozenset({State.STOPPED, State.FAILED})
-ALIVE = frozenset({State.STARTING, State.READY, State.DRAINING})
+FINAL = frozenset({RoleState.STOPPED, RoleState.FAILED})
+ALIVE = frozenset({RoleState.STARTING, RoleState.READY, RoleState.DRAINING})
 
 
 @dataclass(slots=True)
 class Instance:
-    """State of one role instance. All times are seconds of one monotonic clock.
+    """RoleState of one role instance. All times are seconds of one monotonic clock.
 
     Args:
         policy: limits of its restarts.
@@ -56,7 +56,7 @@ class Instance:
 
     policy: RestartPolicy
     finishes: bool
-    state: State = State.PENDING
+    state: RoleState = RoleState.PENDING
     restarts: int = 0
     reason: str = ""
     exit_code: int | None = None
@@ -67,59 +67,59 @@ class Instance:
         self._deaths = Deaths(self.policy)
 
     def start(self) -> None:
-        """Its process is being started."""
-        self._expect(State.PENDING, State.BACKOFF)
-        if self.state is State.BACKOFF:
+        """Record that its process is being started."""
+        self._expect(RoleState.PENDING, RoleState.BACKOFF)
+        if self.state is RoleState.BACKOFF:
             self.restarts += 1
         self._deaths.started()
-        self.state = State.STARTING
+        self.state = RoleState.STARTING
 
     def ready(self, now: float) -> None:
-        """It said that it is ready. Said again, or while draining, it changes nothing."""
-        if self.state is State.STARTING:
-            self.state, self.reason = State.READY, ""
+        """Record that it is ready. A repeat, or a call while draining, changes nothing."""
+        if self.state is RoleState.STARTING:
+            self.state, self.reason = RoleState.READY, ""
             self._deaths.ready(now)
 
     def drain(self, reason: str) -> None:
-        """It is asked to end. Without a process it has ended at once; a repeat changes nothing."""
-        if self.state in {State.STARTING, State.READY}:
-            self.state, self.reason = State.DRAINING, reason
-        elif self.state in {State.PENDING, State.BACKOFF}:
-            self.state, self.reason = State.STOPPED, reason
+        """Record that it is asked to end. Without a process it is stopped at once. A repeat changes nothing."""
+        if self.state in {RoleState.STARTING, RoleState.READY}:
+            self.state, self.reason = RoleState.DRAINING, reason
+        elif self.state in {RoleState.PENDING, RoleState.BACKOFF}:
+            self.state, self.reason = RoleState.STOPPED, reason
 
     def died(self, now: float, code: int, cause: str, jitter: float, *, fenced: bool = False) -> None:
-        """Its process ended.
+        """Record that its process ended.
 
         Args:
             now: the clock.
             code: exit code, negative for a signal.
             cause: one line on why, shown to people.
             jitter: from [0, 1), for the length of the pause.
-            fenced: it left because a newer process elsewhere has taken over. That is not the end of its work: it comes
-                back and takes over in turn, as often as any crash may be repeated.
+            fenced: it ended because a newer process elsewhere took over. It is restarted like after a crash, and takes
+                over in turn.
         """
         self._expect(*ALIVE)
         self.exit_code = code
         kind = classify(code)
-        if self.state is State.DRAINING:
-            # What dies while it is asked to end is not brought back; its leases run out, its work goes to others.
-            self.state, self.reason = State.STOPPED, "" if kind is ExitClass.FINISHED else cause
+        if self.state is RoleState.DRAINING:
+            # No restart: its leases expire and others get its work.
+            self.state, self.reason = RoleState.STOPPED, "" if kind is ExitClass.FINISHED else cause
         elif kind is ExitClass.FINISHED and self.finishes and not fenced:
-            self.state, self.reason = State.STOPPED, cause
+            self.state, self.reason = RoleState.STOPPED, cause
         elif kind is ExitClass.HOPELESS:
-            self.state, self.reason = State.FAILED, cause
+            self.state, self.reason = RoleState.FAILED, cause
         else:
             self._crashed(now, cause, jitter)
 
     def _crashed(self, now: float, cause: str, jitter: float) -> None:
         pause = self._deaths.died(now, jitter)
         if pause is None:
-            self.state = State.FAILED
+            self.state = RoleState.FAILED
             self.reason = f"{cause}; {self._deaths.recent} deaths within {self.policy.window:g} s"
             return
-        self.state, self.reason = State.BACKOFF, cause
+        self.state, self.reason = RoleState.BACKOFF, cause
         self.until = now + pause
 
-    def _expect(self, *states: State) -> None:
+    def _expect(self, *states: RoleState) -> None:
         if self.state not in states:
             raise AssertionError(f"not possible in state {self.state}")

@@ -1,4 +1,4 @@
-"""What processes of a run leave behind when they are killed, and its removal.
+"""Removes what killed processes of a run leave behind.
 
 | what | where |
 |---|---|
@@ -21,10 +21,10 @@ from streamrl.weight_sync.transports import memory_of, release_memory
 async def sweep(run_dir: Path) -> list[str]:
     """Remove what dead processes of a run left behind; return it, one line each. A repeat finds nothing.
 
-    Only for the holder of the supervisor's lock: no process of the run is alive then, but for some seconds roles of a
-    killed supervisor, which have what they map, and commands that look at the run with a Redis of their own.
+    Call it only while holding the supervisor's lock: then no process of the run is alive, except for a few seconds the
+    roles of a killed supervisor (they keep what they have mapped) and commands that read the run with their own Redis.
     """
-    found = ["a Redis server that a killed process had left behind"] if await end_orphan(run_dir) else []
+    found = ["a Redis server of a killed process"] if await end_orphan(run_dir) else []
     rendezvous = run_dir / RENDEZVOUS
     rendezvous.mkdir(exist_ok=True)
     files = [*rendezvous.iterdir(), *await embedded.sweep_stopped(run_dir)]

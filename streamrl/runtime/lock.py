@@ -1,4 +1,4 @@
-"""One supervisor per run: a lock on a file, which the kernel gives back when its holder dies."""
+"""One supervisor per run: a file lock, which the kernel releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def _holder(path: Path) -> str:
         holder = orjson.loads(path.read_bytes())
         return f": supervised by process {holder['pid']} on {holder['host']}"
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
-        return ""  # it has taken the lock and not written its name yet
+        return ""  # the holder has not written its name yet

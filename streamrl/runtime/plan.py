@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.queues import embedded
 from streamrl.queues.embedded import STARTER
-from streamrl.runtime.process import Command
+from streamrl.runtime.process import RoleCommand
 
 WAITS_FOR: Final = {
     "redis": frozenset[str](),
@@ -88,7 +88,7 @@ class UnitSpec:
 
     kind: str
     processes: tuple[str, ...]
-    command: Callable[[int, str], Command]
+    command: Callable[[int, str], RoleCommand]
     finishes: bool = False
     checkup: Checkup | None = None
     start_seconds: float = 0.0
@@ -146,7 +146,7 @@ def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
     async def ready() -> None:
         await embedded.wait_ready(run_dir, config.supervisor.start_deadline)
 
-    def command(_position: int, _token: str) -> Command:
+    def command(_position: int, _token: str) -> RoleCommand:
         return _command(run_dir, "redis", 0, {})
 
     checkup = Checkup(
@@ -159,7 +159,7 @@ def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
 
 
 def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -> UnitSpec:
-    def command(position: int, token: str) -> Command:
+    def command(position: int, token: str) -> RoleCommand:
         env = threads(config, kind)
         if kind == "learner":
             env |= _rank(position, len(indices), run_dir, token)
@@ -188,10 +188,10 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
     return 0.0 if serverless else config.engine.start_deadline + config.weights.deadline
 
 
-def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> Command:
+def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> RoleCommand:
     # -P: the working directory must not shadow installed modules (somebody's `redis/` or `queue.py`).
     argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
-    return Command(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
+    return RoleCommand(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
 
 
 def threads(config: RunConfig, kind: str) -> dict[str, str]:

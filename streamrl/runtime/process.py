@@ -1,7 +1,7 @@
 """One child process of the supervisor: its own session, a lifeline, a status pipe, its output in a log.
 
 The child inherits two pipes. `STREAMRL_LIFELINE_FD` is the reading end of a pipe that only the supervisor holds open:
-end of file means that the supervisor is dead, however it died. On `STREAMRL_STATUS_FD` it writes lines:
+the child reads end of file when the supervisor dies for any reason. The child writes lines to `STREAMRL_STATUS_FD`:
 
 ```
 READY=1            it can do work
@@ -27,14 +27,14 @@ from streamrl.runtime.rolelog import RoleLog
 LIFELINE_FD: Final = "STREAMRL_LIFELINE_FD"
 STATUS_FD: Final = "STREAMRL_STATUS_FD"
 PIPE_GRACE: Final = 2.0
-"""Seconds for the last output after the end of a process (a grandchild may hold the pipe open for ever)."""
+"""Seconds to read the last output after the end of a process: a grandchild may hold the pipe open forever."""
 
-Told = Callable[[str, str], None]
-Lines = Callable[[Sequence[bytes]], None]
+OnStatus = Callable[[str, str], None]
+OnLines = Callable[[Sequence[bytes]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RoleCommand:
     """What to execute: program and arguments, and what is added to the environment."""
 
     argv: tuple[str, ...]
@@ -79,7 +79,7 @@ class _Pipe:
 class RoleProcess:
     """A running child. Made by `spawn`; `wait` must be awaited once, until it returns or the supervisor ends."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: RoleLog, output: _Pipe, told: _Pipe) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: RoleLog, output: _Pipe, status: _Pipe) -> None:
         self.pid = process.pid
         self.beat_at: float | None = None
         self.error = ""
@@ -87,10 +87,10 @@ class RoleProcess:
         self._process = process
         self._log = log
         self._output = output
-        self._told = told
+        self._status = status
 
     @classmethod
-    async def spawn(cls, command: Command, log: RoleLog, lifeline: Lifeline) -> RoleProcess:
+    async def spawn(cls, command: RoleCommand, log: RoleLog, lifeline: Lifeline) -> RoleProcess:
         """Start a child in a session of its own, so that the terminal's Ctrl-C reaches only the supervisor.
 
         Raises:
@@ -98,7 +98,7 @@ class RoleProcess:
         """
         with contextlib.ExitStack() as ours:
             output, output_end = await _Pipe.open(ours)
-            told, told_end = await _Pipe.open(ours)
+            status, status_end = await _Pipe.open(ours)
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -108,60 +108,60 @@ class RoleProcess:
                     **os.environ,
                     **command.env,
                     LIFELINE_FD: str(lifeline.read_end),
-                    STATUS_FD: str(told_end),
+                    STATUS_FD: str(status_end),
                 },
                 cwd=command.cwd,
-                pass_fds=(lifeline.read_end, told_end),
+                pass_fds=(lifeline.read_end, status_end),
                 start_new_session=True,
             )
-        return cls(process, log, output, told)
+        return cls(process, log, output, status)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and to all that it has started in its session. Does nothing when all are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to all it has started in its session; nothing when all are gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-    def tell(self, number: int) -> None:
-        """Send a signal to the process alone; nothing when it is gone."""
+        """Send a signal to the process alone. Does nothing when it is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    async def wait(self, on_told: Told, on_lines: Lines) -> int:
-        """Carry its output until it ends; then kill what it left behind and return the exit code (negative: signal).
+    async def wait(self, on_status: OnStatus, on_lines: OnLines) -> int:
+        """Copy its output to the log until it ends, then kill its session. Returns the exit code (negative: a signal).
 
         Args:
-            on_told: called with name and value of each line on the status pipe.
+            on_status: called with name and value of each line on the status pipe.
             on_lines: called with the lines it logs, in batches.
         """
-        carriers = [
-            asyncio.create_task(self._carry_output(on_lines)),
-            asyncio.create_task(self._carry_told(on_told)),
+        readers = [
+            asyncio.create_task(self._copy_output(on_lines)),
+            asyncio.create_task(self._read_status(on_status)),
         ]
         try:
             code = await self._process.wait()
-            self.signal(signal.SIGKILL)
-            await asyncio.wait(carriers, timeout=PIPE_GRACE)
+            self.kill()
+            await asyncio.wait(readers, timeout=PIPE_GRACE)
         finally:
-            for carrier in carriers:
-                carrier.cancel()
-            results = await asyncio.gather(*carriers, return_exceptions=True)
+            for reader in readers:
+                reader.cancel()
+            results = await asyncio.gather(*readers, return_exceptions=True)
             self._output.transport.close()
-            self._told.transport.close()
+            self._status.transport.close()
             on_lines(self._log.close())
         for result in results:
             if isinstance(result, Exception):
                 raise result
         return code
 
-    async def _carry_output(self, on_lines: Lines) -> None:
+    async def _copy_output(self, on_lines: OnLines) -> None:
         while data := await self._output.reader.read(1 << 16):
             if lines := self._log.feed(data):
                 on_lines(lines)
 
-    async def _carry_told(self, on_told: Told) -> None:
+    async def _read_status(self, on_status: OnStatus) -> None:
         loop = asyncio.get_running_loop()
         rest = b""
-        while data := await self._told.reader.read(1 << 12):
+        while data := await self._status.reader.read(1 << 12):
             *lines, rest = (rest + data)[-(1 << 14) :].split(b"\n")
             for line in lines:
                 name, _, value = line.decode(errors="replace").partition("=")
@@ -170,4 +170,4 @@ class RoleProcess:
                     self.error = value
                 elif name == "FENCED":
                     self.fenced = value
-                on_told(name, value)
+                on_status(name, value)

@@ -53,7 +53,7 @@ _LOADS_LATER: Final = {
         "streamrl.producers.engines.hf",
     ),
 }
-"""Large modules that a role would import after its start, where the collector of garbage costs a fifth of the time."""
+"""Large modules that a role would import later, where garbage collection costs a fifth of the import time."""
 _EXTRAS: Final = frozenset({"torch", "transformers", "safetensors", "tokenizers"})
 _READY_POLL: Final = 0.05
 Runner: TypeAlias = "Callable[[Role], Awaitable[None]]"
@@ -63,7 +63,7 @@ _BEAT: Final = 1.0
 def run(kind: str, index: int, run_dir: Path) -> NoReturn:
     """Run one role in this process, and end the process with its exit code.
 
-    Ends without waiting for threads: a reward that hangs or a collective that nobody answers must not hold up the end.
+    It does not wait for threads: a reward that hangs, or a collective without peers, must not delay the end.
     """
     if kind == "redis":
         code = _become_redis(run_dir)
@@ -78,8 +78,8 @@ def run(kind: str, index: int, run_dir: Path) -> NoReturn:
 async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     """Run one role of a run until it is finished, stopped or failed, and return the exit code of its process.
 
-    Raises nothing but what cannot be answered for: every error becomes a log line, a word to the supervisor and an exit
-    code. Call it once per process; it sets up logging, signals and the lifeline.
+    Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
+    logging, signals and the lifeline.
 
     Args:
         kind: `feeder`, `rollout`, `reward`, `learner`, `recorder`, `player` or `reward_model.NAME`.
@@ -99,7 +99,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
         supervised = lifeline.hold(config.supervisor.term_grace)
         runner = _runner(name, config)
         if not supervised or await _own_redis_answers(config, run_dir, stop):
-            from streamrl.queues import open_role  # here: the process that becomes Redis does without it
+            from streamrl.queues import open_role  # not needed by the process that becomes Redis
 
             async with open_role(name, config, run_dir, stop) as role:
                 await _live(role, runner, status)
@@ -112,7 +112,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
 
 
 async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Event) -> bool:
-    """Wait for the run's own Redis, which is started beside this role; False when the role is to stop before.
+    """Wait for the run's own Redis, which starts at the same time. Returns False when the role is to stop first.
 
     Raises:
         Unreachable: it does not answer within `supervisor.start_deadline`.
@@ -140,8 +140,8 @@ async def _live(role: Role, runner: Runner, status: StatusPipe) -> None:
 
 
 async def _pulse(role: Role, status: StatusPipe) -> None:
-    """Tell the supervisor when the role becomes ready, and then that its event loop lives."""
-    while not role.is_ready:  # noqa: ASYNC110 (the role says it in passing, without an event to wait for)
+    """Report to the supervisor when the role becomes ready, then send heartbeats of its event loop."""
+    while not role.is_ready:  # noqa: ASYNC110 (the role sets it without an event to wait for)
         await asyncio.sleep(_READY_POLL)
     status.ready()
     while True:
@@ -150,7 +150,7 @@ async def _pulse(role: Role, status: StatusPipe) -> None:
 
 
 def _runner(name: str, config: RunConfig) -> Runner:
-    """Import the coroutine of a role; only then is torch loaded, and only by the roles that need it."""
+    """Import the coroutine of a role. Only the roles that need torch load it, and not before this."""
     kind, index = name.partition(".")[0], name.rpartition(".")[2]
     if kind not in _RUNNERS:
         raise UsageError(f"there is no role {kind}", f"roles: {', '.join(_RUNNERS)}")
@@ -181,7 +181,7 @@ def _do_without_torch() -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Import without looking for garbage. What is there afterwards stays for good and is never looked at again."""
+    """Import without garbage collection, and exclude what is imported from later collections."""
     gc.disable()
     try:
         yield
@@ -191,18 +191,15 @@ def _no_collection() -> Iterator[None]:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a process of a run in order, that of a closed terminal included.
-
-    SIGHUP is none under `nohup`, which ignores it.
-    """
+    """Signals that end a process of a run in order. SIGHUP (a closed terminal) is one unless `nohup` ignores it."""
     hangs_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *hangs_up)
 
 
 class StopSignals:
-    """What `stop_signals` do to this process: set `stop`, then cancel the task that made this, then end it.
+    """Handlers of `stop_signals`: the first sets `stop`, the second cancels the task, the third ends the process.
 
-    The handlers stay until the process ends: a late signal must not change its exit code.
+    They stay installed until the process ends, so that a late signal does not change its exit code.
     """
 
     def __init__(self, stop: asyncio.Event) -> None:
@@ -231,7 +228,7 @@ class StopSignals:
 
 
 def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
-    """Turn what ended a role into words for log and supervisor and into its exit code."""
+    """Report the error that ended a role to log and supervisor, and return its exit code."""
     worst = min(leaves(error), key=_rank)
     if isinstance(worst, Fenced):
         logger.warning("a newer process has taken over", extra={"why": worst.message})
@@ -248,7 +245,7 @@ def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
 
 
 def _rank(error: BaseException) -> int:
-    """Of several errors at once: what no restart mends comes first, then what we know, then bugs, then `Fenced`."""
+    """Order of several errors: those that no restart can cure, then known errors, then bugs, then `Fenced`."""
     if isinstance(error, Fenced):
         return 3
     if not isinstance(error, StreamrlError):
@@ -257,7 +254,7 @@ def _rank(error: BaseException) -> int:
 
 
 def _become_redis(run_dir: Path) -> ExitCode:
-    """Replace this process by the run's Redis server; returns only when that is not possible."""
+    """Replace this process by the run's Redis server. Returns only when that fails."""
     status = StatusPipe()
     log_as_json("redis")
     try:

@@ -19,7 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ExitCode
 from streamrl.restarts import ExitClass, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 from streamrl.runtime.leftovers import sweep
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.logs import log_to_file
@@ -32,17 +32,17 @@ from streamrl.weight_sync.transports import release_memory
 
 logger = logging.getLogger(__name__)
 
-_KEEPS_RUNNING: Final = frozenset({"redis"})
-_LONGEST_KILL: Final = 6 * KILL_SECONDS
+_STAYS_UP: Final = frozenset({"redis"})
+_KILL_DEADLINE: Final = 6 * KILL_SECONDS
 """Seconds until a unit has ended after SIGKILL, or has given its processes up."""
 _ASKED: Final = frozenset(
     {int(ExitCode.OK), int(ExitCode.INTERRUPTED), int(ExitCode.TERMINATED), -signal.SIGTERM, -signal.SIGKILL}
 )
-"""Exit codes of a role that ended because it was asked to, if need be hard."""
+"""Exit codes of a role that ended because it was asked to, or was killed after that."""
 
 
 class Haste(IntEnum):
-    """How much of a hurry the end is in; each signal takes it one further."""
+    """How fast the run is to end. Each signal raises it by one."""
 
     NONE = 0
     DRAIN = 1
@@ -54,7 +54,7 @@ class Haste(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a supervised run ended.
 
     `exit_code` is for the shell: 0 finished or drained after the first signal, 1 a role failed for good (78 and 73 when
@@ -70,7 +70,7 @@ class Outcome:
 
 async def supervise(
     config: RunConfig, run_dir: Path, on_event: OnEvent, *, units: Sequence[UnitSpec] | None = None
-) -> Outcome:
+) -> RunOutcome:
     """Run all roles of a run on this machine until it is finished, stopped by a signal, or failed.
 
     Must be called in the main thread: it takes SIGINT, SIGTERM, SIGHUP and SIGQUIT for as long as it runs. The first
@@ -115,7 +115,7 @@ def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
 
     def take(number: int) -> None:
         if number == signal.SIGHUP:
-            _leave(terminals)
+            _detach_terminals(terminals)
         hurry(number)
 
     numbers = stop_signals()
@@ -128,7 +128,7 @@ def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _leave(terminals: Sequence[int]) -> None:
+def _detach_terminals(terminals: Sequence[int]) -> None:
     """Write to nobody from now on: a terminal that was closed answers every write with an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     for terminal in terminals:
@@ -153,20 +153,20 @@ class Supervisor:
         self._haste = Haste.NONE
         self._hurried = asyncio.Event()
         self._hard_end = math.inf
-        self._outcome: Outcome | None = None
+        self._outcome: RunOutcome | None = None
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Start everything, wait for a reason to end, drain, and say how it went."""
         async with asyncio.TaskGroup() as tasks:
-            keeps = {
+            running = {
                 tasks.create_task(
-                    unit.keep(after=self._of(unit.spec.starts_after), waits_for=self._of(unit.spec.waits_for)),
+                    unit.run(after=self._of(unit.spec.starts_after), waits_for=self._of(unit.spec.waits_for)),
                     name=unit.spec.name,
                 ): unit
                 for unit in self.units
             }
-            await self._watch(keeps)
-            await self._drain({unit: task for task, unit in keeps.items()})
+            await self._watch(running)
+            await self._drain({unit: task for task, unit in running.items()})
         if self._outcome is None:
             raise AssertionError("the drain began without an outcome")
         outcome = self._final(self._outcome)
@@ -180,7 +180,7 @@ class Supervisor:
         name = signal.Signals(number).name
         self._haste = Haste(min(self._haste + 1, Haste.KILL))
         if self._haste is Haste.DRAIN:
-            self._end(Outcome(ExitCode.OK, finished=False, reason=f"stopped by {name}"))
+            self._end(RunOutcome(ExitCode.OK, finished=False, reason=f"stopped by {name}"))
         elif self._outcome is not None and self._outcome.exit_code == ExitCode.OK:
             code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
             self._outcome = replace(self._outcome, exit_code=code, reason=f"cut short by {name}")
@@ -197,48 +197,48 @@ class Supervisor:
     def _of(self, kinds: frozenset[str]) -> list[Unit]:
         return [unit for unit in self.units if unit.spec.kind in kinds]
 
-    def _end(self, outcome: Outcome) -> None:
-        """Set the reason for the end; the first one counts, but a failure outweighs a signal that drains."""
+    def _end(self, outcome: RunOutcome) -> None:
+        """Set the outcome, if there is none yet, and begin the drain."""
         if self._outcome is None:
             self._outcome = outcome
         self._haste = max(self._haste, Haste.DRAIN)
         self._hurried.set()
 
-    async def _watch(self, keeps: dict[asyncio.Task[None], Unit]) -> None:
+    async def _watch(self, running: dict[asyncio.Task[None], Unit]) -> None:
         """Wait until a unit's final state, or a signal, ends the run."""
         hurried = asyncio.create_task(self._hurried.wait())
-        pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {*keeps, hurried}
+        pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {*running, hurried}
         try:
             while self._outcome is None:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if task is not hurried:
                         task.result()  # a bug in a unit's task ends the supervisor, and with it everything
-                        self._left(keeps[task])  # type: ignore[index]
+                        self._unit_ended(running[task])  # type: ignore[index]
         finally:
             hurried.cancel()
 
-    def _left(self, unit: Unit) -> None:
+    def _unit_ended(self, unit: Unit) -> None:
         """Decide what the final state of a unit means for the run."""
         instance = unit.instance
-        if instance.state is State.FAILED:
+        if instance.state is RoleState.FAILED:
             self._end(
-                Outcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
+                RunOutcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
             )
             self._send(Notice(f"{unit.spec.name} failed for good: {instance.reason}", error=True))
         elif unit.spec.kind in END_OF_RUN:
-            self._end(Outcome(ExitCode.OK, finished=True, reason="finished"))
+            self._end(RunOutcome(ExitCode.OK, finished=True, reason="finished"))
 
-    async def _drain(self, keeps: dict[Unit, asyncio.Task[None]]) -> None:
+    async def _drain(self, running: dict[Unit, asyncio.Task[None]]) -> None:
         """End all units in the order of the data, each stage within its share of the budget."""
         loop = asyncio.get_running_loop()
         started, share = loop.time(), 0.0
         for unit in self.units:
-            if unit.spec.kind not in _KEEPS_RUNNING:
-                unit.last_life()
+            if unit.spec.kind not in _STAYS_UP:
+                unit.forbid_restart()
         for kind in DRAIN_ORDER:
             share += DRAIN_SHARE[kind]
-            stage = {unit: keeps[unit] for unit in self.units if unit.spec.kind == kind and not keeps[unit].done()}
+            stage = {unit: running[unit] for unit in self.units if unit.spec.kind == kind and not running[unit].done()}
             if stage:
                 await self._drain_stage(stage, started + share * self._config.drain_deadline)
 
@@ -249,22 +249,22 @@ class Supervisor:
         self._send(DrainStage(names, round(seconds, 1)))
         for unit in stage:
             unit.request_stop("run ends")
-        if await self._all_left(stage, deadline, Haste.DRAIN):
+        if await self._all_unit_ended(stage, deadline, Haste.DRAIN):
             return
         if self._haste is Haste.DRAIN:
             self._send(Notice(f"{', '.join(names)} did not end in time: stopping hard", error=True))
         for unit in self.units:
-            if unit in stage or (self._haste >= Haste.TERMINATE and unit.spec.kind not in _KEEPS_RUNNING):
+            if unit in stage or (self._haste >= Haste.TERMINATE and unit.spec.kind not in _STAYS_UP):
                 unit.terminate("run ends now")
         hard_end = min(loop.time() + self._config.term_grace, self._hard_end)
-        if not await self._all_left(stage, hard_end, Haste.TERMINATE):
+        if not await self._all_unit_ended(stage, hard_end, Haste.TERMINATE):
             for unit in stage:
                 unit.signal(signal.SIGKILL)
-            _, left_behind = await asyncio.wait(stage.values(), timeout=_LONGEST_KILL)
+            _, left_behind = await asyncio.wait(stage.values(), timeout=_KILL_DEADLINE)
             for task in left_behind:
                 task.cancel()
 
-    async def _all_left(self, stage: dict[Unit, asyncio.Task[None]], deadline: float, at_most: Haste) -> bool:
+    async def _all_unit_ended(self, stage: dict[Unit, asyncio.Task[None]], deadline: float, at_most: Haste) -> bool:
         """Wait until the units of a stage have ended; False at the deadline or when the haste exceeds `at_most`."""
         loop = asyncio.get_running_loop()
         pending = set(stage.values())
@@ -276,7 +276,7 @@ class Supervisor:
             pending = {task for task in pending if not task.done()}
         return not pending
 
-    def _final(self, outcome: Outcome) -> Outcome:
+    def _final(self, outcome: RunOutcome) -> RunOutcome:
         """Add the restarts; a learner that could not save at its end makes the end a failure."""
         restarts = {unit.spec.name: unit.instance.restarts for unit in self.units}
         outcome = replace(outcome, restarts=restarts)

@@ -1,4 +1,4 @@
-"""One unit of a run while it lives: starts its processes, notices their end, restarts them, stops them."""
+"""One unit of a run: starts its processes, restarts them when they die, stops them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamrl.config import SupervisorConfig
 from streamrl.errors import ExitCode, StreamrlError
 from streamrl.restarts import ExitClass, RestartPolicy, classify
 from streamrl.runtime.events import Event, LogLine, StateChanged
-from streamrl.runtime.instance import FINAL, Instance, State
+from streamrl.runtime.instance import FINAL, Instance, RoleState
 from streamrl.runtime.plan import Checkup, UnitSpec
 from streamrl.runtime.process import Lifeline, RoleProcess
 from streamrl.runtime.rolelog import RoleLog
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 LEAVE_TOGETHER: Final = 15.0
 """Seconds that the other ranks may take to end after rank 0 has finished."""
-LAST_WORDS: Final = 1.0
-"""Seconds that the other ranks get after one has died: one that is about to give a better reason may do so."""
-_LOOK_SECONDS: Final = 0.2
-"""How often a unit is held to its deadlines."""
-_ASK_SECONDS: Final = 1.0
-"""How often a process that gives no sign of life by itself is asked for one."""
+BETTER_REASON: Final = 1.0
+"""Seconds that the other ranks get after one has died: another rank may be about to report the better reason."""
+_CHECK_SECONDS: Final = 0.2
+"""Seconds between checks of the deadlines of a unit."""
+_PROBE_SECONDS: Final = 1.0
+"""Seconds between probes of a process that sends no heartbeat."""
 KILL_SECONDS: Final = 5.0
-"""Seconds until a process is gone after SIGKILL; one that is stuck in the kernel is left behind."""
+"""Seconds until a process is gone after SIGKILL. A process that is stuck in the kernel is left behind."""
 
 
 class Unit:
     """A unit of the plan, and the owner of its processes.
 
-    `keep` is its one task. `request_stop`, `terminate` and `kill` may be called at any time and return at once.
+    `run` is its one task. `request_stop`, `terminate` and `kill` may be called at any time and return at once.
 
     Attributes:
         spec: what it runs.
@@ -66,35 +66,35 @@ class Unit:
             name: RoleLog(name, run_dir / "logs" / f"{name}.jsonl", config.log_bytes) for name in spec.processes
         }
         self._processes: dict[str, RoleProcess] = {}
-        self._told_ready: set[str] = set()
+        self._reported_ready: set[str] = set()
         self._cause = ""
         self._stop_reason = ""
-        self._last = False
+        self._no_restart = False
         self._waits_for: Sequence[Unit] = ()
 
-    async def keep(self, *, after: Sequence[Unit] = (), waits_for: Sequence[Unit] = ()) -> None:
+    async def run(self, *, after: Sequence[Unit] = (), waits_for: Sequence[Unit] = ()) -> None:
         """Start the unit, and again after each death, until its state is final.
 
         On cancellation all its processes get SIGKILL.
 
         Args:
-            after: units that have to be ready before the first start.
-            waits_for: units that it waits for itself: while one of them is not ready, this one is not late.
+            after: units that must be ready before the first start.
+            waits_for: units whose readiness its processes wait for: until then its start deadline does not run.
         """
         self._waits_for = waits_for
         await self._wait_unless_stopped(_all_ready(after))
         while not self._stop.is_set() and self.instance.state not in FINAL:
             self.instance.start()
             self._changed()
-            code = await self._live()
+            code = await self._run_once()
             self.ready.clear()
             self.instance.died(self._now(), code, self._cause, random.random(), fenced=self._fenced)  # noqa: S311
             self._changed()
             if code != ExitCode.OK:
                 self._show_tails()
-            if self._last:
+            if self._no_restart:
                 self._stop.set()
-            if self.instance.state is State.BACKOFF:
+            if self.instance.state is RoleState.BACKOFF:
                 pause = max(0.0, self.instance.until - self._now())
                 await self._wait_unless_stopped(asyncio.sleep(pause))
         if self.instance.state not in FINAL:
@@ -102,7 +102,7 @@ class Unit:
             self._changed()
 
     def request_stop(self, reason: str) -> None:
-        """Ask for a drain (SIGTERM); a unit that waits for its start or restart ends at once. A repeat does nothing."""
+        """Ask for a drain (SIGTERM). A unit that waits for its start or restart ends at once. A repeat does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -112,28 +112,28 @@ class Unit:
             self._changed()
         self.signal(signal.SIGTERM)
 
-    def last_life(self) -> None:
-        """Let it do its work, but do not bring it back when it dies."""
-        self._last = True
+    def forbid_restart(self) -> None:
+        """Let it finish its work, but do not restart it when it dies."""
+        self._no_restart = True
         if not self._processes:
             self.request_stop("the run ends")
 
     def terminate(self, reason: str) -> None:
-        """Ask for a drain, or when that was asked before, for an end without one (a second SIGTERM)."""
+        """Ask for a drain. If it was asked before, ask for an end without a drain (a second SIGTERM)."""
         if self._stop.is_set():
             self.signal(signal.SIGTERM)
         else:
             self.request_stop(reason)
 
     def signal(self, number: int) -> None:
-        """Send a signal: SIGKILL to all in the sessions of the processes, anything else to the processes alone."""
+        """Send a signal to the processes; SIGKILL goes to everything in their sessions."""
         if number == signal.SIGKILL:
             self._killed.set()
         for process in self._processes.values():
             if number == signal.SIGKILL:
-                process.signal(number)
+                process.kill()
             else:
-                process.tell(number)
+                process.signal(number)
 
     async def _wait_unless_stopped(self, what: Coroutine[Any, Any, None]) -> None:
         tasks = {asyncio.create_task(what), asyncio.create_task(_wait(self._stop))}
@@ -144,11 +144,11 @@ class Unit:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _live(self) -> int:
-        """Run the processes of one start until all are gone; return the exit code that decides, and set the cause."""
+    async def _run_once(self) -> int:
+        """Start the processes and wait until all are gone. Returns the exit code that decides; sets the cause."""
         self._cause, self._fenced = "", False
         self._killed.clear()
-        self._told_ready.clear()
+        self._reported_ready.clear()
         waits: dict[asyncio.Task[int], str] = {}
         watch = asyncio.create_task(self._watch())
         try:
@@ -173,14 +173,14 @@ class Unit:
         for position, name in enumerate(self.spec.processes):
             process = await RoleProcess.spawn(self.spec.command(position, token), self._logs[name], self._lifeline)
             self._processes[name] = process
-            waits[asyncio.create_task(self._carry(name, process))] = name
+            waits[asyncio.create_task(self._copy(name, process))] = name
             self._changed(name)
-        if self._stop.is_set():  # asked to stop while the processes were being made
+        if self._stop.is_set():  # a stop was requested while the processes were started
             self.instance.drain(self._stop_reason)
             self.signal(signal.SIGTERM)
 
-    async def _carry(self, name: str, process: RoleProcess) -> int:
-        def told(key: str, _value: str) -> None:
+    async def _copy(self, name: str, process: RoleProcess) -> int:
+        def on_status(key: str, _value: str) -> None:
             if key == "READY":
                 self._ready(name)
 
@@ -188,21 +188,21 @@ class Unit:
             for line in batch:
                 self._send(LogLine(name, line))
 
-        return await process.wait(told, lines)
+        return await process.wait(on_status, lines)
 
     async def _end(self, waits: dict[asyncio.Task[int], str]) -> int:
-        """Wait for the first process to end, then see to it that the others do; return the exit code that decides.
+        """Wait for the first process to end, then end the others. Returns the exit code that decides.
 
-        When one rank dies the others hang in a collective or are about to die of it, so they are killed. The first
-        rank may work on alone (last checkpoint, export) after the others have finished. What does not end even after
-        SIGKILL is stuck in the kernel and is left behind.
+        When one rank dies, the other ranks hang in a collective or die of it soon, so they are killed. Rank 0 may work
+        on alone (last checkpoint, export) after the others have finished. A process that does not end after SIGKILL is
+        stuck in the kernel and is left behind.
         """
         leader = self.spec.processes[0]
         codes: dict[str, int] = {}
         pending = set(waits)
         while pending:
             crashed = any(code != ExitCode.OK for code in codes.values())
-            limit = LAST_WORDS if crashed else LEAVE_TOGETHER if leader in codes else None
+            limit = BETTER_REASON if crashed else LEAVE_TOGETHER if leader in codes else None
             done = await self._next_ends(pending, limit)
             if not done:
                 break
@@ -217,7 +217,7 @@ class Unit:
         return codes[name]
 
     async def _next_ends(self, pending: set[asyncio.Task[int]], limit: float | None) -> set[asyncio.Task[int]]:
-        """Those that end next; none after `limit` seconds, or some seconds after SIGKILL."""
+        """Return the processes that end next; none `limit` seconds later, or `KILL_SECONDS` after SIGKILL."""
         killed = asyncio.create_task(_wait(self._killed))
         either: set[asyncio.Task[Any]] = {*pending, killed}
         try:
@@ -232,7 +232,7 @@ class Unit:
         fenced = [one for one, process in self._processes.items() if process.fenced]
         self._fenced = bool(fenced)
         if fenced and code == ExitCode.OK:
-            name = fenced[0]  # the other ranks only did as it told them
+            name = fenced[0]  # the other ranks ended because it told them to
         process = self._processes[name]
         said = process.fenced or process.error
         ended = f"killed by {_signal_name(-code)}" if code < 0 else f"exit {code}"
@@ -240,17 +240,17 @@ class Unit:
         self._cause = self._cause or f"{who}{ended}{f': {said}' if said else ''}"
 
     def _ready(self, name: str) -> None:
-        self._told_ready.add(name)
-        if len(self._told_ready) == len(self.spec.processes) and self.instance.state is State.STARTING:
+        self._reported_ready.add(name)
+        if len(self._reported_ready) == len(self.spec.processes) and self.instance.state is RoleState.STARTING:
             self.instance.ready(self._now())
             self.ready.set()
             self._changed()
 
     async def _watch(self) -> None:
-        """Hold the unit to its deadlines: readiness after the start, then signs of life of each process."""
+        """Enforce the deadlines of the unit: readiness after the start, then a heartbeat of each process."""
         started = self._now()
         if self.spec.checkup is None:
-            await self._hold(started)
+            await self._check_deadlines(started)
             return
         try:
             await self.spec.checkup.ready()
@@ -259,45 +259,45 @@ class Unit:
             return
         for name in self.spec.processes:
             self._ready(name)
-        asking = asyncio.create_task(self._ask(self.spec.checkup))
+        probing = asyncio.create_task(self._probe(self.spec.checkup))
         try:
-            await self._hold(started)
+            await self._check_deadlines(started)
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
 
-    async def _ask(self, checkup: Checkup) -> None:
+    async def _probe(self, checkup: Checkup) -> None:
         for process in self._processes.values():
             process.beat_at = self._now()
         while True:
             if await checkup.answers():
                 for process in self._processes.values():
                     process.beat_at = self._now()
-            await asyncio.sleep(_ASK_SECONDS)
+            await asyncio.sleep(_PROBE_SECONDS)
 
-    async def _hold(self, started: float) -> None:
-        looked = self._now()
+    async def _check_deadlines(self, started: float) -> None:
+        checked_at = self._now()
         deadline = max(self._config.start_deadline, self.spec.start_seconds)
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_CHECK_SECONDS)
             now = self._now()
-            if (paused := now - looked - _LOOK_SECONDS) > 1.0:
-                # The supervisor itself stood still (Ctrl-Z, a suspended machine): silence then proves nothing.
+            if (paused := now - checked_at - _CHECK_SECONDS) > 1.0:
+                # The supervisor itself was stopped (Ctrl-Z, a suspended machine): a missing heartbeat proves nothing.
                 started += paused
                 for process in self._processes.values():
                     process.beat_at = None if process.beat_at is None else now
-            looked = now
+            checked_at = now
             if not all(unit.ready.is_set() for unit in self._waits_for):
                 started = now
-            if self.instance.state is State.STARTING and now - started > deadline:
+            if self.instance.state is RoleState.STARTING and now - started > deadline:
                 self._give_up(f"not ready within {deadline:g} s")
                 return
-            if self.instance.state is State.READY and (silent := self._silent(now)):
+            if self.instance.state is RoleState.READY and (silent := self._silent(now)):
                 self._give_up(silent)
                 return
 
     def _silent(self, now: float) -> str:
-        """Which process has given no sign of life for too long, in words; empty: none."""
+        """Name the process whose heartbeat is overdue, in words for people; empty: none."""
         checkup = self.spec.checkup
         limit = self._config.liveness_deadline if checkup is None else checkup.silence
         for name, process in self._processes.items():
@@ -308,12 +308,12 @@ class Unit:
         return ""
 
     def _give_up(self, cause: str) -> None:
-        """Kill a unit that hangs. Before that its stacks (SIGUSR1), or what others see of it, go to its log."""
+        """Kill a unit that hangs, after its log has got its stacks (SIGUSR1) or what the checkup sees of it."""
         self._cause = cause
         logger.warning("unit hangs", extra={"unit": self.spec.name, "why": cause})
         for name, process in self._processes.items():
             if self.spec.checkup is None:
-                process.tell(signal.SIGUSR1)
+                process.signal(signal.SIGUSR1)
             else:
                 line = self._logs[name].note("hangs", why=cause, **self.spec.checkup.describe(process.pid))
                 self._send(LogLine(name, line))
@@ -323,7 +323,7 @@ class Unit:
         for name, process in processes.items():
             if self._processes.get(name) is process:
                 self._killed.set()
-                process.signal(signal.SIGKILL)
+                process.kill()
 
     def _show_tails(self) -> None:
         for name, log in self._logs.items():
@@ -333,7 +333,7 @@ class Unit:
 
     def _changed(self, only: str | None = None) -> None:
         instance = self.instance
-        pause = max(0.0, instance.until - self._now()) if instance.state is State.BACKOFF else None
+        pause = max(0.0, instance.until - self._now()) if instance.state is RoleState.BACKOFF else None
         for name in self.spec.processes:
             if only in {None, name}:
                 process = self._processes.get(name)

@@ -262,12 +262,13 @@ def test_the_list_of_commands_says_what_each_says_of_itself():
 
 @functools.cache
 def _commands():
-    """Every command with its whole name."""
+    """Every command that `--help` shows, with its whole name."""
 
     def below(command, name: str):
         if not hasattr(command, "commands"):
             return [(name, command)]
-        return [found for word, child in command.commands.items() for found in below(child, f"{name} {word}")]
+        shown = ((word, child) for word, child in command.commands.items() if not child.hidden)
+        return [found for word, child in shown for found in below(child, f"{name} {word}")]
 
     return [found for name in command_line.COMMANDS for found in below(command_line.load_command(name), name)]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamrl.demo import prepare
 from streamrl.runfile import load
@@ -56,6 +57,10 @@ def test_its_run_file_is_that_of_the_demo(new: Path):
     ours, theirs = (load(file, environ={}).config.model_dump(mode="json") for file in (new / "run.yaml", Path(demo)))
     assert ours | {"name": "demo"} == theirs
     assert cli("config", "validate", str(new / "run.yaml"), env=OFFLINE).returncode == 0
+
+
+def test_making_the_model_leaves_the_process_as_it_was(new: Path):
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_model_and_prompts_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

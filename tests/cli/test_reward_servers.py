@@ -89,10 +89,10 @@ async def test_add_and_remove_are_said_once(started: Path):
     [
         (["add", "critik", "http://c:1"], "did you mean critic?"),
         (["ls", "critik"], "did you mean critic?"),
-        (["add", "judge", "c:1"], "no URL of a server"),
+        (["add", "judge", "c:1"], "not the URL of a server"),
         (["add", "judge", "http://me:pw@c:1"], "shown to everybody"),
         (["remove", "judge", "http://c:1"], "reward servers ls"),
-        (["remove", "judge", "reward_model.judge.0"], "no URL of a server"),
+        (["remove", "judge", "reward_model.judge.0"], "not the URL of a server"),
     ],
 )
 async def test_what_is_no_model_or_no_server_is_refused(started: Path, words: list[str], said: str):

@@ -1,4 +1,4 @@
-"""`streamrl weights`: what is there, keeping a version, and asking the learner to go back to one."""
+"""`streamrl weights`: what is there, and keeping a version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from streamrl.queues import embedded, open_ledgers
-from streamrl.queues.rollback import Answer, RollbackDesk
 from streamrl.runfile import read_saved
 from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.catalog import read_manifest
@@ -73,7 +72,6 @@ async def run(*arguments: str):
 def test_ls_and_show_of_a_stopped_run(stopped: Path):
     where = ("--run", str(stopped))
     data = data_of(cli("weights", "ls", *where, "--json").stdout, "streamrl.weights/1")
-    assert data["rollback"] is None
     assert [row["version"] for row in data["versions"]] == [4, 3, 2, 1]
     newest = data["versions"][0]
     assert (newest["epoch"], newest["step"], newest["kind"], newest["present"], newest["pinned"]) == (
@@ -141,62 +139,10 @@ async def test_ls_says_which_replicas_hold_a_version(live):
     assert {row["version"]: row["replicas"] for row in rows["versions"]} == {4: [], 3: ["rollout.0"], 2: [], 1: []}
 
 
-def test_without_a_learner_the_request_waits_and_says_so(stopped: Path):
-    """The run is stopped as a whole: its Redis is started for the call, and the request survives."""
-    where = ("--run", str(stopped))
-    done = cli("weights", "rollback", "2", *where)
-    assert done.returncode == 3
-    assert "learner.0) is not running" in done.stderr
-
-    async def left():
-        config = read_saved(stopped / "run.json").config
-        async with embedded.running(config.redis, stopped), open_ledgers(config, stopped) as ledgers:
-            return await RollbackDesk(ledgers.train.connection, ledgers.train.keys).look()
-
-    request = asyncio.run(left())
-    assert (request.epoch, request.version, request.answer) == (1, 2, Answer.WAITING)
-    assert (stopped / "pinned" / "v-1-2").is_dir()
-
-
-async def answering(ledgers, answer: Answer, text: str) -> None:
-    """A learner that answers the first request it sees."""
-    desk = RollbackDesk(ledgers.train.connection, ledgers.train.keys)
-    await ledgers.train.fence("nonce", 0)
-    await ledgers.roles.beat("learner.0", {"state": "ready", "step": 3, "version": 4}, 60)
-    while (request := await desk.look()) is None:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await desk.answer("nonce", request.id, answer, text)
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "code", "said"),
-    [
-        (Answer.SHOWN, "9", 0, "version 9 has the weights of version 2"),
-        (Answer.DONE, "9", 0, "version 9 has the weights of version 2"),
-        (Answer.REFUSED, "of another model", 1, "refused: of another model"),
-    ],
-)
-async def test_rollback_waits_for_the_learner(live, answer, text, code, said):
-    run_dir, ledgers = live
-    learner = asyncio.create_task(answering(ledgers, answer, text))
-    done = await run("weights", "rollback", "2", "--run", str(run_dir))
-    await learner
-    assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done
-
-
-async def test_rollback_gives_up_waiting_and_leaves_the_request(live):
-    run_dir, ledgers = live
-    await ledgers.roles.beat("learner.0", {"state": "ready", "step": 3, "version": 4}, 60)
-    where = ("--run", str(run_dir))
-    done = await run("weights", "rollback", "2", *where, "--wait", "0", "--json")
-    assert done.returncode == 75
-    data = data_of(done.stdout, "streamrl.weights.rollback/1")
-    assert (data["answer"], data["new_version"]) == ("waiting", None)
-    assert "learner ready at step 3, version 4" in done.stderr
-    listed = data_of((await run("weights", "ls", *where, "--json")).stdout, "streamrl.weights/1")
-    assert listed["rollback"]["answer"] == "waiting"
-    needed = await run("weights", "unpin", "2", *where)
-    assert (needed.returncode, "is needed" in needed.stderr) == (78, True)
+def test_rollback_is_refused_with_what_to_do_instead(stopped: Path):
+    done = cli("weights", "rollback", "2", "--run", str(stopped))
+    assert (done.returncode, "streamrl export --checkpoint" in done.stderr) == (2, True)
+    assert "rollback" not in cli("weights", "--help").stdout
 
 
 def test_looking_needs_no_torch(stopped: Path):
@@ -210,7 +156,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "pin", "unpin", "rollback"])
+@pytest.mark.parametrize("command", ["ls", "show", "pin", "unpin"])
 def test_help_teaches(command: str):
     done = cli("weights", command, "--help")
     assert done.returncode == 0

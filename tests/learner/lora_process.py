@@ -19,7 +19,6 @@ from streamrl.learner.actor import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.steps import Trainer
 from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.pinned import pin
 from streamrl.weight_sync.rank_writer import RankWriter
 
 # A rank below the number of its rows, and one that leaves the second rank without rows of A.
@@ -60,7 +59,6 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
             world=ranks.world,
             adapter=snapshot.adapter,
         )
-        pin(publisher.root, out, (1, 1))
         save_file(dict(actor.full_tensors(torch.float32)), out / "merged.safetensors")
     else:
         RankWriter(WEIGHTS, out, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
@@ -70,17 +68,10 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
         trainer.skip_snapshot()
     else:
         trainer.snapshot()
-    kept = actor.shard_state()
-    train(actor, range(2, 3))
-    adopted = trainer.adopt(out / "pinned" / "v-1-1")
-    now = actor.shard_state()
-    back = all(torch.equal(now[key], tensor) for key, tensor in kept.items() if key.startswith("weight/"))
     actor.export(out / "export")
     return {
         "records": records,
         "base_unchanged": fresh == base,
-        "adopted": adopted,
-        "back": back,
         "parameters": {key: list(p.to_local().shape) for key, p in actor.parameters.items()},
     }
 

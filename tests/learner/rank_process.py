@@ -19,10 +19,8 @@ from streamrl.errors import StreamrlError
 from streamrl.learner.actor import Actor
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.snapshot import Copies, Snapshot
-from streamrl.learner.steps import Trainer
+from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.pinned import pin
 from streamrl.weight_sync.rank_writer import RankWriter
 
 STEPS = 3
@@ -84,56 +82,26 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
         found[f"{name}.continued"] = train(again, range(STEPS, STEPS + 1)) == ahead and all(
             torch.equal(tensor, actor.shard_state()[key]) for key, tensor in again.shard_state().items()
         )
-    found |= publish_and_go_back(actor, ranks, out)
+    publish(actor, ranks, out)
     actor.export(out / "export")
     if ranks.world > 1:
         found |= disagreements(actor, ranks)
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
 
 
-def copy(actor: Actor) -> Snapshot:
-    """This rank's share of the weights."""
-    return Copies(actor.parameters, torch.float32).take()
-
-
-def publish_and_go_back(actor: Actor, ranks: Ranks, out: Path) -> dict[str, object]:
-    """Each rank writes its share of a version; later all ranks take that version as their weights."""
-    run_dir = out / "run"
+def publish(actor: Actor, ranks: Ranks, out: Path) -> None:
+    """Each rank writes its share of a version."""
     config = WeightsConfig(transport="directory", shard_bytes=8192)
-    snapshot = copy(actor)
-    kept = {name: tensor.clone() for name, tensor in snapshot.tensors}
+    snapshot = Copies(actor.parameters, torch.float32).take()
     if ranks.rank == 0:
-        publisher = Publisher(config, "r", run_dir)
+        publisher = Publisher(config, "r", out / "run")
         publisher.publish(
             epoch=1, version=1, step=1, tensors=snapshot.tensors, shapes=snapshot.shapes, world=ranks.world
         )
-        pin(publisher.root, run_dir, (1, 1))
         save_file(weights(actor), out / "published.safetensors")
     else:
-        RankWriter(config, run_dir, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
+        RankWriter(config, out / "run", ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
         weights(actor)
-    trainer = Trainer(actor.config, ranks, actor)
-    train(actor, range(1))
-    updates = actor.updates
-    moved = any(not torch.equal(tensor, kept[name]) for name, tensor in copy(actor).tensors)
-    half = run_dir / "pinned" / ("v-1-1" if ranks.rank == 0 else "v-9-9")  # one rank does not find it
-    refused = ranks.world > 1 and not trainer.adopt(half)
-    taken = trainer.adopt(run_dir / "pinned" / "v-1-1")
-    state = actor.shard_state()
-    back = all(torch.equal(tensor, kept[name]) for name, tensor in copy(actor).tensors)
-    fresh = not any(bool(tensor.any()) for name, tensor in state.items() if name.startswith("exp_avg"))
-    ahead = train(actor, range(1, 2))
-    after = actor.shard_state()
-    actor.load_shard_state(state)
-    again = train(actor, range(1, 2)) == ahead
-    same = all(torch.equal(tensor, after[name]) for name, tensor in actor.shard_state().items())
-    return {
-        "moved": moved,
-        "refused_together": refused or ranks.world == 1,
-        "back": taken and back and fresh,
-        "updates": [updates, int(state["updates"])],
-        "continued_after_going_back": again and same,
-    }
 
 
 def disagreements(actor: Actor, ranks: Ranks) -> dict[str, object]:

@@ -16,7 +16,6 @@ from streamrl.learner.exporting import choose_checkpoint, export_checkpoint
 from streamrl.learner.shard_files import take_notes, write_shard
 from streamrl.learner.snapshot import rows_of
 from streamrl.learner.state import numbers_of, tensors_of
-from streamrl.learner.value_head import HeadedActor
 
 
 def train(config, ranks):
@@ -116,17 +115,6 @@ def test_an_adapter_is_merged_and_stands_by_itself(tmp_path, model_of, one_rank,
     files = ("adapter_config.json", "adapter_model.safetensors")
     for file in files:
         assert (tmp_path / "out" / "adapter" / file).read_bytes() == (tmp_path / "live" / "adapter" / file).read_bytes()
-
-
-def test_a_value_head_is_not_part_of_an_adapter(tmp_path, model_of, one_rank):
-    from safetensors import safe_open
-
-    critic = {"kind": "head"}
-    config = run_config(model_of("Qwen2"), lora={"rank": 4}, critic=critic, advantage={"use": "gae"})
-    actor = HeadedActor(config, one_rank)
-    export(save(tmp_path / "c", actor, config), config, tmp_path / "out")
-    with safe_open(tmp_path / "out" / "adapter" / "adapter_model.safetensors", "pt") as file:
-        assert sorted(file.keys()) == sorted(actor.parameters)
 
 
 def test_bfloat16_is_what_a_run_in_bfloat16_exports(tmp_path, model_of, one_rank):

@@ -87,9 +87,3 @@ def test_the_same_statistics_and_half_of_the_adapter_each(runs, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_its_adapter_a_rank_computes_what_the_base_does(runs, kind):
     assert all(found[kind]["base_unchanged"] for found in runs.found)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_going_back_needs_versions_of_the_adapter_alone(runs, kind):
-    for found in runs.found:
-        assert found[kind]["adopted"] == found[kind]["back"] == kind.startswith("thin")

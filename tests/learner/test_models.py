@@ -7,7 +7,6 @@ from tiny_policy import make_batch, run_config
 from streamrl.learner.critic import Critic
 from streamrl.learner.models import make_trainer
 from streamrl.learner.reference import Base, Frozen
-from streamrl.learner.value_head import Head, HeadedActor
 
 GAE = {"advantage": {"use": "gae"}}
 KL = {"kl": {"where": "loss"}}
@@ -19,7 +18,6 @@ CASES = {
         Frozen,
         ["actor", "critic"],
     ),
-    "head": ({**GAE, "critic": {"kind": "head"}}, Head, type(None), ["actor"]),
     "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Base, ["actor", "lora"]),
 }
 
@@ -36,7 +34,6 @@ def test_a_trainer_has_what_the_algorithm_needs(make, case):
     models = trainer._models
     assert type(models.critic) is critic
     assert type(models.reference) is reference
-    assert isinstance(models.actor, HeadedActor) == (case == "head")
     assert sorted(trainer.state.parts) == parts
 
 

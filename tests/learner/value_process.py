@@ -1,4 +1,4 @@
-"""One rank with a critic, a value head and a frozen reference: `value_process.py MODEL OUT`."""
+"""One rank with a critic and a frozen reference: `value_process.py MODEL OUT`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from streamrl.learner.batch import TrainSample
 from streamrl.learner.critic import Critic
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Frozen
-from streamrl.learner.value_head import HeadedActor
 
 STEPS = 2
 OPTIONS: dict[str, Any] = {
@@ -49,40 +48,30 @@ def gathered(ranks: Ranks, arrays: list[np.ndarray], batch: list[TrainSample]) -
 
 
 def play(model: Path, out: Path, ranks: Ranks) -> None:
-    """Two updates of a critic and of a policy with a head; then values and reference of the last batch."""
+    """Two updates of a critic; then values and reference of the last batch."""
     found: dict[str, Any] = {}
     rank, world = ranks.rank, ranks.world
     for units, small in (("whole", 1 << 26), ("layers", 0)):
         critic_options = {"kind": "model", "lr": 1e-3, "clip": 0.2}
         config = run_config(model, ranks=world, critic=critic_options, **OPTIONS)
-        head_config = run_config(model, ranks=world, critic={**critic_options, "kind": "head"}, **OPTIONS)
         critic, reference = Critic(config, ranks, small=small), Frozen(config, ranks, small=small)
-        headed = HeadedActor(head_config, ranks, small=small)
         norms = []
-        # The head alone, of which the second rank has no rows.
-        headed.accumulate_values(mine(value_batch(STEPS + 1), rank, world))
-        norms.append(headed.apply_values(sum(len(sample.tokens) for sample in value_batch(STEPS + 1))).grad_norm)
         for step in range(STEPS):
             batch = mine(value_batch(step), rank, world)
             stats = critic.update_critic(batch)
-            _, update = headed.update_policy(batch)
-            assert headed.learnt is not None
-            norms += [stats.grad_norm, stats.sums.loss, update.grad_norm, update.loss, headed.learnt.sums.loss]
+            norms += [stats.grad_norm, stats.sums.loss]
         last = value_batch(STEPS)
         own = mine(last, rank, world)
         found |= {
             f"{units}.norms": norms,
             f"{units}.values": gathered(ranks, critic.compute_values(own), last),
-            f"{units}.head": gathered(ranks, headed.compute_values(own), last),
             f"{units}.reference": gathered(ranks, reference.compute_ref_log_prob(own), last),
         }
         again = Critic(config, ranks, small=small)
         again.load_shard_state(critic.shard_state())
         first, second = (part.update_critic(own) for part in (critic, again))
         found[f"{units}.continued"] = first == second
-        for name, part in (("critic", critic), ("headed", headed)):
-            tensors = dict(part.full_tensors(torch.float32))
-            save_file(tensors, out / f"{units}-{name}-{rank}.safetensors")
+        save_file(dict(critic.full_tensors(torch.float32)), out / f"{units}-critic-{rank}.safetensors")
     if world > 1:
         found["refused"] = refused(critic, own, rank)
     (out / f"found-{rank}.json").write_bytes(orjson.dumps(found))

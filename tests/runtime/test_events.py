@@ -1,7 +1,7 @@
 import threading
 
 from streamrl.runtime.events import EventPump, LinesDropped, LogLine, Notice, StateChanged
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 
 
 def test_a_reader_that_does_not_read_blocks_nobody_and_loses_only_log_lines():
@@ -18,7 +18,7 @@ def test_a_reader_that_does_not_read_blocks_nobody_and_loses_only_log_lines():
         for number in range(1000):
             pump.send(LogLine("x", b"%d" % number))
             if number % 100 == 0:
-                pump.send(StateChanged("x", State.READY))
+                pump.send(StateChanged("x", RoleState.READY))
         free.set()
     assert seen[0] == Notice("start")
     assert [event.line for event in seen if isinstance(event, LogLine)] == [b"%d" % number for number in range(10)]

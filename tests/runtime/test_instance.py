@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.restarts import RestartPolicy
-from streamrl.runtime.instance import ALIVE, FINAL, Instance, State
+from streamrl.runtime.instance import ALIVE, FINAL, Instance, RoleState
 
 POLICY = RestartPolicy(max_restarts=3, window=100.0, backoff=0.5, max_backoff=30.0)
 
@@ -18,11 +18,11 @@ def test_a_crash_waits_and_starts_again():
     instance = started()
     instance.ready(1.0)
     instance.died(2.0, -9, "killed by SIGKILL", 0.5)
-    assert (instance.state, instance.until, instance.restarts) == (State.BACKOFF, 2.25, 0)
+    assert (instance.state, instance.until, instance.restarts) == (RoleState.BACKOFF, 2.25, 0)
     instance.start()
-    assert (instance.state, instance.restarts) == (State.STARTING, 1)
+    assert (instance.state, instance.restarts) == (RoleState.STARTING, 1)
     instance.ready(3.0)
-    assert (instance.state, instance.reason) == (State.READY, "")
+    assert (instance.state, instance.reason) == (RoleState.READY, "")
 
 
 def test_pauses_start_over_after_a_minute_of_health_and_not_before():
@@ -41,10 +41,10 @@ def test_the_window_of_restarts_slides():
         instance.died(at, 1, "crash", 0.0)
         instance.start()
     instance.died(120.0, 1, "crash", 0.0)  # the death at 0 is over 100 s old
-    assert instance.state is State.BACKOFF
+    assert instance.state is RoleState.BACKOFF
     instance.start()
     instance.died(121.0, 1, "crash", 0.0)
-    assert instance.state is State.FAILED
+    assert instance.state is RoleState.FAILED
     assert "4 deaths within 100 s" in instance.reason
 
 
@@ -52,14 +52,14 @@ def test_the_window_of_restarts_slides():
 def test_what_a_restart_cannot_mend_fails_at_once(code):
     instance = started()
     instance.died(0.0, code, "why", 0.5)
-    assert (instance.state, instance.reason, instance.exit_code) == (State.FAILED, "why", code)
+    assert (instance.state, instance.reason, instance.exit_code) == (RoleState.FAILED, "why", code)
 
 
 def test_exit_zero_is_the_end_of_those_who_finish_and_a_death_of_those_who_serve():
     learner, worker = started(finishes=True), started()
     learner.died(0.0, 0, "exit 0", 0.5)
     worker.died(0.0, 0, "exit 0", 0.5)
-    assert (learner.state, worker.state) == (State.STOPPED, State.BACKOFF)
+    assert (learner.state, worker.state) == (RoleState.STOPPED, RoleState.BACKOFF)
 
 
 @pytest.mark.parametrize("code", [0, 1, 78, -9])
@@ -67,9 +67,9 @@ def test_what_ends_while_draining_stays_stopped(code):
     instance = started()
     instance.drain("run ends")
     instance.ready(1.0)
-    assert instance.state is State.DRAINING
+    assert instance.state is RoleState.DRAINING
     instance.died(2.0, code, "why", 0.5)
-    assert instance.state is State.STOPPED
+    assert instance.state is RoleState.STOPPED
     assert instance.reason == ("" if code == 0 else "why")
 
 
@@ -78,7 +78,7 @@ def test_a_drain_without_a_process_ends_at_once():
     pausing.died(0.0, 1, "", 0.5)
     for instance in (waiting, pausing):
         instance.drain("run ends")
-        assert instance.state is State.STOPPED
+        assert instance.state is RoleState.STOPPED
 
 
 class Life(RuleBasedStateMachine):
@@ -89,13 +89,13 @@ class Life(RuleBasedStateMachine):
         self.now = 0.0
         self.instance = Instance(POLICY, finishes=False)
         self.deaths: list[float] = []
-        self.final: State | None = None
+        self.final: RoleState | None = None
 
     @rule(seconds=st.floats(0, 200))
     def time_passes(self, seconds):
         self.now += seconds
 
-    @precondition(lambda self: self.instance.state in {State.PENDING, State.BACKOFF})
+    @precondition(lambda self: self.instance.state in {RoleState.PENDING, RoleState.BACKOFF})
     @rule()
     def start(self):
         self.instance.start()
@@ -112,7 +112,7 @@ class Life(RuleBasedStateMachine):
     @rule(code=st.integers(-64, 255), jitter=st.floats(0, 1, exclude_max=True))
     def die(self, code, jitter):
         self.instance.died(self.now, code, "why", jitter)
-        if self.instance.state is State.BACKOFF:
+        if self.instance.state is RoleState.BACKOFF:
             self.deaths.append(self.now)
 
     @invariant()

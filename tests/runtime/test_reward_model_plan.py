@@ -15,7 +15,7 @@ from streamrl.errors import ConfigError, ExitCode
 from streamrl.producers.servers import environments
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.engine_checks import look_at_reward_models
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, role_names, starts_after
 from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
@@ -67,10 +67,10 @@ async def test_a_replica_starts_beside_a_server_and_a_worker_after_it(tmp_path):
         unit(tmp_path, "reward.0", "ready", "serve"),
     ]
     async with Run(tmp_path, *units) as run:
-        await run.until(lambda: run.now("rollout.0") is State.READY)
+        await run.until(lambda: run.now("rollout.0") is RoleState.READY)
         assert ("reward.0", "start") not in run.journal("start")
         (tmp_path / "go").touch()
-        await run.until(lambda: run.now("reward.0") is State.READY)
+        await run.until(lambda: run.now("reward.0") is RoleState.READY)
 
 
 def test_a_learner_waits_for_a_server_that_loads_on_its_devices(tmp_path):
@@ -177,11 +177,11 @@ async def test_kill_9_of_a_server_or_of_its_role_is_a_restart_and_leaves_nothing
     units = [one for one in units if one.kind in {"redis", "reward_model"}]
     async with Run(run_dir, *units, backoff=0.01) as run:
         name = "reward_model.critic.0"
-        await run.until(lambda: run.now(name) is State.READY, 60)
+        await run.until(lambda: run.now(name) is RoleState.READY, 60)
         role = run.pid(name)
         (server,) = children_named(role, "played_model_server")
         os.kill(server.pid if victim == "server" else role, signal.SIGKILL)
-        await run.until(lambda: run.pid(name) != role and run.now(name) is State.READY, 60)
+        await run.until(lambda: run.pid(name) != role and run.now(name) is RoleState.READY, 60)
         _, alive = psutil.wait_procs([server], timeout=30)
         assert not alive
         assert len(children_named(run.pid(name), "played_model_server")) == 1

@@ -18,7 +18,7 @@ from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ExitCode
 from streamrl.queues import open_ledgers
 from streamrl.runfile import LoadedConfig, save
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import plan
 from tests.consumers.worker_kit import put, until_closed
 from tests.producers.producer_kit import save_tokenizer
@@ -217,14 +217,14 @@ def _there(pid):
 async def test_redis_that_is_killed_comes_back_with_its_data_and_the_worker_rides_it_out(tmp_path):
     config, run_dir = make_config(), tmp_path / "run"
     async with supervised(config, run_dir, "redis", "reward") as run:
-        await run.until(lambda: run.now("reward.0") is State.READY)
+        await run.until(lambda: run.now("reward.0") is RoleState.READY)
         async with open_ledgers(config, run_dir) as ledgers:
             for cursor in range(3):
                 await put(ledgers.train, cursor, ["4", "5"])
                 await until_closed(ledgers.train, [cursor])
                 redis = run.pid("redis")
                 os.kill(redis, signal.SIGKILL)
-                await run.until(lambda redis=redis: run.now("redis") is State.READY and run.pid("redis") != redis)
+                await run.until(lambda redis=redis: run.now("redis") is RoleState.READY and run.pid("redis") != redis)
             assert await ledgers.train.closed() == [0, 1, 2]
             assert not await faults(ledgers.train)
         os.kill(os.getpid(), signal.SIGINT)
@@ -243,14 +243,14 @@ async def test_redis_that_hangs_is_killed_with_what_is_known_of_it_and_the_worke
             await until_closed(ledgers.train, [0])
             redis = run.pid("redis")
             os.kill(redis, signal.SIGSTOP)
-            await run.until(lambda: run.now("redis") is State.READY and run.pid("redis") != redis, 60)
+            await run.until(lambda: run.now("redis") is RoleState.READY and run.pid("redis") != redis, 60)
             await put(ledgers.train, 1, ["4", "5"])
             await until_closed(ledgers.train, [1], seconds=60)
             assert await ledgers.train.closed() == [0, 1]
         os.kill(os.getpid(), signal.SIGINT)
         outcome = await run.outcome()
     assert outcome.restarts == {"redis": 1, "reward.0": 0}
-    reasons = [event.reason for event in run.events if getattr(event, "state", None) is State.BACKOFF]
+    reasons = [event.reason for event in run.events if getattr(event, "state", None) is RoleState.BACKOFF]
     assert [reason.partition(" for ")[0] for reason in reasons] == ["redis: no answer"]
     log = (run_dir / "logs" / "redis.jsonl").read_text()
     assert "T (stopped)" in log
@@ -264,7 +264,7 @@ async def test_a_reward_that_blocks_the_loop_is_killed_until_its_sample_is_dead(
     )  # fmt: skip
     run_dir = tmp_path / "run"
     async with supervised(config, run_dir, "redis", "reward", liveness_deadline=2.5) as run:
-        await run.until(lambda: run.now("reward.0") is State.READY)
+        await run.until(lambda: run.now("reward.0") is RoleState.READY)
         async with open_ledgers(config, run_dir) as ledgers:
             await put(ledgers.train, 0, ["fine", "block", "fine"])
             await until_closed(ledgers.train, [0], seconds=100)  # three times silence, death and start

@@ -14,9 +14,9 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Refused
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import WAITS_FOR, UnitSpec, starts_after
-from streamrl.runtime.process import Command
+from streamrl.runtime.process import RoleCommand
 from streamrl.runtime.supervisor import supervise
 from streamrl.weight_sync.transports import ShmTransport
 
@@ -27,7 +27,7 @@ def unit(folder, name, *behaviours, kind=None, finishes=False, names=None, start
     def command(position, token):
         which = (names or [name])[position]
         argv = (sys.executable, "-S", "-E", str(STANDIN), which, *behaviours)
-        return Command(argv, {"TOKEN": token, "RANK": str(position)}, folder)
+        return RoleCommand(argv, {"TOKEN": token, "RANK": str(position)}, folder)
 
     kind = kind or name.split(".")[0]
     return UnitSpec(
@@ -92,7 +92,7 @@ class Run:
         return (self.states(role) or [None])[-1]
 
     def all_ready(self):
-        return all(self.now(name) is State.READY for unit in self.units for name in unit.processes)
+        return all(self.now(name) is RoleState.READY for unit in self.units for name in unit.processes)
 
     def pid(self, role):
         return next(
@@ -119,9 +119,9 @@ async def test_all_roles_start_at_once(tmp_path):
     units[1] = unit(tmp_path, "learner.0", "wait-for:go", "ready", "serve", kind="learner", finishes=True)
     async with Run(tmp_path, *units) as run:
         await run.until(lambda: {name for name, _ in run.journal("start")} == names)
-        assert (run.now("redis"), run.now("learner.0")) == (State.STARTING, State.STARTING)
+        assert (run.now("redis"), run.now("learner.0")) == (RoleState.STARTING, RoleState.STARTING)
         (tmp_path / "go").touch()
-        await run.until(lambda: all(run.now(name) is State.READY for name in names))
+        await run.until(lambda: all(run.now(name) is RoleState.READY for name in names))
         assert len(run.journal("start")) == len(names)
 
 
@@ -132,12 +132,12 @@ async def test_a_role_is_not_late_while_one_that_it_waits_for_still_loads(tmp_pa
         unit(tmp_path, "feeder.0", "hang"),  # the clock of this test: it has nobody to wait for
     ]
     async with Run(tmp_path, *units, start_deadline=0.5, max_restarts=1000) as run:
-        await run.until(lambda: run.states("feeder.0").count(State.BACKOFF) == 3)
-        assert run.states("rollout.0")[-1] is State.STARTING
-        assert State.BACKOFF not in run.states("rollout.0")
+        await run.until(lambda: run.states("feeder.0").count(RoleState.BACKOFF) == 3)
+        assert run.states("rollout.0")[-1] is RoleState.STARTING
+        assert RoleState.BACKOFF not in run.states("rollout.0")
         (tmp_path / "go").touch()
-        await run.until(lambda: run.now("rollout.0") is State.READY)
-        assert State.BACKOFF not in run.states("rollout.0")
+        await run.until(lambda: run.now("rollout.0") is RoleState.READY)
+        assert RoleState.BACKOFF not in run.states("rollout.0")
 
 
 async def test_a_role_is_late_when_all_that_it_waits_for_are_ready(tmp_path):
@@ -167,7 +167,7 @@ async def test_the_first_signal_drains_in_the_order_of_the_data_with_redis_last(
     stages = [event for event in run.events if isinstance(event, DrainStage)]
     assert [stage.roles[0].split(".")[0] for stage in stages] == ["feeder", "rollout", "reward", "learner", "redis"]
     assert all(stage.seconds > 0 for stage in stages)
-    assert {run.now(role) for role in ("redis", "learner.0", "rollout.1")} == {State.STOPPED}
+    assert {run.now(role) for role in ("redis", "learner.0", "rollout.1")} == {RoleState.STOPPED}
 
 
 async def test_nohup_is_heeded(tmp_path):
@@ -198,11 +198,11 @@ async def test_one_roles_death_is_one_roles_restart(tmp_path):
         for _ in range(3):
             pid = run.pid("rollout.0")
             os.kill(pid, signal.SIGKILL)
-            await run.until(lambda pid=pid: run.now("rollout.0") is State.READY and run.pid("rollout.0") != pid)
+            await run.until(lambda pid=pid: run.now("rollout.0") is RoleState.READY and run.pid("rollout.0") != pid)
         starts = [name for name, _ in run.journal("start")]
         assert starts.count("rollout.0") == 4
         assert len(starts) == 6 + 3
-        deaths = [event for event in run.events if isinstance(event, StateChanged) and event.state is State.BACKOFF]
+        deaths = [event for event in run.events if isinstance(event, StateChanged) and event.state is RoleState.BACKOFF]
         assert {event.reason for event in deaths} == {"killed by SIGKILL"}
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await run.outcome()).restarts["rollout.0"] == 3
@@ -239,26 +239,26 @@ async def test_a_role_that_never_gets_ready_is_killed_and_counted(tmp_path):
 async def test_a_ready_role_whose_loop_is_silent_is_killed_and_restarted(tmp_path):
     units = [unit(tmp_path, "reward.0", "ready", "beat", "hang")]
     async with Run(tmp_path, *units, liveness_deadline=0.3) as run:
-        await run.until(lambda: State.BACKOFF in run.states("reward.0"))
-        await run.until(lambda: run.states("reward.0").count(State.READY) >= 2)
+        await run.until(lambda: RoleState.BACKOFF in run.states("reward.0"))
+        await run.until(lambda: run.states("reward.0").count(RoleState.READY) >= 2)
         reasons = [event.reason for event in run.events if isinstance(event, StateChanged)]
         assert any("event loop silent" in reason for reason in reasons)
 
 
 async def test_a_supervisor_that_stood_still_blames_nobody(tmp_path):
     async with Run(tmp_path, unit(tmp_path, "reward.0", "ready", "beats"), liveness_deadline=0.6) as run:
-        await run.until(lambda: run.now("reward.0") is State.READY)
+        await run.until(lambda: run.now("reward.0") is RoleState.READY)
         time.sleep(2.0)  # noqa: ASYNC251  the fault: the event loop of the supervisor stands still, as after Ctrl-Z
         beats = len(run.journal("beat"))
         await run.until(lambda: len(run.journal("beat")) > beats + 5)
         assert run.journal("start") == [("reward.0", "start")]
-        assert State.BACKOFF not in run.states("reward.0")
+        assert RoleState.BACKOFF not in run.states("reward.0")
 
 
 async def test_a_role_that_ignores_sigterm_is_killed_when_its_budget_is_over(tmp_path):
     units = [unit(tmp_path, "redis", "ready", "serve"), unit(tmp_path, "rollout.0", "deaf", "ready", "hang")]
     async with Run(tmp_path, *units, drain_deadline=1.0, term_grace=0.2) as run:
-        await run.until(lambda: run.now("rollout.0") is State.READY)
+        await run.until(lambda: run.now("rollout.0") is RoleState.READY)
         pid = run.pid("rollout.0")
         os.kill(os.getpid(), signal.SIGTERM)
         outcome = await run.outcome()
@@ -277,7 +277,7 @@ async def test_the_second_signal_stops_now_and_the_third_kills(tmp_path):
     async with Run(tmp_path, *units, drain_deadline=1000.0, term_grace=1000.0) as run:
         await run.until(run.all_ready)
         os.kill(os.getpid(), signal.SIGINT)
-        await run.until(lambda: run.now("feeder.0") is State.DRAINING)
+        await run.until(lambda: run.now("feeder.0") is RoleState.DRAINING)
         assert ("reward.0", "term") not in run.journal()
         os.kill(os.getpid(), signal.SIGINT)
         await run.until(lambda: ("reward.0", "exit") in run.journal())
@@ -310,10 +310,10 @@ async def test_a_gang_dies_together_and_starts_together_with_a_new_rendezvous(tm
         names=names, kind="learner", finishes=True,
     )  # fmt: skip
     async with Run(tmp_path, gang) as run:
-        await run.until(lambda: run.now("learner.0") is State.READY)
+        await run.until(lambda: run.now("learner.0") is RoleState.READY)
         first = {name: run.pid(name) for name in names}
         os.kill(first["learner.1"], signal.SIGKILL)
-        await run.until(lambda: run.now("learner.0") is State.READY and run.pid("learner.0") != first["learner.0"])
+        await run.until(lambda: run.now("learner.0") is RoleState.READY and run.pid("learner.0") != first["learner.0"])
         assert not any(psutil.pid_exists(pid) for pid in first.values())
         tokens = [event for _, event in run.journal() if event.startswith("TOKEN=")]
         assert len(tokens) == 4
@@ -330,7 +330,7 @@ async def test_the_better_reason_of_two_ranks_counts(tmp_path):
     )
 
     def command(position, token):
-        return Command((sys.executable, "-S", str(tmp_path / "rank.py")), {"RANK": str(position)}, tmp_path)
+        return RoleCommand((sys.executable, "-S", str(tmp_path / "rank.py")), {"RANK": str(position)}, tmp_path)
 
     spec = UnitSpec("learner", ("learner.0", "learner.1"), command, finishes=True)
     async with Run(tmp_path, spec) as run:
@@ -356,11 +356,11 @@ async def test_a_gang_is_fenced_when_its_leader_says_so_after_the_others_have_le
         if position == 1:
             behaviours = ("ready", "wait-for:go", "exit:0")
         argv = (sys.executable, "-S", "-E", str(STANDIN), f"learner.{position}", *behaviours)
-        return Command(argv, {"TOKEN": token, "RANK": str(position)}, tmp_path)
+        return RoleCommand(argv, {"TOKEN": token, "RANK": str(position)}, tmp_path)
 
     gang = UnitSpec("learner", ("learner.0", "learner.1"), command, finishes=True)
     async with Run(tmp_path, gang, max_restarts=1) as run:
-        await run.until(lambda: run.now("learner.0") is State.READY)
+        await run.until(lambda: run.now("learner.0") is RoleState.READY)
         (tmp_path / "go").touch()
         await run.until(lambda: ("learner.1", "exit-0") in run.journal())
         (tmp_path / "rank-1-left").touch()
@@ -385,12 +385,12 @@ async def test_what_dies_during_the_drain_stays_dead_except_redis(tmp_path):
     async with Run(tmp_path, *units) as run:
         await run.until(run.all_ready)
         os.kill(os.getpid(), signal.SIGINT)
-        await run.until(lambda: run.now("feeder.0") is State.DRAINING)
+        await run.until(lambda: run.now("feeder.0") is RoleState.DRAINING)
         redis = run.pid("redis")
         os.kill(run.pid("reward.0"), signal.SIGKILL)
         os.kill(redis, signal.SIGKILL)
-        await run.until(lambda: run.now("reward.0") is State.STOPPED)
-        await run.until(lambda: run.now("redis") is State.READY and run.pid("redis") != redis)
+        await run.until(lambda: run.now("reward.0") is RoleState.STOPPED)
+        await run.until(lambda: run.now("redis") is RoleState.READY and run.pid("redis") != redis)
         (tmp_path / "go").touch()
         assert (await run.outcome()).exit_code == ExitCode.OK
     assert run.journal("start").count(("reward.0", "start")) == 1
@@ -398,7 +398,7 @@ async def test_what_dies_during_the_drain_stays_dead_except_redis(tmp_path):
 
 async def test_a_program_that_cannot_be_executed_is_a_death_with_its_reason(tmp_path):
     def command(position, token):
-        return Command((str(tmp_path / "missing"),), {})
+        return RoleCommand((str(tmp_path / "missing"),), {})
 
     async with Run(tmp_path, UnitSpec("feeder", ("feeder.0",), command), max_restarts=1) as run:
         outcome = await run.outcome()
@@ -423,7 +423,7 @@ async def test_a_second_supervisor_is_refused_and_the_first_is_named(tmp_path):
         with pytest.raises(Refused, match=f"process {os.getpid()}") as caught:
             await supervise(run.config, tmp_path, lambda event: None, units=[])
         assert caught.value.exit_code == 78
-        assert run.now("feeder.0") is State.READY
+        assert run.now("feeder.0") is RoleState.READY
 
 
 async def test_a_terminal_that_does_not_read_blocks_no_role(tmp_path):

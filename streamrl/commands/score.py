@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import typer
 
 from streamrl.archive.reader import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
-from streamrl.commands.letters import letter_data, parts_line, prompt_data, sample_data
+from streamrl.commands.letters import letter_data, letter_line, parts_line, prompt_data, sample_data
+from streamrl.commands.options import EvalOption, GroupArgument, JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.errors import ExitCode, StreamrlError
-from streamrl.monitor.lines import duration, printable, shortened
+from streamrl.monitor.lines import duration, shortened
 
 SCHEMA: Final = "streamrl.score/1"
 
 
-def show(chosen: Path | None, gid: int, *, evaluation: bool, width: int, json: bool) -> int:
-    """Show the scores of a group; 1 when nothing is known of its responses."""
-    run = find_run(chosen)
-    found = find_group(run, gid, evaluation=evaluation)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@app.command("show")
+def show(
+    group: GroupArgument,
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    width: Annotated[int, typer.Option("--width", min=10, help="Show at most so many characters of a text.")] = 200,
+    json: JsonOption = False,
+) -> int:
+    """Show each response of a group: text, score, parts, seconds, or why it died. Exit code 1 if nothing is kept of it.
+
+    A live group is read from Redis, a later one from the archive (archive.enabled) or the recording of the run. Scores
+    that `streamrl rescore` made are shown beside the first ones. --json shows the whole texts.
+    """
+    found = find_group(find_run(run), group, evaluation=evaluation)
     if json:
         output.write_json(SCHEMA, found)
     else:
@@ -114,9 +130,7 @@ def _lines(found: dict[str, Any], width: int) -> list[str]:
         lines.append(f"  answer  {shortened(found['prompt'].get('answer'), width)}")
     for response in found["responses"]:
         lines.extend(_response(response, found["rescored"], width))
-    for letter in found["letters"]:
-        who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
-        lines.append(f"  dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})")
+    lines.extend(f"  {letter_line(letter)}" for letter in found["letters"])
     if not found["responses"]:
         lines.append("  nothing is kept of its responses")
     return lines
