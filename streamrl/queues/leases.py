@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from streamrl.config import LeaseConfig
-from streamrl.errors import RewardImpossible, StreamrlError
+from streamrl.errors import RewardImpossible, StreamrlError, unwrapped
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.keys import GROUP, WHOLE
@@ -141,22 +141,19 @@ class Leases:
         counts as one. Cancelling does the same at once.
 
         Raises:
-            Exception: what a handler raised; an `ExceptionGroup` when there were several at once.
+            Exception: what a handler raised; of several at once the first, or the first `StreamrlError`.
             Unreachable, ConfigError: from the connection.
         """
         self._started = asyncio.get_running_loop().time()
         self._stop = stop
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                renewing = self._tasks.create_task(self._renew_loop(), name=f"renew {self.stage}")
-                await self._tidy()
-                await self._lease_loop()
-                await self._drain()
-                renewing.cancel()
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
+            with unwrapped():
+                async with asyncio.TaskGroup() as self._tasks:
+                    renewing = self._tasks.create_task(self._renew_loop(), name=f"renew {self.stage}")
+                    await self._tidy()
+                    await self._lease_loop()
+                    await self._drain()
+                    renewing.cancel()
         finally:
             await self._leave()
 
