@@ -269,7 +269,7 @@ class Intake:
     async def _bury(self, gid: int, why: str) -> None:
         logger.warning("group is dead", extra={"group": gid, "why": why})
         await self.archive.settle()
-        await self._ledger.bury_group(self._nonce, gid, why)
+        await self._ledger.fail_group(self._nonce, gid, why)
 
     def _count(self, closed: Sequence[int]) -> None:
         self._closed = len(closed)

@@ -178,7 +178,7 @@ class Recorder:
             try:
                 frame = _frame(group, self._start.epoch)
             except WireError as error:
-                await self._ledger.bury_group(self._start.nonce, gid, f"cannot be recorded: {error}")
+                await self._ledger.fail_group(self._start.nonce, gid, f"cannot be recorded: {error}")
                 continue
             self._writer.add(RecordedGroup.of(group))
             self._record.append(frame)

@@ -153,7 +153,8 @@ async def take(connection: Connection, run: str, budget: int | None = None, hard
     """
     spaces = (Keys(run), Keys(run, evaluation=True))
     calls = [
-        connection.call("look", [getattr(keys, key) for key in _KEYS], [MOST_PENDING, keys.role("")]) for keys in spaces
+        connection.call("snapshot", [getattr(keys, key) for key in _KEYS], [MOST_PENDING, keys.role("")])
+        for keys in spaces
     ]
     try:
         replies = await asyncio.gather(connection.read("TIME"), connection.read("INFO"), *calls)

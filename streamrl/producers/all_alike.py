@@ -46,7 +46,7 @@ class AllAlike:
             return
         oldest = await self._ledger.oldest_live(1)  # read first: what is older than this is over in all reads below
         state = await self._ledger.state()
-        if state.retired or state.dropped or state.held:
+        if state.retired or state.dropped or state.unretired:
             self._over = True
             return
         seen = (state.dead, oldest)

@@ -180,7 +180,7 @@ class Training:
         self._look_at = now + _WASTE_SECONDS
         waste, state = self._waste, await self._ledger.state()
         was_stopped = waste.stopped
-        waste.look(now, wasted(state.dropped_for), state.held + state.retired)
+        waste.look(now, wasted(state.dropped_for), state.unretired + state.retired)
         if waste.stopped:
             trouble = self._trouble(now, state.dropped_for, await self._behind(state.version))
             if not was_stopped:

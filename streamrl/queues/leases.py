@@ -34,7 +34,7 @@ from streamrl.config import LeaseConfig
 from streamrl.errors import RewardImpossible, StreamrlError, unwrapped
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
-from streamrl.queues.keys import GROUP, WHOLE
+from streamrl.queues.keys import ALL_SAMPLES, GROUP
 from streamrl.queues.ledger import Lease, Ledger
 
 __all__ = ["Lease", "Leases", "NotNow"]
@@ -126,8 +126,8 @@ class Leases:
         self._tasks: asyncio.TaskGroup
 
     @property
-    def held(self) -> int:
-        """Pieces of work that this process holds now."""
+    def leased(self) -> int:
+        """Leases of this process now."""
         return len(self._leased)
 
     def recount(self) -> None:
@@ -211,11 +211,11 @@ class Leases:
         stream, entry = place
         try:
             number = fields[b"k"].decode() if self.stage == "rollouts" else None
-            sample = int(number) if number is not None and number != WHOLE else None
+            sample = int(number) if number is not None and number != ALL_SAMPLES else None
             gid, attempt = int(fields[b"g"]), int(fields[b"a"])
         except (KeyError, ValueError):
             return None
-        return Lease(self._streams[stream], entry, gid, attempt, sample, deliveries, whole=number == WHOLE)
+        return Lease(self._streams[stream], entry, gid, attempt, sample, deliveries, is_group=number == ALL_SAMPLES)
 
     def _start(self, work: _Work) -> None:
         work.task = self._tasks.create_task(self._settle(work), name=f"{self.stage} {work.lease.gid}")

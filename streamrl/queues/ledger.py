@@ -20,7 +20,7 @@ from streamrl import wire
 from streamrl.errors import Fenced, Refused
 from streamrl.queues.access import Argument
 from streamrl.queues.connection import Connection
-from streamrl.queues.keys import WHOLE, Keys
+from streamrl.queues.keys import ALL_SAMPLES, Keys
 from streamrl.queues.records import (
     Admission,
     AdmitOutcome,
@@ -71,7 +71,7 @@ _ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
 
 @dataclass(frozen=True)
 class Lease:
-    """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score `whole`.
+    """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score as one.
 
     `deliveries` counts how often the work was given out, this time included; clean hand-backs do not count.
     """
@@ -82,7 +82,7 @@ class Lease:
     attempt: int
     sample: int | None
     deliveries: int
-    whole: bool = False
+    is_group: bool = False
 
 
 class Ledger:
@@ -226,11 +226,11 @@ class Ledger:
 
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
         """One response cannot be generated: the sample dies, the prompt goes on. False: it has a fate already."""
-        return await self._bury("generate", lease, sample, why, detail)
+        return await self._fail("generate", lease, sample, why, detail)
 
     async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:
         """Nothing can be generated for this prompt: every sample without a payload dies. False: lease lost, or gone."""
-        return await self._bury("prompt", lease, -1, why, detail)
+        return await self._fail("prompt", lease, -1, why, detail)
 
     # Reward workers: the lease of a sample.
 
@@ -255,47 +255,49 @@ class Ledger:
         )
         return ScoreOutcome(reply)
 
-    async def fail_score(self, lease: Lease, why: str, detail: str = "", *, doom: bool = False) -> bool:
+    async def fail_score(self, lease: Lease, why: str, detail: str = "", *, fail_group: bool = False) -> bool:
         """What was leased cannot be scored: the sample dies, or all samples of a group that was leased whole.
 
-        With `doom` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
+        With `fail_group` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
 
         Returns:
             False: another worker committed the entry, or the group is gone.
         """
-        what = WHOLE if lease.whole else _sample(lease)
-        return await self._bury("reward", lease, what, why, detail, doom=doom)
+        what = ALL_SAMPLES if lease.is_group else _sample(lease)
+        return await self._fail("reward", lease, what, why, detail, fail_group=fail_group)
 
     # Reward workers: the lease of a whole group.
 
-    async def say_whole(self, whole: bool) -> None:
-        """Say how groups that are admitted from now on are put up for scoring: whole, or sample by sample.
+    async def set_group_scored(self, group_scored: bool) -> None:
+        """Set how groups that are admitted from now on are put up for scoring: as one, or sample by sample.
 
-        Every worker says it when it starts; the last one counts. A group that is open keeps its way until `gather`.
+        Every worker sets it when it starts; the last one counts. An open group changes only by `make_group_scored`.
         """
-        await self.connection.call("whole", [self.keys.state, self.keys.scored], [int(whole)])
+        await self.connection.call("set_group_scored", [self.keys.state, self.keys.scored], [int(group_scored)])
 
-    async def gather(self, lease: Lease) -> None:
-        """Put up a group whole of which one sample is leased; the lease is over with this.
+    async def make_group_scored(self, lease: Lease) -> None:
+        """Put up a group as one piece of work of which one sample is leased; this ends the lease.
 
-        Scores that other samples of the group have so far are dropped: all of them are scored again, together. For a
-        group that is gone, closed or on another attempt only the entry is removed.
+        It is needed where groups were admitted before their rewards compared samples: in the first seconds of a run,
+        after `up --resume` with other rewards, and when Redis went back. Scores that samples of the group have so far
+        are dropped: all are scored again, together. For a group that is gone, closed or on another attempt only the
+        entry is removed.
         """
         names = [self.keys.rollouts, self.keys.group(lease.gid), self.keys.state]
-        await self.connection.call("gather", names, [lease.entry, lease.gid, lease.attempt])
+        await self.connection.call("make_group_scored", names, [lease.entry, lease.gid, lease.attempt])
 
     async def leased_group(self, lease: Lease) -> LeasedGroup | None:
         """Prompt and payloads of a leased group; None (and the entry is removed) when there is nothing to score."""
-        if not lease.whole:
+        if not lease.is_group:
             raise TypeError(f"the lease of group {lease.gid} is one of sample {lease.sample}, not of the whole group")
         group = self.keys.group(lease.gid)
         found = LeasedGroup.of(await self.connection.read("HGETALL", group), lease.attempt)
         if found is None:
-            await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, WHOLE, lease.attempt])
+            await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, ALL_SAMPLES, lease.attempt])
         return found
 
     async def score_group(
-        self, lease: Lease, scores: Mapping[int, bytes], causes: Mapping[int, Cause], *, doom: str = ""
+        self, lease: Lease, scores: Mapping[int, bytes], causes: Mapping[int, Cause], *, fail_group: str = ""
     ) -> ScoreOutcome:
         """Write a score or a cause of death for every sample of a leased group, all at once; that closes the group.
 
@@ -303,7 +305,7 @@ class Ledger:
             lease: of the group.
             scores: score of each sample that has one.
             causes: why the others died; together they are the samples of `leased_group`.
-            doom: why the whole group dies of it, to be replayed; empty: it goes on with the samples that have a score.
+            fail_group: why the whole group dies of it, to be replayed; empty: it goes on with the scored samples.
 
         Returns:
             CLOSED or DEAD; LOST and GONE as of `score`.
@@ -319,21 +321,29 @@ class Ledger:
         reply = await self.connection.call(
             "score_group",
             self._closing(self.keys.rollouts, lease.gid),
-            [lease.entry, lease.gid, lease.attempt, lease.deliveries, wire.utf8(doom[:MAX_WHY]), len(scores), *fates],
+            [
+                lease.entry,
+                lease.gid,
+                lease.attempt,
+                lease.deliveries,
+                wire.utf8(fail_group[:MAX_WHY]),
+                len(scores),
+                *fates,
+            ],
         )
         if reply == _OTHER_SAMPLES:
             raise ValueError(f"group {lease.gid}: {sorted([*scores, *causes])} are not the samples that wait")
         return ScoreOutcome(reply)
 
-    async def _bury(
-        self, stage: str, lease: Lease, sample: int | str, why: str, detail: str, *, doom: bool = False
+    async def _fail(
+        self, stage: str, lease: Lease, sample: int | str, why: str, detail: str, *, fail_group: bool = False
     ) -> bool:
         stream = self.keys.rollouts if stage == "reward" else self.keys.prompts
         tail, why = detail.encode(errors="replace")[-MAX_DETAIL:], wire.utf8(why[:MAX_WHY])
         reply: int = await self.connection.call(
-            "bury",
+            "fail",
             [*self._closing(stream, lease.gid), self.keys.rollouts],
-            [stage, lease.entry, lease.gid, sample, lease.attempt, why, lease.deliveries, tail, int(doom)],
+            [stage, lease.entry, lease.gid, sample, lease.attempt, why, lease.deliveries, tail, int(fail_group)],
         )
         return reply > 0
 
@@ -407,7 +417,7 @@ class Ledger:
         names = [keys.state, keys.scored, keys.live, keys.dropped, keys.dropped_for(why), keys.group(gid)]
         return bool(await self._fenced("drop", names, [nonce, gid, why]))
 
-    async def bury_group(self, nonce: str, gid: int, why: str, detail: str = "") -> bool:
+    async def fail_group(self, nonce: str, gid: int, why: str, detail: str = "") -> bool:
         """Make a whole group a dead letter: a closed one, or one that is no longer in Redis (lost with a checkpoint).
 
         Returns:
@@ -416,7 +426,7 @@ class Ledger:
         keys = self.keys
         names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(gid)]
         tail = detail.encode(errors="replace")[-MAX_DETAIL:]
-        return bool(await self._fenced("bury_group", names, [nonce, gid, why[:MAX_WHY], tail]))
+        return bool(await self._fenced("fail_group", names, [nonce, gid, why[:MAX_WHY], tail]))
 
     async def retire(self, nonce: str, checkpoint: str, held: int, gids: Sequence[int]) -> int:
         """Delete groups whose update is in a durable checkpoint; only closed ones go.
@@ -581,6 +591,6 @@ def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:
 
 def _sample(lease: Lease) -> int:
     if lease.sample is None:
-        what = "a whole group" if lease.whole else "a prompt"
+        what = "a whole group" if lease.is_group else "a prompt"
         raise TypeError(f"the lease of group {lease.gid} is one of {what}, not of a sample")
     return lease.sample

@@ -194,9 +194,9 @@ def _numbered(known: Mapping[bytes, bytes], letter: bytes) -> dict[int, bytes]:
 class LedgerState:
     """Counters of one key space, read in one instant.
 
-    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `whole` says that groups are
-    put up for scoring as one piece of work each, since their rewards compare them. `held` are closed groups in
-    Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
+    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `group_scored` says that groups
+    are put up for scoring as one piece of work each, since their rewards compare samples. `unretired` are closed groups
+    in Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
     samples and groups together, `replays` dead groups that wait to be admitted again; `retired`, `dropped` and
     `dropped_for` (by reason) are statistics.
     """
@@ -209,14 +209,14 @@ class LedgerState:
     checkpoint: str | None
     base: str | None
     base_epoch: int
-    held: int
+    unretired: int
     version: int
     live: int
     dead: int
     retired: int
     dropped: int
     dropped_for: dict[str, int]
-    whole: bool
+    group_scored: bool
     replays: int
 
     @classmethod
@@ -240,7 +240,7 @@ class LedgerState:
             checkpoint=named(b"ckpt"),
             base=named(b"base"),
             base_epoch=number(b"base_epoch"),
-            held=number(b"held"),
+            unretired=number(b"held"),
             version=number(b"version"),
             live=live,
             dead=dead,
@@ -249,7 +249,7 @@ class LedgerState:
             dropped_for={
                 text(name.removeprefix(_DROPPED_FOR)): number(name) for name in known if name.startswith(_DROPPED_FOR)
             },
-            whole=b"whole" in known,
+            group_scored=b"whole" in known,
             replays=replays,
         )
 

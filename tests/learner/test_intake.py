@@ -97,12 +97,12 @@ async def test_a_step_from_candidates_to_retirement(table):
     assert ids(intake.applied()) == [0, 1, 2, 3]
     await intake.consume(0, None, [0, 1, 2, 3])
     state = await table.ledger.state()
-    assert (state.held, state.live) == (4, 8)
+    assert (state.unretired, state.live) == (4, 8)
     await table.play()
     assert (await table.ledger.state()).live == 12  # four places were free
     await intake.saved("1-1", [0, 1, 2, 3])
     state = await table.ledger.state()
-    assert (state.held, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
+    assert (state.unretired, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
     await intake.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
     assert (await table.ledger.state()).retired == 4
 
@@ -122,11 +122,11 @@ async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room
     await intake.consume(2, b"{}")  # the new version is shown, its step not consumed yet
     await table.play()
     state = await table.ledger.state()
-    assert (state.held, state.live, state.version) == (0, 8, 2)
+    assert (state.unretired, state.live, state.version) == (0, 8, 2)
     await intake.consume(2, None, trained)
     await table.play()
     state = await table.ledger.state()
-    assert (state.held, state.live) == (4, 12)
+    assert (state.unretired, state.live) == (4, 12)
     again = await table.intake()  # one that knows the checkpoint only
     await again.consume(2, None)
     assert (await table.ledger.state()).held == 0
@@ -266,7 +266,7 @@ async def test_an_acquittal_makes_no_room_with_groups_that_have_gone(table):
     await intake.acquit(groups, 1)
     await table.play()
     state = await table.ledger.state()
-    assert (state.held, state.live) == (0, 8)
+    assert (state.unretired, state.live) == (0, 8)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.Score(value=1.0))])
@@ -334,7 +334,7 @@ async def test_a_fenced_learner_writes_nothing(table):
         with pytest.raises(Fenced):
             await write
     state = await table.ledger.state()
-    assert (state.held, state.version, state.checkpoint, state.dropped, state.live) == (0, 0, None, 0, 8)
+    assert (state.unretired, state.version, state.checkpoint, state.dropped, state.live) == (0, 0, None, 0, 8)
 
 
 async def test_an_older_checkpoint_than_redis_retired_for_is_refused(table):

@@ -231,7 +231,7 @@ async def test_a_waiting_learner_brings_back_a_version_that_redis_or_the_disk_lo
         async with asyncio.timeout(DEADLINE):  # until nothing is left to train
             while True:
                 state = await ledgers.train.state()
-                if len(await ledgers.train.closed()) - state.held < 4 and state.version == len(run.steps()) + 1:
+                if len(await ledgers.train.closed()) - state.unretired < 4 and state.version == len(run.steps()) + 1:
                     break
                 await asyncio.sleep(0.05)
         before = await shown(lambda version: version >= 3)

@@ -138,7 +138,7 @@ async def test_a_lost_reply_is_asked_for_again(run: RedisRun, tmp_path: Path):
         await train.consume("zero-nonce", 3, 1, b"manifest")
         assert proxy.lost == 4
         state = await train.state()
-        assert (state.live, state.epoch, state.held, state.version) == (1, 1, 3, 1)
+        assert (state.live, state.epoch, state.unretired, state.version) == (1, 1, 3, 1)
         assert await ledgers.connection.read("XLEN", train.keys.weights) == 1
         assert await faults(train) == []
 
@@ -181,7 +181,7 @@ async def test_a_full_redis_is_back_pressure(run: RedisRun):
         await train.consume("n", 1, 1, b"manifest", [0])
         assert await train.retire("n", "1-1", 0, [0]) == 1
         assert await train.drop("n", 1, "stale")
-        assert await train.bury_group("n", 2, "poison")
+        assert await train.fail_group("n", 2, "poison")
         assert await train.fail_sample(prompt, 1, "engine")
         assert await train.fail_prompt(prompt, "prompt")
         assert await train.score(sample, b"s") == 2

@@ -78,7 +78,7 @@ async def test_samples_wait_until_they_have_a_score_or_died(ledgers: Ledgers):
 
 async def test_work_that_waits_is_counted_in_samples_when_groups_are_scored_whole(ledgers: Ledgers):
     for ledger, samples in ((ledgers.train, 3), (ledgers.evaluation, 1)):
-        await ledger.say_whole(True)
+        await ledger.set_group_scored(True)
         await admit(ledger, 0, samples=samples)
         (prompt,) = await lease(ledger, "prompts")
         for k in range(samples):

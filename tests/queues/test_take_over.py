@@ -228,7 +228,7 @@ async def test_what_expired_waits_behind_nobody(ledgers: Ledgers):
     for cursor in range(many):
         await admit(ledgers.train, cursor)
     async with working(ledgers, forever, PATIENT, width=lambda: room, drain=0.05) as leases:
-        await until(lambda: leases.held == many)
+        await until(lambda: leases.leased == many)
         for stream, entry in leases._leased:
             late = ("XCLAIM", stream, "g", leases.consumer, 0, entry, "IDLE", 100_000, "JUSTID")
             await ledgers.connection.read(*late)
@@ -236,4 +236,4 @@ async def test_what_expired_waits_behind_nobody(ledgers: Ledgers):
         await abandon(ledgers.train, deaths=0, owner=UNOWNED)
         room += 1
         leases._scan_at = 0.0
-        await until(lambda: leases.held == many + 1)
+        await until(lambda: leases.leased == many + 1)

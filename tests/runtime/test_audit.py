@@ -105,7 +105,7 @@ async def test_every_group_is_counted_once_where_it_is(book):
     await book.admit(10)
     await book.close()
     await train.drop(NONCE, 8, "stale")
-    await train.bury_group(NONCE, 9, "poison")
+    await train.fail_group(NONCE, 9, "poison")
     await book.admit(2)
     await book.admit(4, held_out)
     await book.close(held_out)
