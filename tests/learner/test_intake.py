@@ -129,7 +129,7 @@ async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room
     assert (state.unretired, state.live) == (4, 12)
     again = await table.intake()  # one that knows the checkpoint only
     await again.consume(2, None)
-    assert (await table.ledger.state()).held == 0
+    assert (await table.ledger.state()).unretired == 0
 
 
 async def test_equal_rewards_keep_their_places_until_they_are_dropped(table):
