@@ -1,4 +1,4 @@
-"""How long `streamrl lag` takes in a cold process against a live run: median of 11. Goal: under 300 ms when idle.
+"""How long `streamrl lag` takes in a cold process against a live run: median of 11. Goal: under 400 ms when idle.
 
     python benchmarks/cli.py [--json FILE]
 
@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = asyncio.run(measure(Path(folder)))
     results |= {
-        "goal_seconds": 0.3,
+        "goal_seconds": 0.4,
         "rounds": ROUNDS,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),

@@ -30,8 +30,9 @@ from typing import Any
 from facts import write_json
 from spread import ratios, spread, table
 
+from streamrl.monitor.tail import Tail
 from streamrl.producers.meter import TICK_SECONDS
-from streamrl.runtime.figures import read_learner, read_lines, read_rollouts
+from streamrl.runtime.figures import read_learner, read_rollouts
 from streamrl.runtime.summary import SUMMARY_FILE
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +115,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     learner = read_learner(run_dir)
     ticks = [at for at, tokens in read_rollouts(run_dir, learner.spans).ticks if tokens]
     began, ended = min(ticks) - TICK_SECONDS, max(end for _, end in learner.spans)
-    rounds = [line for line in read_lines(run_dir / "metrics" / "feeder.0.jsonl") if line.get("kind") == "evaluation"]
+    rounds = [line for line in Tail(run_dir / "metrics" / "feeder.0.jsonl").read() if line.get("kind") == "evaluation"]
     reached = next((line for line in rounds if line["accuracy"] >= GOAL), None)
     last = max(learner.steps.values(), key=lambda line: line["step"])
     found = json.loads((run_dir / SUMMARY_FILE).read_bytes())

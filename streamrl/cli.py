@@ -1,7 +1,7 @@
 """`streamrl`: the command line. It knows names and one-line helps; a command is imported when it is called.
 
 Every command returns its exit code (table in docs/cli.md). Errors made on purpose become `error:` and `hint:` on stderr
-and the exit code of their class; anything else is a bug of ours: 70 and one line, with `--debug` the traceback.
+and the exit code of their class; anything else is a bug of streamrl: 70 and one line, with `--debug` the traceback.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _report(error: StreamrlError) -> int:
 
 
 def _unexpected(error: BaseException) -> int:
-    """Render what is no error of ours: a wrong command line (2), or a bug (70)."""
+    """Report an error that is no `StreamrlError`: a wrong command line (2), or a bug (70)."""
     render = getattr(error, "format_message", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         return int(ExitCode.USAGE)  # the help has been shown

@@ -101,7 +101,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, bytes that are no text
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or bytes that are not text
         raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
     except OSError as error:
         raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error

@@ -34,7 +34,7 @@ def clean(run: RunOption = None, json: JsonOption = False) -> int:
 
 
 async def _refuse_while_roles_live(run: RunDirectory) -> None:
-    """See that no role lives. A foreign Redis that does not answer is an error: then nobody knows."""
+    """Refuse while a role is alive. If a foreign Redis does not answer, that cannot be known, and is an error."""
     async with live(run) as connection:
         alive = sorted((await take(connection, run.name)).roles) if connection is not None else []
     if alive:

@@ -130,19 +130,19 @@ def replay(letters: Letters, run: RunOption = None, evaluation: EvalOption = Fal
 
 
 def _say_how_it_goes_on(run: RunDirectory, *, running: bool) -> None:
-    """Who takes the groups, when nobody does now: the run is over, or it does not run."""
+    """Say how the groups come to be generated if the run is finished or not running."""
     from streamrl.learner.ending import read_finished
 
     finished = read_finished(run.path)
     if finished is None or not finished.holds(run.config):
         if not running:
-            output.note(f"nobody takes them until the run goes on: streamrl up --resume --run {run.path}")
+            output.note(f"they wait until the run is resumed: streamrl up --resume --run {run.path}")
     elif finished.reason == "data":
-        output.note(f"the run is over: streamrl up --resume --run {run.path} goes on with them")
+        output.note(f"the run is finished: streamrl up --resume --run {run.path} goes on with them")
     else:
         key = "learner.steps" if finished.reason == "steps" else "learner.stop_at_accuracy"
         output.note(
-            f"the run is over, as {key} says. With a greater N this goes on with them:"
+            f"the run is finished, because of {key}. With a greater N this goes on with them:"
             f" streamrl up RUN.yaml --resume --run {run.path} --set {key}=N"
         )
 

@@ -24,7 +24,7 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
     """Audit the run, write its summary and its picture, print the table; returns whether the audit holds.
 
     Raises:
-        StreamrlError: as `write_summary`; or the first and last versions could not be measured, said last.
+        StreamrlError: as `write_summary`; or, after all is shown, that versions could not be measured.
         Refused: nothing was trained, and groups are dead.
     """
     found = asyncio.run(audit_run(find_run(run_dir)))

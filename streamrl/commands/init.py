@@ -83,5 +83,5 @@ def _make_sort_task(folder: Path) -> None:
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:
         raise CannotCreate(
-            f"the model of the sort task was not made (exit {code})", "what is wrong is said above; then try again"
+            f"the model of the sort task was not made (exit {code})", "the reason is above; mend it and try again"
         )

@@ -30,7 +30,7 @@ _HEAD: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line: role, time (seconds since 1970; that of the line before when it has none), the record."""
+    """One line: role, time in seconds since 1970 (without one, that of the line before), the record."""
 
     role: str
     at: float

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Colour = Literal["auto", "always", "never"]
 
-_WIDE: Final = 200  # columns when nobody's terminal says otherwise: a table in a file or a pipe is never cut
+_WIDE: Final = 200  # columns where there is no terminal: a table in a file or a pipe is never cut
 _chosen: list[Colour] = ["auto"]
 
 

@@ -139,23 +139,26 @@ def rescore(
         force=force,
         picture=picture,
     )
+    return _rescore(find_run(run), options, json=json)
+
+
+def _rescore(run: RunDirectory, options: Options, *, json: bool) -> int:
     if not _NAME.fullmatch(options.into):
         raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
     if not math.isfinite(options.threshold):
         raise UsageError(f"--threshold {options.threshold} is no score", "a number, e.g. 0.5")
     if options.picture is not None:
         check_drawing(options.picture)
-    target = find_run(run)
-    config = options.config(target)
-    reading = read_archive(options.source or target.path, evaluation=options.evaluation)
+    config = options.config(run)
+    reading = read_archive(options.source or run.path, evaluation=options.evaluation)
     with unwrapped(), Counting() as counting:
-        outcome, folder = asyncio.run(_score(target, config, reading, options, counting))
+        outcome, folder = asyncio.run(_score(run, config, reading, options, counting))
     problems = list(reading.problems)
     note_problems(reading)
     groups = [key[:2] for key in outcome.keys]
     comparison = compare(outcome.old, outcome.new, groups, options.threshold) if groups else None
     data = {
-        "run": target.name,
+        "run": run.name,
         "into": options.into,
         "directory": str(folder),
         "rewards": [spec.name or spec.use for spec in config.rewards],

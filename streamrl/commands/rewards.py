@@ -81,7 +81,7 @@ def new(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            with path.open("x", encoding="utf-8") as file:  # "x": whoever was faster keeps what he wrote
+            with path.open("x", encoding="utf-8") as file:  # "x": never overwrite a file that appeared meanwhile
                 written.append(path)
                 file.write(text)
     except OSError as error:

@@ -50,7 +50,7 @@ def run_role(
 
 
 def _served(run: RunDirectory, model: str | None) -> str:
-    """The reward model that is meant, of those whose servers streamrl starts."""
+    """The reward model to serve; it can be left out if there is only one whose servers streamrl starts."""
     known = [name for name, of in run.config.reward_models.items() if of.managed]
     if model is None and len(known) == 1:
         return known[0]
@@ -58,5 +58,6 @@ def _served(run: RunDirectory, model: str | None) -> str:
         return str(model)
     close = difflib.get_close_matches(model or "", known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
-    said = "name one with --model" if model is None else f"--model {model}: unknown"
-    raise UsageError(f"{said}; reward models of this run whose servers streamrl starts", hint)
+    if model is None:
+        raise UsageError("name the reward model with --model", hint)
+    raise UsageError(f"--model {model} is no reward model of this run whose servers streamrl starts", hint)

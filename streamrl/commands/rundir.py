@@ -38,7 +38,7 @@ def find_run(chosen: Path | None) -> RunDirectory:
     """Return the run in `chosen`, or the newest run in `runs/` when None.
 
     Raises:
-        ConfigError: no run there, or its `run.json` is none of ours.
+        ConfigError: there is no run, or its `run.json` does not fit this version of streamrl.
     """
     path = chosen if chosen is not None else newest_run(RUNS)
     if path is None:

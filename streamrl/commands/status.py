@@ -12,11 +12,11 @@ import orjson
 
 from streamrl.commands import output
 from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
-from streamrl.commands.rolestates import KnownRole, Supervised, read_states
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
 from streamrl.monitor.reward_figures import RewardView
+from streamrl.monitor.roles import KnownRole, Supervised, read_states
 from streamrl.monitor.snapshot import take
 from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.replies import read_number
@@ -53,8 +53,8 @@ _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.U
 async def look(run: RunDirectory) -> dict[str, Any]:
     """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
-    Roles are those of the plan, those the supervisor knows and those on the board of Redis: on other machines roles
-    are started by somebody else, and their heartbeat is all there is.
+    Roles are those of the plan, those the supervisor knows and those on the board of Redis: roles
+    on other machines are not started by this supervisor, so only their heartbeat is known.
     """
     supervised = read_states(run.path)
     board, rewards, reachable = await _board(run)
@@ -81,7 +81,7 @@ async def look(run: RunDirectory) -> dict[str, Any]:
 async def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
     """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this.
 
-    The first is None when nobody knows, because the run's keys are damaged.
+    The first is None when it is unknown, because the run's keys are damaged.
     """
     try:
         async with live(run) as connection:
@@ -157,23 +157,11 @@ def _summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _print(data: dict[str, Any]) -> None:
-    from streamrl.monitor.tables import RoleView, status_table
+    from streamrl.monitor.tables import status_table
 
-    views = [
-        RoleView(
-            name=role["name"],
-            state=role["state"],
-            pid=role["pid"],
-            uptime_seconds=role["up_seconds"],
-            restarts=role["restarts"],
-            version=role["version"],
-            progress=role["progress"],
-            last_error=role["reason"] or role["trouble"],
-        )
-        for role in data["roles"]
-    ]
     verdict = f"run {data['run']}: {data['verdict']}"
     if data["verdict"] == "down":
         finished = data["summary"] is not None
         verdict += " (finished, see summary.json)" if finished else " (`streamrl up --resume` goes on)"
-    output.console().print(status_table(views, verdict, [RewardView(**reward) for reward in data["rewards"]]))
+    rewards = [RewardView(**reward) for reward in data["rewards"]]
+    output.console().print(status_table(data["roles"], verdict, rewards))

@@ -15,12 +15,12 @@ import typer
 from streamrl.commands import output
 from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
 from streamrl.commands.options import RunFile, SetOption
-from streamrl.commands.rolestates import RoleStates
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
+from streamrl.monitor.roles import RoleStates
 from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.queues.connection import Connection
 from streamrl.runfile import RUNS, LoadedConfig
@@ -177,7 +177,7 @@ class Look:
             if self._connection is not None:
                 return await take(self._connection, config.name, config.budget, config.hard_cap)
         except LedgerDamaged:
-            return None  # the roles find it too, and what ends them is said at the end of the run
+            return None  # the roles find it too, and the end of the run tells why they ended
         except Unreachable:
             self._connection = None
         await self._opened.aclose()

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final, Self
 import orjson
 
 from streamrl.commands import output
-from streamrl.commands.rolestates import KnownRole, RoleStates
-from streamrl.monitor.board import Board, RoleState
+from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, log_line, number, percent, printable
+from streamrl.monitor.roles import KnownRole, RoleStates
 from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, StateChanged
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Viewer(ABC):
         if isinstance(event, StateChanged):
             known = KnownRole(event.state.value, event.at, event.restarts, event.pid, event.reason, event.exit_code)
             self._states.note(event.role, known)
-            self.board.role(event.role, RoleState(event.state.value, event.restarts, event.reason))
+            self.board.role(event.role, known)
         elif isinstance(event, LinesDropped):
             self.board.event(f"{event.count} log lines not shown; they are in the log files")
         text, bad = describe(event)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import orjson
 import typer
 
 from streamrl.commands import output
@@ -16,6 +15,7 @@ from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.lines import date_time, size
 from streamrl.monitor.snapshot import Snapshot, take
+from streamrl.monitor.tail import Tail
 
 if TYPE_CHECKING:
     from streamrl.weight_sync.manifest import Manifest, Pair
@@ -142,7 +142,7 @@ def rollback(_version: VersionArgument = "", _run: RunOption = None) -> int:
 
 
 def _number(run: RunDirectory, version: str) -> int:
-    """The number of the version that a person names: by it, or as `newest` of those whose files are here.
+    """The number of a version that is named by its number, or as `newest` of those whose files are here.
 
     Raises:
         UsageError: it is neither, or no files are here.
@@ -219,17 +219,10 @@ def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> 
 def _records(run: RunDirectory) -> dict[Pair, dict[str, Any]]:
     """Lines of the learner's records by the version that they tell of; a line that a crash cut off is skipped."""
     found: dict[Pair, dict[str, Any]] = {}
-    for line in _lines(run.path / "metrics" / "learner.0.jsonl"):
-        try:
-            record = orjson.loads(line)
+    for record in Tail(run.path / "metrics" / "learner.0.jsonl").read():
+        with contextlib.suppress(KeyError, TypeError, ValueError):
             found.setdefault((int(record["epoch"]), int(record["published"])), record)
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-            continue
     return found
-
-
-def _lines(path: Path) -> Iterable[bytes]:
-    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def _holders(run: RunDirectory) -> dict[int, list[str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.monitor.progress import Progress
+from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.snapshot import Snapshot, with_rates
 
 _EVENTS_KEPT: Final = 50
@@ -26,15 +27,6 @@ class Goal:
     steps: int | None = None
     accuracy: float | None = None
     round_responses: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class RoleState:
-    """A role as the supervisor knows it."""
-
-    state: str
-    restarts: int = 0
-    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -54,7 +46,7 @@ class Board:
     look: Callable[[], Snapshot | None]
     started: float = field(default_factory=time.time)
     snapshot: Snapshot | None = None
-    roles: dict[str, RoleState] = field(default_factory=dict)
+    roles: dict[str, KnownRole] = field(default_factory=dict)
     events: deque[tuple[float, str, bool]] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
     progress: Progress = field(init=False)
     _previous: Snapshot | None = None
@@ -63,7 +55,7 @@ class Board:
     def __post_init__(self) -> None:
         self.progress = Progress(self.run_dir)
 
-    def role(self, name: str, state: RoleState) -> None:
+    def role(self, name: str, state: KnownRole) -> None:
         """Note the new state of a role."""
         with self._lock:
             self.roles[name] = state
@@ -86,7 +78,7 @@ class Board:
             self.snapshot = replace(self.snapshot, roles={})
         self.progress.refresh()
 
-    def sorted_roles(self) -> list[tuple[str, RoleState]]:
+    def sorted_roles(self) -> list[tuple[str, KnownRole]]:
         """All roles in the order in which they were started."""
         with self._lock:
             return list(self.roles.items())

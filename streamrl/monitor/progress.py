@@ -36,7 +36,7 @@ class Side:
     def mark(self, mono: float, tokens: float, idle: float) -> None:
         """Add a mark; marks older than ten seconds before it are forgotten, the last of them is kept.
 
-        A count that falls is a new process, which begins anew.
+        A count that falls means a new process, which starts from zero.
         """
         if self.marks and tokens < self.marks[-1][1]:
             self.marks.clear()

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.monitor import plots
-from streamrl.monitor.board import Board, RoleState
+from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, number, percent, printable
 from streamrl.monitor.progress import Side
+from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.tables import stream_name
 
 _STYLES: Final = {
@@ -60,7 +61,7 @@ def _headline(board: Board) -> Text:
         line.append(f"   restarts {board.restarts}", style="red")
     for reward in board.snapshot.rewards if board.snapshot is not None else ():
         if reward.away:
-            line.append(f"   nobody gives {printable(reward.name)}", style="bold red")
+            line.append(f"   no scores from {printable(reward.name)}", style="bold red")
     return line
 
 
@@ -192,7 +193,7 @@ def _roles(board: Board, width: int) -> Panel:
     return Panel(Columns(cells, padding=(0, 2)), title="roles", title_align="left", border_style="dim", width=width)
 
 
-def _role(name: str, state: RoleState, version: int | None) -> Text:
+def _role(name: str, state: KnownRole, version: int | None) -> Text:
     text = Text(no_wrap=True)
     text.append("● ", style=_STYLES.get(state.state, ""))
     text.append(name)

@@ -41,8 +41,8 @@ class StreamView:
         name: `prompts`, `rollouts` or `scored`.
         depth: entries in it: waiting, and leased but not done.
         pending: leased entries.
-        lag: entries nobody has leased, `depth - pending`.
-        oldest_waiting_seconds: age of the oldest entry nobody has leased; None when there is none.
+        lag: entries that are not leased, `depth - pending`.
+        oldest_waiting_seconds: age of the oldest entry that is not leased; None when there is none.
         oldest_leased_seconds: age, since it was put, of the oldest leased entry; None when there is none.
         silent_seconds: longest time since a holder leased or renewed an entry it still holds.
         retried: leased entries that more than one holder has tried (of the oldest 10,000).

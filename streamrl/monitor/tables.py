@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -123,38 +123,31 @@ def _weights_line(snapshot: Snapshot) -> str:
     return "  ".join(["weights", f"v{newest} of learner epoch {snapshot.train.epoch}", *readers, *removed])
 
 
-@dataclass(frozen=True, slots=True)
-class RoleView:
-    """One role as `status` shows it. Seconds are None when nobody knows them."""
-
-    name: str
-    state: str
-    pid: int | None = None
-    uptime_seconds: float | None = None
-    restarts: int = 0
-    version: int | None = None
-    progress: Mapping[str, str] | None = None
-    last_error: str = ""
-
-
-def status_table(roles: list[RoleView], verdict: str, rewards: Sequence[RewardView] = ()) -> RenderableType:
-    """One row per role, one per reward, and the verdict below."""
+def status_table(
+    roles: Sequence[Mapping[str, Any]], verdict: str, rewards: Sequence[RewardView] = ()
+) -> RenderableType:
+    """One row per role (as `streamrl.status/1` has it), one per reward, and the verdict below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION"):
         table.add_column(heading, justify="left" if heading in ("ROLE", "STATE") else "right", no_wrap=True)
     table.add_column("PROGRESS", overflow="fold")  # the only one that may wrap, so that no other is cut for it
     for role in roles:
-        progress = " ".join(f"{key}={_short(value)}" for key, value in (role.progress or {}).items())
+        progress = " ".join(f"{key}={_short(value)}" for key, value in role["progress"].items())
+        trouble = role["reason"] or role["trouble"]
         table.add_row(
-            role.name,
-            Text(role.state, style=_GOOD.get(role.state, "red")),
-            "-" if role.pid is None else str(role.pid),
-            duration(role.uptime_seconds),
-            str(role.restarts),
-            "-" if role.version is None else str(role.version),
-            Text(role.last_error or progress, style="red" if role.last_error else ""),
+            role["name"],
+            Text(role["state"], style=_GOOD.get(role["state"], "red")),
+            _shown(role["pid"]),
+            duration(role["up_seconds"]),
+            str(role["restarts"]),
+            _shown(role["version"]),
+            Text(trouble or progress, style="red" if trouble else ""),
         )
     return Group(table, *([rewards_table(rewards)] if rewards else []), Text(verdict))
+
+
+def _shown(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _short(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Reading JSON lines while somebody else writes them."""
+"""Reading files of JSON lines that are still being written."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], t
         try:
             options["password"] = config.password_file.read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"redis.password_file {config.password_file}: {error}") from error
+            hint = "name a file that holds the password"
+            raise ConfigError(f"redis.password_file {config.password_file}: {error}", hint) from error
     options |= {
         "protocol": 3,
         "legacy_responses": False,

@@ -381,15 +381,18 @@ class Connection:
         return ReplyError(error_text(reply))
 
     def _no_access(self, error: Exception) -> ConfigError:
+        text = error_text(error)
+        if "already authenticated" in text:  # the reply to HELLO without a password says all but this
+            text = "it wants a password (NOAUTH)"
         return ConfigError(
-            f"Redis at {self._url} refuses access: {error_text(error)}",
+            f"Redis at {self._url} refuses access: {text}",
             "set redis.password_file (or the user and password in redis.url) to those of the server",
         )
 
     def _unreachable(self, reason: str, seconds: float) -> Unreachable:
         hint = next((hint for code, hint in _HINTS.items() if code in reason), "")
         if not self._patience:
-            return Unreachable(f"Redis at {self._url} does not answer: {reason}", hint or "is the run up?")
+            return Unreachable(f"Redis at {self._url} does not answer: {reason}", hint or "is the server running?")
         return Unreachable(
             f"Redis at {self._url} did not serve a call for {seconds:.0f} s: {reason}",
             hint or "is the server running? `redis.patience` is how long a role waits for it",

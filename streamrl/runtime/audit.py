@@ -1,4 +1,4 @@
-"""The audit: where every admitted group is, from the records of those who decided, not from counters.
+"""The audit: where every admitted group is, from the records of the roles that decided it, not from counters.
 
 * admitted: every id below the cursor of its data set,
 * trained: the logs of ids that the greatest valid checkpoint names (its chain), compared with the digest that was kept
@@ -85,7 +85,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
 
     Raises:
         Unreachable: Redis does not answer.
-        WireError: `evaluation.jsonl` holds a line that is none.
+        WireError: `evaluation.jsonl` holds a line that is not valid.
     """
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)

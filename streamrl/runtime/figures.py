@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
+from streamrl.monitor.tail import Tail
 from streamrl.producers.meter import TICK_SECONDS
 
 Interval: TypeAlias = tuple[float, float]
@@ -57,7 +57,7 @@ def read_learner(run_dir: Path) -> LearnerFigures:
     figures = LearnerFigures()
     spans: dict[int, Interval] = {}
     busy: list[Interval] = []
-    for line in read_lines(run_dir / "metrics" / LEARNER_FILE):
+    for line in Tail(run_dir / "metrics" / LEARNER_FILE).read():
         if "loss" not in line or "step" not in line:
             continue
         figures.steps[int(line["step"])] = line
@@ -127,7 +127,7 @@ def read_rollouts(run_dir: Path, spans: Sequence[Interval]) -> RolloutFigures:
     """Add up the lines of all replicas; idle time is counted within `spans` only (the learner's)."""
     figures = RolloutFigures()
     for path in sorted((run_dir / "metrics").glob("rollout.*.jsonl")):
-        lines = [line for line in read_lines(path) if "idle_seconds" in line]
+        lines = [line for line in Tail(path).read() if "idle_seconds" in line]
         for line in lines:
             figures.ticks.extend((float(at), int(tokens)) for at, tokens in line.get("timeline", ()))
         if len(lines) < 2:
@@ -156,18 +156,3 @@ def share_within(ticks: Sequence[tuple[float, int]], busy: Sequence[Interval]) -
     ends, tokens = (np.asarray(column, dtype=np.float64) for column in zip(*ticks, strict=True))
     inside = overlap(ends - TICK_SECONDS, ends, busy) / TICK_SECONDS
     return float((tokens * inside).sum() / total)
-
-
-def read_lines(path: Path) -> Iterable[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines; nothing when it is missing, and not a line that a crash cut off."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return
-    for line in data.split(b"\n"):
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            yield record

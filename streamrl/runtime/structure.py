@@ -5,7 +5,7 @@
 * a sample has a payload and neither score nor cause of death: exactly then it has one entry in `rollouts`; a group that
   is scored whole has one for all of them, when none is left to generate,
 * every sample has a score or a cause of death: exactly then the group is closed and has one entry in `scored`,
-* an entry that was delivered is pending with somebody, and what is pending is there.
+* every delivered entry is pending with a consumer, and every pending entry is in its stream.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def structural_faults(ledger: Ledger) -> list[str]:
 def _entries(
     stream: str, reply: Sequence[Any], numbers: Sequence[bytes], foreign: list[str], *, whole: bool = False
 ) -> list[Row]:
-    """Our entries of a stream; those of nobody of ours are named in `foreign` (the roles remove them, an audit not)."""
+    """Our entries of a stream; others are named in `foreign` (roles remove them, an audit does not)."""
     ours = []
     for entry, fields in replies.entries(reply):
         group = whole and fields.get(b"k") == ALL_SAMPLES.encode()

@@ -52,4 +52,4 @@ def test_it_looks_at_the_environment_that_is_named(tmp_path: Path):
     assert f"streamrl engines install vllm --into {named}" in missing.stderr
     other = cli("engines", "check", "hf", "--environment", str(named))
     assert other.returncode == 2
-    assert "--environment is of vllm and sglang" in other.stderr
+    assert "hf runs in this process and has no environment" in other.stderr

@@ -129,7 +129,7 @@ async def test_a_server_that_wants_another_password_is_78(tmp_path: Path, redis_
         probe.call("CONFIG", "SET", "requirepass", "right")
     make_run(tmp_path, f"redis.url={redis_run.config.url}")
     done = await asyncio.to_thread(cli, "lag", "--run", str(tmp_path))
-    assert (done.returncode, "refuses access" in done.stderr) == (78, True), done.stderr
+    assert (done.returncode, "NOAUTH" in done.stderr) == (78, True)
     secret = tmp_path / "password"
     for word, code in (("wrong", 78), ("right", 0)):
         secret.write_text(f"{word}\n")

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from streamrl.commands.viewers import plain_line
 from streamrl.monitor import plots, screen
-from streamrl.monitor.board import Board, Goal, RoleState
+from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.lines import duration, log_line, number, printable, size
 from streamrl.monitor.progress import Progress, Side
 from streamrl.monitor.reward_figures import FIELD, reward_views
+from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.snapshot import LedgerView, ServerView, Snapshot, StreamView
 from streamrl.monitor.tail import Tail
 
@@ -170,8 +171,8 @@ def snapshot() -> Snapshot:
 
 def board_of(run_dir: Path) -> Board:
     board = Board("demo", run_dir, Goal(steps=60, accuracy=0.9, round_responses=4), snapshot)
-    board.role("learner.0", RoleState("ready"))
-    board.role("rollout.0", RoleState("backoff", 2, "killed by SIGKILL"))
+    board.role("learner.0", KnownRole("ready", 0))
+    board.role("rollout.0", KnownRole("backoff", 0, restarts=2, reason="killed by SIGKILL"))
     board.event("rollout.0 backoff: killed by SIGKILL", bad=True)
     return board
 
@@ -188,8 +189,8 @@ def test_the_screen_says_which_reward_nobody_gives(tmp_path: Path):
     board = Board("demo", tmp_path, Goal(), lambda: replace(snapshot(), rewards=rewards))
     board.refresh()
     text = drawn(board, 120)
-    assert "nobody gives judge[1]" in text
-    assert "nobody gives rule" not in text
+    assert "no scores from judge[1]" in text
+    assert "no scores from rule" not in text
 
 
 @pytest.mark.parametrize("width", [80, 96, 120, 200])

@@ -17,9 +17,9 @@ import orjson
 import pytest
 
 from streamrl.commands.logs import server_record
-from streamrl.commands.rolestates import KnownRole, RoleStates
 from streamrl.learner.checkpoint import Meta
 from streamrl.monitor.reward_figures import FIELD
+from streamrl.monitor.roles import KnownRole, RoleStates
 from streamrl.monitor.snapshot import take, with_rates
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.connection import open_to_look

@@ -6,12 +6,13 @@ import io
 
 from rich.console import Console
 
-from streamrl.monitor.tables import RoleView, status_table
+from streamrl.monitor.tables import status_table
 
 
 def test_long_progress_wraps_and_leaves_the_other_columns_whole():
     progress = {f"figure{number}": "12345" for number in range(30)} | {"loss": "-0.0072290925201518984"}
-    view = RoleView("rollout.0", "ready", 4242, 61.0, 3, 17, progress)
+    role = {"name": "rollout.0", "state": "ready", "pid": 4242, "up_seconds": 61.0, "restarts": 3, "version": 17}
+    view = {**role, "progress": progress, "reason": "", "trouble": ""}
     out = io.StringIO()
     Console(file=out, width=100).print(status_table([view], "run demo: ready"))
     heading, row, *rest = out.getvalue().splitlines()

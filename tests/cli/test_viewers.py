@@ -12,11 +12,11 @@ import orjson
 import pytest
 
 from streamrl.commands import viewers
-from streamrl.commands.rolestates import RoleStates, read_states
 from streamrl.commands.viewers import LogViewer, PlainViewer, Viewer, describe
 from streamrl.monitor.board import Board, Goal
+from streamrl.monitor.roles import RoleStates, read_states
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 
 from .run_kit import cli, data_of, make_run
 
@@ -31,12 +31,12 @@ def viewer_of(kind: type[Viewer], run_dir: Path) -> Viewer:
 
 
 EVENTS = [
-    StateChanged("redis", State.READY, pid=os.getpid()),
-    StateChanged("rollout.0", State.STARTING, pid=os.getpid()),
+    StateChanged("redis", RoleState.READY, pid=os.getpid()),
+    StateChanged("rollout.0", RoleState.STARTING, pid=os.getpid()),
     LogLine("rollout.0", line("info", "model loaded", seconds=2)),
     LogLine("rollout.0", line("error", "no \x1b[2J memory")),
     LogLine("rollout.0", line("info", "shown again"), tail=True),
-    StateChanged("rollout.0", State.BACKOFF, "exit 1: no memory", 1, None, 1, 0.5),
+    StateChanged("rollout.0", RoleState.BACKOFF, "exit 1: no memory", 1, None, 1, 0.5),
     LinesDropped(7),
     DrainStage(("feeder.0",), 3.0),
     Notice("run finished"),
@@ -123,7 +123,7 @@ def test_another_shell_sees_the_states_while_the_supervisor_lives(tmp_path: Path
 def test_a_supervisor_that_was_killed_is_not_believed(tmp_path: Path):
     code = (
         "import sys, os, signal, pathlib\n"
-        "from streamrl.commands.rolestates import KnownRole, RoleStates\n"
+        "from streamrl.monitor.roles import KnownRole, RoleStates\n"
         "RoleStates(pathlib.Path(sys.argv[1])).note('redis', KnownRole('ready', 1.0))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

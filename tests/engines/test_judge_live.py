@@ -23,7 +23,7 @@ from streamrl.errors import ExitCode
 from streamrl.producers.servers import tiny
 from streamrl.queues import Ledger, open_ledgers
 from streamrl.runfile import LoadedConfig, save
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import plan
 from tests.consumers.samples import prompt, response
 from tests.engines.critic_kit import TEMPLATE
@@ -128,7 +128,7 @@ async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_non
     config, run_dir = make_run(tmp_path, chat.digits), tmp_path / "run"
     units = [unit for unit in plan(config, run_dir) if unit.kind in {"redis", "reward_model", "reward"}]
     async with Run(run_dir, *units) as run:
-        await run.until(lambda: run.now("reward.0") is State.READY, START)
+        await run.until(lambda: run.now("reward.0") is RoleState.READY, START)
         async with open_ledgers(config, run_dir) as ledgers:
             train = ledgers.train
             for gid in range(GROUPS):

@@ -16,7 +16,7 @@ from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ExitCode
 from streamrl.queues import Ledger, open_ledgers
 from streamrl.runfile import LoadedConfig, save
-from streamrl.runtime.instance import State
+from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import plan
 from tests.consumers.samples import prompt, response
 from tests.engines.critic_kit import CONTEXT, Judge, make_critic
@@ -89,7 +89,7 @@ async def test_two_servers_one_killed_in_mid_run_and_every_score_is_that_of_a_fo
     names = ["reward_model.critic.0", "reward_model.critic.1"]
     units = [unit for unit in plan(config, run_dir) if unit.kind in {"redis", "reward_model", "reward"}]
     async with Run(run_dir, *units) as run:
-        await run.until(lambda: run.now("reward.0") is State.READY, START)
+        await run.until(lambda: run.now("reward.0") is RoleState.READY, START)
         async with open_ledgers(config, run_dir) as ledgers:
             train = ledgers.train
 
@@ -120,7 +120,7 @@ async def test_two_servers_one_killed_in_mid_run_and_every_score_is_that_of_a_fo
             assert max(spread) - min(spread) > 100 * CLOSE, "the model tells responses apart"
             assert await train.dead_letters() == []
             assert not await faults(train)
-            await run.until(lambda: run.pid(names[0]) != role and run.now(names[0]) is State.READY, START)
+            await run.until(lambda: run.pid(names[0]) != role and run.now(names[0]) is RoleState.READY, START)
             after = {server.name: server.url for server in await RewardServers(ledgers).present("critic")}
             assert sorted(after) == names
             assert after[names[1]] == before[names[1]]

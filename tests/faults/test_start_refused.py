@@ -64,7 +64,7 @@ def free_port() -> int:
         ("model.path=./nowhere", 78, "nowhere does not exist"),
         ("data.train=./nowhere.jsonl", 78, "nowhere.jsonl"),
         ("rewards=[{use: exact_mach}]", 78, "did you mean exact_match"),
-        ("redis.url=redis://127.0.0.1:%d", 69, "no Redis at 127.0.0.1"),
+        ("redis.url=redis://127.0.0.1:%d", 69, "does not answer: Error 111 connecting to 127.0.0.1"),
     ],
 )
 def test_up_says_what_is_wrong_and_starts_nothing(home, setting, code, says):
@@ -87,7 +87,12 @@ async def test_up_with_a_password_that_is_none_wrong_or_nowhere(home, redis_run)
     url = f"redis.url={redis_run.config.url}"
     await asyncio.to_thread(refused, home, 78, "NOAUTH", url)
     secret = home / "password"
-    for content, says in ((None, "password_file"), ("", "NOAUTH"), ("wrong", "WRONGPASS"), ("\xff", "refuses access")):
+    for content, says in (
+        (None, "password_file"),
+        ("", "NOAUTH"),
+        ("wrong", "invalid username-password pair"),
+        ("\xff", "refuses access"),
+    ):
         if content is not None:
             secret.write_text(content)
         await asyncio.to_thread(refused, home, 78, says, url, f"redis.password_file={secret}")
