@@ -34,13 +34,13 @@ from facts import write_json
 
 from streamrl.config import LeaseConfig, RedisConfig, RunConfig
 from streamrl.producers.admission import BURST, Admitter, Terms
-from streamrl.queues import Lease, Leases, Ledgers, budget, embedded, open_ledgers
+from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
 from streamrl.queues.keys import GROUP
 from streamrl.queues.records import AdmitOutcome
 
 SAMPLES, GROUPS_PER_STEP, MAX_STALENESS, CHECKPOINT_EVERY, MAX_DEAD = 4, 4, 1, 5, 100
-BUDGET = budget.budget(MAX_STALENESS, GROUPS_PER_STEP)
-HARD_CAP = budget.hard_cap(BUDGET, CHECKPOINT_EVERY, GROUPS_PER_STEP)
+BUDGET = (MAX_STALENESS + 1) * GROUPS_PER_STEP
+HARD_CAP = BUDGET + CHECKPOINT_EVERY * GROUPS_PER_STEP
 HELD_OUT, HELD_OUT_BUDGET = 8, 4
 # 512 prompt tokens of 4 bytes; 64 to 2,048 sampled tokens of 8 bytes, and their text; manifest of about 70 tensors.
 PROMPT, SMALLEST, LARGEST, MANIFEST = 512 * 4, 1 << 10, 26 << 10, 6 << 10
@@ -280,7 +280,7 @@ class Play:
             letters = await ledger.dead_letters()
             whole = [letter.gid for letter in letters if letter.sample is None]
             if whole and ledger is self.train and self.open.is_set():
-                await ledger.replay(whole[0], budget=BUDGET, hard_cap=HARD_CAP)
+                await ledger.replay_each([whole[0]], budget=BUDGET, hard_cap=HARD_CAP)
             await ledger.drop_dead([letter.entry for letter in await ledger.dead_letters()])
 
     # Measuring.

@@ -85,7 +85,7 @@ async def server(run_dir: Path) -> AsyncIterator[Ledgers]:
 
 async def ledger_round(ledger: Ledger, groups: int, size: int, *, whole: bool = False) -> dict[str, float]:
     """Admit, generate and score, retire; each stage timed alone, so that one is not the other's load."""
-    await ledger.say_whole(whole)
+    await ledger.set_group_scored(whole)
     seconds = {"admit": await timed(lambda: admit_all(ledger, groups))}
     payload = b"\x5a" * size
 
@@ -95,7 +95,7 @@ async def ledger_round(ledger: Ledger, groups: int, size: int, *, whole: bool = 
             await asyncio.gather(*(ledger.emit(lease, k, payload) for k in work.missing))
 
     async def score(lease: Lease) -> None:
-        if lease.whole:
+        if lease.is_group:
             group = await ledger.leased_group(lease)
             assert group is not None
             await ledger.score_group(lease, dict.fromkeys(group.payloads, b"\x80"), {})

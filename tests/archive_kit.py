@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl import wire
+from streamrl.archive.writer import Archive
 from streamrl.config import ArchiveConfig, RunConfig
-from streamrl.queues.archive import Archive
 from streamrl.queues.records import ClosedGroup
 
 

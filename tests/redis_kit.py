@@ -64,7 +64,7 @@ class Probe:
 class RedisRun:
     """A run directory with its own Redis server (append-only file, everysec), as `streamrl up` starts it."""
 
-    def __init__(self, run_dir: Path, server: embedded.Server | None = None) -> None:
+    def __init__(self, run_dir: Path, server: embedded.ServerProgram | None = None) -> None:
         self.run_dir = run_dir
         self.server = server
         self.config = RedisConfig(

@@ -17,13 +17,12 @@ from typing import Annotated, Any, Final
 import orjson
 import typer
 
+from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files, read_archive, read_file
 from streamrl.commands import output
 from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import find_run
 from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError
 from streamrl.monitor.lines import date_time, duration, size
-from streamrl.queues.archived import ArchivedGroup, ArchiveReading, archive_files, read_archive
-from streamrl.queues.recording import read_file
 from streamrl.wire import Prompt
 
 LIST_SCHEMA: Final = "streamrl.archive/1"

@@ -8,8 +8,8 @@ from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import Refused
+from streamrl.monitor.snapshot import take
 from streamrl.queues.keys import BEAT_TTL
-from streamrl.queues.snapshot import take
 from streamrl.runtime.leftovers import sweep
 from streamrl.runtime.lock import supervisor_lock
 

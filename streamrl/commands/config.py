@@ -14,7 +14,7 @@ from streamrl.commands.options import JsonOption, RunFile, SetOption
 from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
-from streamrl.queues.address import redact
+from streamrl.queues.access import redact
 from streamrl.runfile import RUNS, LoadedConfig, load, read_saved
 
 if TYPE_CHECKING:

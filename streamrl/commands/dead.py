@@ -15,8 +15,7 @@ from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, is_running, ledgers, ledgers_to_look
 from streamrl.errors import ExitCode, UsageError
 from streamrl.monitor.lines import date_time, folded, printable
-from streamrl.queues.dead_causes import DeadCause, by_cause
-from streamrl.queues.records import DeadLetter, ReplayOutcome
+from streamrl.queues.records import DeadCause, DeadLetter, ReplayOutcome, by_cause
 
 LIST_SCHEMA = "streamrl.dead/1"
 SHOW_SCHEMA = "streamrl.dead.show/1"

@@ -23,7 +23,7 @@ from streamrl.errors import ConfigError, ExitCode, StreamrlError, Unreachable, U
 
 if TYPE_CHECKING:
     from streamrl.producers.examination import Finding
-    from streamrl.queues.enlisted import Enlisted
+    from streamrl.queues.registry import Enlisted
 
 LIST_SCHEMA: Final = "streamrl.engines/1"
 CHANGE_SCHEMA: Final = "streamrl.engines.change/1"

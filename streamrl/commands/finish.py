@@ -6,14 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final, Self
 
+from streamrl.archive.reader import FOLDER, recording_files
 from streamrl.commands import output
 from streamrl.commands.audit import audit_run
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.monitor.lines import duration, number, percent, size
-from streamrl.queues.dead_causes import by_cause
-from streamrl.queues.recording import FOLDER, recording_files
+from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
 

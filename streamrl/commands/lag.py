@@ -12,7 +12,7 @@ from streamrl.commands import output
 from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
 from streamrl.commands.rundir import find_run, looking
 from streamrl.errors import ExitCode, UsageError
-from streamrl.queues.snapshot import Snapshot, take, with_rates
+from streamrl.monitor.snapshot import Snapshot, take, with_rates
 
 SCHEMA = "streamrl.lag/1"
 

@@ -7,8 +7,7 @@ from typing import Any
 from streamrl import wire
 from streamrl.errors import WireError
 from streamrl.monitor.lines import printable, shortened
-from streamrl.queues.dead_causes import DeadCause
-from streamrl.queues.records import DeadLetter
+from streamrl.queues.records import DeadCause, DeadLetter
 
 
 def prompt_data(data: bytes | None) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from streamrl import wire
+from streamrl.archive.reader import ArchiveReading, read_archive
 from streamrl.commands import output
 from streamrl.commands.archive import FromOption, SinceOption, later_than, note_problems, since_of
 from streamrl.commands.letters import parts_line
@@ -40,7 +41,6 @@ from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import CannotCreate, ConfigError, ExitCode, StreamrlError, UsageError, unwrapped
 from streamrl.monitor.lines import duration, number, printable, shortened
 from streamrl.monitor.plots import bar
-from streamrl.queues.archived import ArchiveReading, read_archive
 from streamrl.runfile import load
 
 SCHEMA: Final = "streamrl.rescore/1"

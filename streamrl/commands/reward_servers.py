@@ -13,8 +13,8 @@ from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption, expect_server_url
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
 from streamrl.config import RewardModelConfig
+from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.errors import ExitCode, UsageError
-from streamrl.queues.reward_servers import RewardServer
 
 LIST_SCHEMA: Final = "streamrl.reward.servers/1"
 CHANGE_SCHEMA: Final = "streamrl.reward.servers.change/1"
@@ -52,9 +52,10 @@ async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep`, `down` (ours), `removed`."""
     rows = []
     async with ledgers_to_look(run) as opened:
+        servers = RewardServers(opened)
         for model, config in run.config.reward_models.items():
-            present = {server.name: server for server in await opened.reward_servers.present(model, config.url)}
-            removed = await opened.reward_servers.removed(model)
+            present = {server.name: server for server in await servers.present(model, config.url)}
+            removed = await servers.removed(model)
             for name in dict.fromkeys([*_ours(model, config), *present, *sorted(removed)]):
                 server = present.get(name)
                 url = server.url if server is not None else name if urlparse(name).scheme else ""
@@ -108,11 +109,12 @@ def _change(run: RunDirectory, model: str, server: str, *, present: bool, json: 
 
     async def enlist() -> bool:
         async with ledgers(run) as opened:
-            known = {row.name for row in await opened.reward_servers.present(model, models[model].url)}
-            removed = await opened.reward_servers.removed(model)
+            servers = RewardServers(opened)
+            known = {row.name for row in await servers.present(model, models[model].url)}
+            removed = await servers.removed(model)
             if not present and name not in known | removed | ours:
                 raise UsageError(f"no server {server} answers for {model}", "`streamrl reward servers ls` shows them")
-            return await opened.reward_servers.enlist(model, name, present=present)
+            return await servers.enlist(model, name, present=present)
 
     changed = asyncio.run(enlist())
     if json:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from streamrl.archive.reader import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.archive import note_problems
 from streamrl.commands.letters import letter_data, letter_line, parts_line, prompt_data, sample_data
@@ -15,7 +16,6 @@ from streamrl.commands.options import EvalOption, GroupArgument, JsonOption, Run
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.errors import ExitCode, StreamrlError
 from streamrl.monitor.lines import duration, shortened
-from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
 
 SCHEMA: Final = "streamrl.score/1"
 

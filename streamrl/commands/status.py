@@ -15,10 +15,11 @@ from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchO
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
+from streamrl.monitor.reward_figures import RewardView
 from streamrl.monitor.roles import KnownRole, Supervised, read_states
+from streamrl.monitor.snapshot import take
 from streamrl.queues.keys import BEAT_TTL
-from streamrl.queues.reward_figures import RewardView
-from streamrl.queues.snapshot import number, take
+from streamrl.queues.replies import read_number
 from streamrl.runtime.plan import role_names
 
 SCHEMA = "streamrl.status/1"
@@ -138,7 +139,7 @@ def _reason(state: str, known: KnownRole | None) -> str:
 
 
 def _up_seconds(known: KnownRole | None, shown: dict[str, str]) -> float | None:
-    if (started := number(shown.get("started", ""))) is not None:
+    if (started := read_number(shown.get("started", ""))) is not None:
         return round(time.time() - started, 1)
     return round(time.time() - known.since, 1) if known is not None and known.state == "ready" else None
 

@@ -21,8 +21,8 @@ from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.roles import RoleStates
+from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.queues.connection import Connection
-from streamrl.queues.snapshot import Snapshot, take
 from streamrl.runfile import RUNS, LoadedConfig
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all

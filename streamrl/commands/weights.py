@@ -14,8 +14,8 @@ from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.lines import date_time, size
+from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.monitor.tail import Tail
-from streamrl.queues.snapshot import Snapshot, take
 
 if TYPE_CHECKING:
     from streamrl.weight_sync.manifest import Manifest, Pair

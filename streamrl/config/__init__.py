@@ -277,6 +277,13 @@ class RunConfig(Section):
         intervals = 2 if self.checkpoint.background else 1
         return self.budget + intervals * self.checkpoint.every * self.learner.groups_per_step
 
+    def checkpoint_due(self, steps: int, held: int) -> bool:
+        """Whether the learner has to save: `steps` since the last checkpoint, `held` trained groups still in Redis.
+
+        At their share of the hard cap admission stops until they are retired.
+        """
+        return steps > 0 and (steps >= self.checkpoint.every or held >= self.hard_cap - self.budget)
+
     @property
     def token_staleness_limit(self) -> int:
         """Steps a token may be old when the learner takes its group (promise 3); recorded ones only get older."""

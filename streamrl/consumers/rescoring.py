@@ -24,12 +24,21 @@ import numpy.typing as npt
 import orjson
 
 from streamrl import wire
+from streamrl.archive.reader import (
+    EVALUATION,
+    RESCORED,
+    ArchivedGroup,
+    ArchiveReading,
+    Header,
+    RecordedGroup,
+    archive_files,
+    greatest_epoch,
+    recording_files,
+)
+from streamrl.archive.writer import RecordingWriter
 from streamrl.atomic import write_durably
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError
-from streamrl.queues.archive import EVALUATION
-from streamrl.queues.archived import RESCORED, ArchivedGroup, ArchiveReading, archive_files
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, greatest_epoch, recording_files
 
 ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.Score | StreamrlError]]]
 """Scores the samples of one group: for each a score, or why there is none."""

@@ -98,7 +98,7 @@ def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[Rewa
         ConfigError: files of a recording that are none.
     """
     if path.is_dir() or path.name.endswith(".msgpack.zst"):
-        from streamrl.queues.archived import archive_files
+        from streamrl.archive.reader import archive_files
 
         if not archive_files(path):
             raise ConfigError(f"{path} has no recorded groups", "name a file with JSON lines, or a run with an archive")
@@ -113,7 +113,7 @@ def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[Rewa
 
 
 def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
-    from streamrl.queues.archived import read_archive
+    from streamrl.archive.reader import read_archive
 
     reading = read_archive(path)
     for group in reading:

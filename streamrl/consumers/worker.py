@@ -20,11 +20,10 @@ from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.watch import LoopWatch, MemoryWatch
 from streamrl.errors import RewardUnavailable, WireError
+from streamrl.monitor.reward_figures import FIELD
 from streamrl.queues.leases import Lease, Leases, NotNow
-from streamrl.queues.ledger import ScoreOutcome
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.records import Cause, LeasedGroup
-from streamrl.queues.reward_figures import FIELD
+from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
 from streamrl.queues.role import Role
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ async def run_reward_worker(role: Role) -> None:
         context = RewardContext(config, role.run_dir, models, role.name, scored=partial(has_scores, ledgers))
         async with open_scorer(config, context) as scorer:
             for ledger in (ledgers.train, ledgers.evaluation):
-                await ledger.say_whole(scorer.group_scored)
+                await ledger.set_group_scored(scorer.group_scored)
             worker = RewardWorker(role, scorer)
             leases = Leases(
                 [ledgers.train, ledgers.evaluation],
@@ -120,10 +119,10 @@ class RewardWorker:
         """
         until = time.monotonic() + HOLD_SHARE * self._role.config.lease.max_hold
         try:
-            if lease.whole:
+            if lease.is_group:
                 await self._handle_group(lease, until)
             elif self._scorer.group_scored:
-                await lease.ledger.gather(lease)  # admitted before a reward of the run compared
+                await lease.ledger.make_group_scored(lease)  # admitted before a reward of the run compared
             else:
                 await self._handle_sample(lease, until)
         except RewardUnavailable as error:
@@ -176,7 +175,7 @@ class RewardWorker:
             except WireError as error:
                 causes[index] = Cause(f"wire: {error}")
                 del scores[index]
-        if await lease.ledger.score_group(lease, encoded, causes, doom=group_cause) in _UNSETTLED:
+        if await lease.ledger.score_group(lease, encoded, causes, fail_group=group_cause) in _UNSETTLED:
             return
         for score in scores.values():
             self._count(score.value)
@@ -191,7 +190,7 @@ class RewardWorker:
     async def _bury(
         self, lease: Lease, why: str, detail: str = "", *, fail_group: bool = False, samples: int = 1
     ) -> None:
-        if await lease.ledger.fail_score(lease, why, detail, doom=fail_group):
+        if await lease.ledger.fail_score(lease, why, detail, fail_group=fail_group):
             self.failed += samples
             logger.warning("sample is dead", extra={"group": lease.gid, "sample": lease.sample, "why": why})
 
@@ -207,7 +206,7 @@ class RewardWorker:
                 "failed": self.failed,
                 "retried": self._scorer.retried,
                 "hanging": self._scorer.threads.abandoned,
-                "in_flight": leases.held,
+                "in_flight": leases.leased,
                 "per_second": round(new / (now - at), 1),
             }
             if new:

@@ -10,8 +10,8 @@ import msgspec
 
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
-from streamrl.queues.board import RoleBoard
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 FINISHED_FILE: Final = "finished.json"
@@ -80,7 +80,7 @@ class Ending:
         roles: where the feeder shows the newest held-out `accuracy`.
     """
 
-    def __init__(self, config: RunConfig, roles: RoleBoard) -> None:
+    def __init__(self, config: RunConfig, roles: RoleRegistry) -> None:
         self.accuracy: float | None = None
         self._config, self._roles = config.learner, roles
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
+from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
@@ -35,9 +36,8 @@ from streamrl.learner.snapshot import Snapshot
 from streamrl.learner.step import StepStats, make_models
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import TrainBuffer
-from streamrl.queues.archive import Archive
+from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import Role
-from streamrl.queues.turn import LearnerSwitch
 from streamrl.weight_sync.outlets import open_outlet
 from streamrl.weight_sync.publisher import Publisher
 
@@ -93,7 +93,7 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 
 @asynccontextmanager
-async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | None]:
+async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | None]:
     """Have devices that are shared with engines (`rollout.placement: colocated`) when the block begins.
 
     None when they are the learner's own, or another rank takes care of it.
@@ -105,7 +105,7 @@ async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerSwitch | No
     if role.config.rollout.placement != "colocated" or rank:
         yield None
         return
-    switch = LearnerSwitch(role.ledgers.turn, uuid.uuid4().hex, deadline=role.config.turn_deadline)
+    switch = LearnerDevices(role.ledgers.device_lock, uuid.uuid4().hex, deadline=role.config.turn_deadline)
     async with asyncio.TaskGroup() as tasks:
         renewing = tasks.create_task(switch.run(), name="turn on the devices")
         await switch.take()

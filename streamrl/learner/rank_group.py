@@ -34,8 +34,8 @@ from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.shards import Part, RankState
 from streamrl.learner.snapshot import Copies, Snapshot
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
+from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.ledger import Ledger
-from streamrl.queues.turn import LearnerSwitch
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.rank_writer import RankWriter
 
@@ -375,7 +375,7 @@ class RankGroup:
         switch: of devices that are shared with engines; orders that need them take them. None: they are ours.
     """
 
-    def __init__(self, worker: RankWorker, torch: TorchThread, switch: LearnerSwitch | None = None) -> None:
+    def __init__(self, worker: RankWorker, torch: TorchThread, switch: LearnerDevices | None = None) -> None:
         self.worker, self.torch = worker, torch
         self._told_at = time.monotonic()
         self._switch = switch

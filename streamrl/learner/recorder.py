@@ -20,13 +20,14 @@ from typing import Any, Final
 import msgspec
 
 from streamrl import wire
+from streamrl.archive.reader import FOLDER, Header, RecordedGroup, read_header
+from streamrl.archive.writer import RecordingWriter
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, WireError
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Finished, Reason, is_over, write_finished
 from streamrl.learner.lineage import Lineage, TrainedDigest, VersionsLog
 from streamrl.learner.takeover import Start, take_over
-from streamrl.queues.recording import FOLDER, Header, RecordedGroup, RecordingWriter, read_header
 from streamrl.queues.records import ClosedGroup
 from streamrl.queues.role import Role
 from streamrl.weight_sync.outlets import Outlet, open_outlet
@@ -176,7 +177,7 @@ class Recorder:
             try:
                 frame = _frame(group, self._start.epoch)
             except WireError as error:
-                await self._ledger.bury_group(self._start.nonce, gid, f"cannot be recorded: {error}")
+                await self._ledger.fail_group(self._start.nonce, gid, f"cannot be recorded: {error}")
                 continue
             self._writer.add(RecordedGroup.of(group))
             self._lineage.add([frame])

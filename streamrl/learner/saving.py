@@ -29,7 +29,6 @@ from streamrl.learner.rank_group import Command, RankGroup
 from streamrl.learner.shards import Progress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
-from streamrl.queues.budget import checkpoint_due
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 1.0
@@ -95,8 +94,7 @@ class Saver:
     @property
     def due(self) -> bool:
         """Whether a checkpoint should be begun now."""
-        config, steps = self._config, self._worker.step - self._begun
-        due = checkpoint_due(steps, config.checkpoint.every, self._buffer.unretired, config.budget, config.hard_cap)
+        due = self._config.checkpoint_due(self._worker.step - self._begun, self._buffer.unretired)
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:

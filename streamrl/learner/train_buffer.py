@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from streamrl.archive.writer import Archive
 from streamrl.config import RunConfig
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.takeover import Start
-from streamrl.queues.archive import Archive
 from streamrl.queues.ledger import ZERO_VARIANCE, Ledger
 from streamrl.queues.records import ClosedGroup
 
@@ -328,7 +328,7 @@ class TrainBuffer:
     async def _bury(self, gid: int, why: str) -> None:
         logger.warning("group is dead", extra={"group": gid, "why": why})
         await self.archive.settle()
-        await self._ledger.bury_group(self._nonce, gid, why)
+        await self._ledger.fail_group(self._nonce, gid, why)
 
     def _count(self, closed: Sequence[int]) -> None:
         trained = {gid for gid, state in self._groups.items() if state.stage is Stage.TRAINED}

@@ -12,7 +12,7 @@ from typing import Final
 
 from streamrl.monitor.progress import Progress
 from streamrl.monitor.roles import KnownRole
-from streamrl.queues.snapshot import Snapshot, with_rates
+from streamrl.monitor.snapshot import Snapshot, with_rates
 
 _EVENTS_KEPT: Final = 50
 

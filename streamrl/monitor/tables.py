@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.monitor.lines import duration, latency, number, printable, size
-from streamrl.queues.reward_figures import RewardView
-from streamrl.queues.snapshot import LedgerView, Snapshot, StreamView
-from streamrl.queues.snapshot import number as read_number
+from streamrl.monitor.reward_figures import RewardView
+from streamrl.monitor.snapshot import LedgerView, Snapshot, StreamView
+from streamrl.queues.replies import read_number
 
 _GOOD = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "yellow"}
 

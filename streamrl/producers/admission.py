@@ -14,8 +14,7 @@ from typing import Final
 
 from streamrl.errors import Refused
 from streamrl.queues import Ledger
-from streamrl.queues.dead_causes import by_cause
-from streamrl.queues.records import Admission, AdmitOutcome
+from streamrl.queues.records import Admission, AdmitOutcome, by_cause
 
 BURST: Final = 32
 

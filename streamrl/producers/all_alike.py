@@ -6,7 +6,7 @@ from typing import Final
 
 from streamrl.errors import Refused
 from streamrl.queues import Ledger
-from streamrl.queues.dead_causes import by_cause, same_kind
+from streamrl.queues.records import by_cause, same_kind
 
 SAMPLES: Final = 32
 """Responses that died alike, before the run ends."""
@@ -46,7 +46,7 @@ class AllAlike:
             return
         oldest = await self._ledger.oldest_live(1)  # read first: what is older than this is over in all reads below
         state = await self._ledger.state()
-        if state.retired or state.dropped or state.held:
+        if state.retired or state.dropped or state.unretired:
             self._over = True
             return
         seen = (state.dead, oldest)

@@ -4,7 +4,7 @@
 leave:  abort (what was sampled stays) -> sleep
 return: wake the weights -> apply the version that came meanwhile -> wake keys and values -> go on with every response
 ```
-`queues.turn.EngineSwitch` says when.
+`queues.device_lock.EngineDevices` says when.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import logging
 from typing import Final
 from uuid import uuid4
 
+from streamrl.archive.writer import Archive
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, WireError
 from streamrl.producers.admission import Admitter, Terms
@@ -21,7 +22,6 @@ from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
-from streamrl.queues.archive import Archive
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
 from streamrl.wire import Prompt, Sample, Score, decode
 

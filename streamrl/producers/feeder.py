@@ -28,7 +28,7 @@ from streamrl.producers.versions import VersionBell
 from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
-from streamrl.queues.snapshot import number
+from streamrl.queues.replies import read_number
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.005
@@ -180,7 +180,7 @@ class Training:
         self._look_at = now + _WASTE_SECONDS
         waste, state = self._waste, await self._ledger.state()
         was_stopped = waste.stopped
-        waste.look(now, wasted(state.dropped_for), state.held + state.retired)
+        waste.look(now, wasted(state.dropped_for), state.unretired + state.retired)
         if waste.stopped:
             trouble = self._trouble(now, state.dropped_for, await self._behind(state.version))
             if not was_stopped:
@@ -206,7 +206,7 @@ class Training:
     async def _behind(self, version: int) -> list[str]:
         """Replicas that do not have the newest version, which explains stale groups; nothing is said of noise."""
         replicas = await self._role.ledgers.roles.read("rollout.")
-        held = [(name, number(fields.get("version", "0"))) for name, fields in replicas.items()]
+        held = [(name, read_number(fields.get("version", "0"))) for name, fields in replicas.items()]
         return [f"{name} has version {has:.0f} of {version}" for name, has in held if has is not None and has < version]
 
     def _prompt(self, gid: int) -> bytes:

@@ -19,13 +19,13 @@ from typing import Final
 import msgspec
 
 from streamrl import wire
+from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_header
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrap
 from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.ledger import MAX_SAMPLES
-from streamrl.queues.recording import Header, RecordedGroup, read_groups, read_header
 from streamrl.queues.records import AdmitOutcome
 
 logger = logging.getLogger(__name__)

@@ -209,7 +209,7 @@ class Replica:
         self._leases.recount()
 
     def _width(self) -> int:
-        held = self._leases.held
+        held = self._leases.leased
         if self._is_stale():
             return held
         capacity = self._engine.load().capacity

@@ -11,7 +11,7 @@ from streamrl.engine import Engine
 from streamrl.producers.colocated import ColocatedEngine
 from streamrl.producers.group.fleet import stop_tokens_of
 from streamrl.queues import Role
-from streamrl.queues.turn import EngineSwitch
+from streamrl.queues.device_lock import EngineDevices
 
 
 @asynccontextmanager
@@ -25,7 +25,7 @@ async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
     config = role.config
     stops = await asyncio.to_thread(stop_tokens_of, config.model.path)
     shared = ColocatedEngine(engine, stops=stops, context=config.model.context, level=1 if _has_devices(config) else 0)
-    switch = EngineSwitch(role.ledgers.turn, role.name, wake=shared.come_back, sleep=shared.leave)
+    switch = EngineDevices(role.ledgers.device_lock, role.name, wake=shared.come_back, sleep=shared.leave)
     try:
         await switch.start(shared.start)
         async with asyncio.TaskGroup() as tasks:
@@ -34,7 +34,7 @@ async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
             switching.cancel()
     finally:
         await shared.close()
-        await role.ledgers.turn.leave(role.name)
+        await role.ledgers.device_lock.leave(role.name)
 
 
 def _has_devices(config: RunConfig) -> bool:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamrl.queues.leases import Leases as Leases
+    from streamrl.queues.ledger import Lease as Lease
     from streamrl.queues.ledger import Ledger as Ledger
     from streamrl.queues.ledgers import Ledgers as Ledgers
     from streamrl.queues.ledgers import open_ledgers as open_ledgers
-    from streamrl.queues.records import Lease as Lease
     from streamrl.queues.role import Role as Role
     from streamrl.queues.role import open_role as open_role
 
 _HOME = {
-    "Lease": "records",
+    "Lease": "ledger",
     "Leases": "leases",
     "Ledger": "ledger",
     "Ledgers": "ledgers",

@@ -1,4 +1,4 @@
-"""How to get at a Redis server: options of the connection, its version and policy, and the meaning of its errors."""
+"""How to reach a Redis server: URL, options of the connection, version and policy of the server, meaning of errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
 
 import hiredis
 from redis.asyncio.connection import AbstractConnection, Connection, parse_url
@@ -15,12 +16,15 @@ from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 
 from streamrl.config import RedisConfig
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.queues.address import URL_HINT, redact
 
 logger = logging.getLogger(__name__)
 
 Argument: TypeAlias = bytes | str | int | float
 MINIMUM: Final = (6, 2)
+URL_HINT: Final = (
+    "write redis://HOST:PORT/DB, rediss://... or unix:///PATH; special characters of a password are written as %XX, "
+    "or better: redis.password_file"
+)
 
 
 class ReplyError(StreamrlError):
@@ -40,12 +44,29 @@ def error_code(message: str) -> str:
     return first.group(1) if first is not None else ""
 
 
+def redact(url: str) -> str:
+    """The URL without passwords and options, for logs and messages; never raises, and of a broken URL shows little."""
+    scheme, there, _ = url.partition("://")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return f"{scheme}://***"
+    credentials, at, place = parts.netloc.rpartition("@")
+    # A password with a bare / ? or # ends the host early, and its rest looks like a path.
+    if not there or (scheme != "unix" and not at and "@" in url):
+        return f"{scheme}://***" if there else "***"
+    user, colon, _ = credentials.partition(":")
+    hidden = f"{user}:***@" if colon else "***@"
+    return f"{scheme}://{hidden if at else ''}{place}{parts.path}{'?***' if parts.query else ''}"
+
+
 def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], type[AbstractConnection]]:
     """Arguments and class of a redis-py connection; `ConfigError` when URL or password file cannot be used."""
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError:
-        # The parser's own words may hold a piece of the password.
+        # The parser's message may hold a piece of the password.
         raise ConfigError(f"redis.url {redact(url)} is no URL of a Redis server", URL_HINT) from None
     kind: type[AbstractConnection] = options.pop("connection_class", Connection)
     if config.password_file is not None:
@@ -104,7 +125,7 @@ def error_text(error: BaseException) -> str:
 
 
 def is_denied(error: BaseException | None) -> bool:
-    """Whether password or rights are why a connection failed; redis-py hides that in a plain connection error."""
+    """Whether a connection failed because of password or rights; redis-py hides that in a plain connection error."""
     while error is not None:
         if isinstance(error, (AuthenticationError, AuthorizationError)):
             return True
@@ -131,12 +152,12 @@ async def check_server(connection: AbstractConnection, url: str) -> None:
 
 
 async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> None:
-    """Have a server that is not ours write its append-only file anew, once after each of its starts.
+    """Have a server that is not ours rewrite its append-only file, once after each of its starts.
 
-    A tail torn inside a script is loaded correctly once, and half of the script is applied at the start after that (see
-    `embedded`, which checks the file of our own server before a start). A file written anew from memory has no such
-    tail. The server itself knows whether it has done so since its start, so processes need not remember anything, and
-    the first that comes does it for all. A repeat changes nothing; a refusal is logged and costs nothing else.
+    A tail torn inside a script is loaded correctly once; at the start after that half of the script is applied (our own
+    server's file is checked before a start, see `embedded`). A file rewritten from memory has no such tail. The server
+    knows whether it has rewritten the file since its start, so the first process that connects asks for it. A repeat
+    changes nothing; a refusal is logged.
     """
     info = await ask(connection, "INFO", "persistence")
     known = dict(re.findall(rb"^(aof_\w+):([\w-]+)", info, re.MULTILINE)) if isinstance(info, bytes) else {}

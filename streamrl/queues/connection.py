@@ -1,13 +1,12 @@
 """The connection of a process to Redis: concurrent calls travel together, lost replies are asked for again.
 
-Any number of coroutines call at the same time. One owned task takes all calls that wait, sends them as one pipeline and
-hands out the replies, so sixty-four calls cost about one round trip. Everything sent here may be sent twice (scripts of
-the ledger and reads), so after a broken connection the calls without a reply are simply sent again, with full jitter,
-until `patience` is over. Commands that must not be repeated do not exist in this package, with one exception:
-XREADGROUP, which goes through `block` and whose lost entries `renew` finds.
+Any number of coroutines call at the same time. One task sends all waiting calls as one pipeline and hands out the
+replies, so sixty-four calls cost about one round trip. All that is sent here may be sent twice (scripts of the ledger,
+reads): after a broken connection the calls without a reply are sent again, with full jitter, until `patience` is over.
+The one command that must not be repeated is XREADGROUP: it goes through `block`, and `renew` finds its lost entries.
 
-redis-py brings the socket, TLS, HELLO and AUTH. Its own retries are off (they repeat commands that must not be repeated
-and strand entries), its socket time-outs too (they cut blocking reads): deadlines are set here.
+redis-py brings the socket, TLS, HELLO and AUTH. Its retries are off, because they would repeat XREADGROUP too, and so
+are its socket time-outs, because they cut blocking reads: deadlines are set here.
 """
 
 from __future__ import annotations
@@ -15,11 +14,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import hashlib
 import logging
 import math
 import random
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
@@ -40,18 +43,17 @@ from streamrl.queues.access import (
     open_socket,
     pack,
     read_reply,
+    redact,
     rewrite_append_only_file,
 )
-from streamrl.queues.address import redact
 from streamrl.queues.outage import Outage, pause
-from streamrl.queues.scripts import load_scripts
 
 logger = logging.getLogger(__name__)
 
 ROUND_TRIP: Final = 10.0
 """Seconds after which a server that holds the connection and says nothing counts as gone."""
 LOOK_SECONDS: Final = 5.0
-"""The same for somebody who looks once and waits for the answer."""
+"""The same for a command that looks once, while a person waits."""
 _BATCH_CALLS: Final = 512
 _BATCH_BYTES: Final = 4 << 20
 _SLOWEST: Final = 1 << 20
@@ -69,6 +71,31 @@ _HINTS: Final = {
     "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
     _CANNOT_WRITE: "Redis cannot write its append-only file: look for a full disk",
 }
+
+
+@dataclass(frozen=True)
+class Script:
+    """Text of a script with its includes, and its SHA-1 as EVALSHA wants it."""
+
+    name: str
+    text: str
+    digest: str
+
+
+@cache
+def load_scripts() -> dict[str, Script]:
+    """All scripts of the package, by name; the header of each file in `lua/` says what it does, also when repeated."""
+    folder = files("streamrl.queues") / "lua"
+    texts = {item.name.removesuffix(".lua"): item.read_text("utf-8") for item in folder.iterdir()}
+    return {name: _build(name, texts) for name in texts if not name.startswith("_")}
+
+
+def _build(name: str, texts: dict[str, str]) -> Script:
+    include = re.search(r"^-- include ([\w ]+)$", texts[name], re.MULTILINE)
+    parts = [texts[part] for part in include.group(1).split()] if include else []
+    text = "\n".join([*parts, texts[name]])
+    # Redis identifies scripts by SHA-1; nothing here depends on it being hard to forge.
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 @dataclass(eq=False, slots=True)
@@ -125,9 +152,8 @@ class Connection:
     async def block(self, *command: Argument, milliseconds: int) -> Any:
         """Send a blocking read on a connection of its own and return its reply.
 
-        None means "nothing now": time is over, or the connection broke (after a pause, so that a loop does not spin). A
-        reply that was lost is not asked for again. Cancelling closes the connection: entries that Redis was handing
-        out at that moment stay pending.
+        None means "nothing now": time is over, or the connection broke (after a pause, so that a loop does not spin).
+        The command is never repeated. Cancelling closes the connection: entries of a reply on its way stay pending.
 
         Args:
             command: the whole command, its BLOCK included.
@@ -159,7 +185,7 @@ class Connection:
         return await self._block_reply(reply)
 
     def leave(self) -> None:
-        """Wait no longer than some seconds for a Redis that cannot write: this process is to end, a disk stays full."""
+        """Wait only some seconds for a Redis that cannot write: this process is to end, and a full disk stays full."""
         self._leaving = True
 
     def since_error(self) -> float:
@@ -177,7 +203,7 @@ class Connection:
         return await call.future
 
     async def serve(self) -> None:
-        """Send what waits, for ever. Owned by `open_connection`; when it ends, every call gets its error."""
+        """Send waiting calls until cancelled. Owned by `open_connection`; when it ends, every call gets its error."""
         try:
             while True:
                 await self._wake.wait()
@@ -225,7 +251,7 @@ class Connection:
                 raise self._no_access(error) from error
             await self._failed(error, batch)
         except BaseException:
-            self._queue.extendleft(reversed(batch))  # whoever ends this task tells them
+            self._queue.extendleft(reversed(batch))  # `serve` gives them the error
             raise
         else:
             if self._outage.since is not None:

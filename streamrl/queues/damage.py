@@ -1,7 +1,7 @@
-"""What the ledger never writes, found in its keys: somebody else wrote there, or deleted something.
+"""Damage of a run's keys in Redis: values that the ledger never writes, from another program or a deletion.
 
-Looked for only when something has failed, and by `streamrl audit`: then the message names the key and not the line of
-a script or of Python that tripped over it.
+It is looked for only when something has failed, and by `streamrl audit`. The message then names the key, and not the
+line of a script or of Python that failed on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def damages(connection: Connection, run: str, *, groups: bool = True) -> l
 async def blame_damage(connection: Connection, run: str, error: BaseException, *, groups: bool = True) -> None:
     """Raise `LedgerDamaged` from an error that a damage of the ledger explains; return when there is none.
 
-    Asked for errors that Redis answered, and for those that would be bugs of ours. `groups` as of `damages`.
+    It looks only for errors that Redis answered and for those that would be bugs of ours. `groups` as of `damages`.
     """
     if not any(_unexplained(leaf) for leaf in leaves(error)):
         return
@@ -87,8 +87,8 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
         types |= {
             keys.weights: "stream",
             keys.engines: "hash",
-            keys.turn: "hash",
-            keys.turn_engines: "zset",
+            keys.device_lock: "hash",
+            keys.device_engines: "zset",
         }
     group = keys.group(0).removesuffix("0") if groups else ""
     prefixes = [keys.dropped_for(""), keys.role(""), keys.server_report(""), group]
@@ -121,6 +121,6 @@ def _named(keys: Keys, reply: Sequence[Any]) -> list[str]:
 
 
 def shown(value: bytes) -> str:
-    """Bytes of somebody else for people: on one line, at most sixty, what cannot be printed escaped."""
+    """Foreign bytes for people: on one line, at most sixty, escaped where they cannot be printed."""
     text = value[:60].decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text) or "nothing"

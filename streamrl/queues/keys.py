@@ -7,7 +7,7 @@ from typing import Final
 
 GROUP: Final = "g"
 """Name of the one consumer group of each work stream."""
-WHOLE: Final = "*"
+ALL_SAMPLES: Final = "*"
 """In an entry of `rollouts` in place of the number of a sample: all samples of the group, to be scored together."""
 
 BEAT_TTL: Final = 10.0
@@ -35,7 +35,7 @@ class Keys:
 
     @property
     def rollouts(self) -> str:
-        """Work stream of samples to score; entry `g`, `a`, `k` (number of the sample, `WHOLE` for all of them)."""
+        """Work stream of samples to score; entry `g`, `a`, `k` (a sample, or `ALL_SAMPLES`)."""
         return self._key("rollouts")
 
     @property
@@ -78,12 +78,12 @@ class Keys:
         return f"{{sr:{self.run}}}:weights"
 
     @property
-    def turn(self) -> str:
+    def device_lock(self) -> str:
         """Hash: which learner asks for or has the devices that it shares with the engines, and until when."""
         return f"{{sr:{self.run}}}:turn"
 
     @property
-    def turn_engines(self) -> str:
+    def device_engines(self) -> str:
         """Sorted set of the engines that use the shared devices, by the end of their lease."""
         return f"{{sr:{self.run}}}:turn:engines"
 

@@ -1,21 +1,23 @@
 """Leases of work: take, renew, take over from the dead, hand back.
 
-Consumers in Redis are named `role-nonce`, one name per process. What a process holds it renews at a third of the lease;
-what nobody renews for a whole lease is expired, and others take it over, one entry at a time, fewest deaths first:
+A consumer in Redis is named `role-nonce`, one name per process. A process renews its leases at a third of their time.
+An entry that nobody renews for a whole lease is expired, and others take it over, one at a time, fewest deaths first:
 
 * the first time together with other work;
-* after a second death alone in the process (probation), so that work that kills its holder kills no neighbours;
-* after `max_deliveries` deaths it is buried as a dead letter.
+* after a second death alone in the process (probation), so that work that kills its process kills no other work;
+* after `max_deliveries` deaths never again: it becomes a dead letter.
 
 A clean hand-back is no death. After a connection error nobody takes over for one lease: everything looks expired then,
-and the owners renew first. Work that is held for `max_hold` is buried, however well it is renewed.
+and the owners renew first. Work that is leased for `max_hold` becomes a dead letter, however well it is renewed.
 
 ```
-loop            does                                              waits for
-lease loop      strays, take-over, XREADGROUP; starts handlers    new entries (short BLOCK), a free place
-renew loop      renews all that is held; finds lost and strays    a third of the lease
-handler task    the caller's `handle`, one per lease              whatever it waits for
+loop            does                                                  waits for
+lease loop      undelivered entries, take-over, XREADGROUP            new entries (short BLOCK), a free place
+renew loop      renews all leases; finds lost and undelivered ones    a third of the lease
+handler task    the caller's `handle`, one per lease                  whatever it waits for
 ```
+
+An entry is *undelivered* when Redis has given it to this process and the reply was lost.
 """
 
 from __future__ import annotations
@@ -29,22 +31,21 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from streamrl.config import LeaseConfig
-from streamrl.errors import RewardImpossible, StreamrlError
+from streamrl.errors import RewardImpossible, StreamrlError, unwrapped
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
-from streamrl.queues.keys import GROUP, WHOLE
-from streamrl.queues.ledger import Ledger
-from streamrl.queues.records import Lease
+from streamrl.queues.keys import ALL_SAMPLES, GROUP
+from streamrl.queues.ledger import Lease, Ledger
 
 __all__ = ["Lease", "Leases", "NotNow"]
 
 logger = logging.getLogger(__name__)
 
-KEEPER: Final = "handed-back"
-"""Consumer that owns work which was handed back, until somebody takes it."""
+UNOWNED: Final = "handed-back"
+"""Consumer in whose name work is pending that was handed back, until a process takes it."""
 _BLOCK_MS: Final = 250
-_LOOK: Final = 32
-"""Expired entries looked at in one go."""
+_PAGE: Final = 32
+"""Expired entries in one reply."""
 _TOGETHER: Final = 2
 """Deliveries up to which work runs next to other work."""
 _LEAVE_SECONDS: Final = 5.0
@@ -56,18 +57,18 @@ _Place: TypeAlias = tuple[str, str]
 
 
 class NotNow(Exception):
-    """Raised by a handler for work that cannot be done for the moment: it goes back, and that is no death of it."""
+    """Raised by a handler for work that cannot be done now: it is handed back without a death."""
 
 
 @dataclass(eq=False)
-class _Held:
+class _Work:
     """One lease in this process; without a task it is reserved for probation and not begun."""
 
     lease: Lease
     place: _Place
     since: float
     task: asyncio.Task[None] | None = None
-    guilty: bool = False
+    suspect: bool = False
     lost: bool = False
     gone_before: bool = False
 
@@ -81,9 +82,9 @@ class Leases:
         consumer: name of the role; the name in Redis gets a nonce.
         config: lease seconds, longest hold, deliveries.
         width: handlers at the same time; a function is asked each time, for work of unequal size. With several
-            ledgers, one more each may be taken when a single place is free.
+            ledgers, each may exceed it by one.
         handle: does the work of one lease and settles it in the ledger (emit, score, fail). It is cancelled when the
-            lease is lost, was held for too long, or the drain is over. An exception other than a cancellation is
+            lease is lost, has lasted for too long, or the drain is over. An exception other than a cancellation is
             logged and ends `run`: a handler turns failures of the work into dead letters itself. Work that it leaves
             unsettled counts as one more delivery; work that it ends with `NotNow` does not, and the next that has
             room takes it.
@@ -113,49 +114,46 @@ class Leases:
         self._width: Callable[[], int] = partial(int, width) if isinstance(width, int) else width
         self._handle = handle
         self._drain_seconds = drain
-        self._held: dict[_Place, _Held] = {}
+        self._leased: dict[_Place, _Work] = {}
         self._freed = asyncio.Event()
-        self._strays: list[tuple[_Place, int, int]] = []
-        self._suspects: set[_Place] = set()
+        self._undelivered: list[tuple[_Place, int, int]] = []
+        self._undelivered_before: set[_Place] = set()
         self._ended: set[_Place] = set()
         self._unsettled: set[_Place] = set()
-        self._look_at = 0.0
+        self._scan_at = 0.0
         self._started = 0.0
         self._stop: asyncio.Event
         self._tasks: asyncio.TaskGroup
 
     @property
-    def held(self) -> int:
-        """Pieces of work that this process holds now."""
-        return len(self._held)
+    def leased(self) -> int:
+        """Leases of this process now."""
+        return len(self._leased)
 
     def recount(self) -> None:
-        """Ask the `width` function again at once, not at the next look: some work within a lease has ended."""
+        """Ask the `width` function again at once: some work within a lease has ended."""
         self._freed.set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lease and handle work until `stop`; then wait up to `drain` seconds for it and hand the rest back.
 
-        However it ends, what was not settled is handed back without a death, except the work whose handler raised:
-        that expires and counts as one. Cancelling does the same at once.
+        Unsettled work is always handed back without a death, except work whose handler raised: its lease expires and
+        counts as one. Cancelling does the same at once.
 
         Raises:
-            Exception: what a handler raised; an `ExceptionGroup` when there were several at once.
+            Exception: what a handler raised; of several at once the first, or the first `StreamrlError`.
             Unreachable, ConfigError: from the connection.
         """
         self._started = asyncio.get_running_loop().time()
         self._stop = stop
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                renewing = self._tasks.create_task(self._renew_loop(), name=f"renew {self.stage}")
-                await self._tidy()
-                await self._lease_loop()
-                await self._drain()
-                renewing.cancel()
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
+            with unwrapped():
+                async with asyncio.TaskGroup() as self._tasks:
+                    renewing = self._tasks.create_task(self._renew_loop(), name=f"renew {self.stage}")
+                    await self._tidy()
+                    await self._lease_loop()
+                    await self._drain()
+                    renewing.cancel()
         finally:
             await self._leave()
 
@@ -164,9 +162,9 @@ class Leases:
     async def _lease_loop(self) -> None:
         while not self._stop.is_set():
             try:
-                if await self._adopt_strays() or await self._take_over():
+                if await self._begin_undelivered() or await self._take_over():
                     continue
-                room = self._width() - len(self._held)
+                room = self._width() - len(self._leased)
                 if room > 0:
                     await self._read(room)
                 else:
@@ -189,74 +187,72 @@ class Leases:
         )
         for stream, rows in found.items():
             for entry, fields in rows:
-                held = await self._hold((stream, entry), fields, 1)
-                if held is not None:
-                    self._start(held)
+                work = await self._note((stream, entry), fields, 1)
+                if work is not None:
+                    self._start(work)
         return bool(found)
 
-    async def _hold(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> _Held | None:
-        """Note a lease; None for an entry that is held already or is none of ours (which is removed)."""
-        if place in self._held:
+    async def _note(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> _Work | None:
+        """Note a lease; None for an entry that is leased already or is none of ours (which is removed)."""
+        if place in self._leased:
             return None
         stream, entry = place
         lease = self._lease(place, fields, deliveries)
         if lease is None:
-            logger.error(
-                "removed an entry that is none of ours", extra={"stream": stream, "fields": repr(fields)[:500]}
-            )
+            replies.report_foreign(stream, [fields])
             await self._connection.read("XACK", stream, GROUP, entry)
             await self._connection.read("XDEL", stream, entry)
             return None
-        held = self._held[place] = _Held(lease, place, asyncio.get_running_loop().time())
-        return held
+        work = self._leased[place] = _Work(lease, place, asyncio.get_running_loop().time())
+        return work
 
     def _lease(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> Lease | None:
         """The lease of an entry; None for a foreign one."""
         stream, entry = place
         try:
             number = fields[b"k"].decode() if self.stage == "rollouts" else None
-            sample = int(number) if number is not None and number != WHOLE else None
+            sample = int(number) if number is not None and number != ALL_SAMPLES else None
             gid, attempt = int(fields[b"g"]), int(fields[b"a"])
         except (KeyError, ValueError):
             return None
-        return Lease(self._streams[stream], entry, gid, attempt, sample, deliveries, whole=number == WHOLE)
+        return Lease(self._streams[stream], entry, gid, attempt, sample, deliveries, is_group=number == ALL_SAMPLES)
 
-    def _start(self, held: _Held) -> None:
-        held.task = self._tasks.create_task(self._work(held), name=f"{self.stage} {held.lease.gid}")
+    def _start(self, work: _Work) -> None:
+        work.task = self._tasks.create_task(self._settle(work), name=f"{self.stage} {work.lease.gid}")
 
-    async def _work(self, held: _Held) -> None:
+    async def _settle(self, work: _Work) -> None:
         try:
-            await self._handle(held.lease)
+            await self._handle(work.lease)
         except asyncio.CancelledError:
-            raise  # whoever cancelled decides what becomes of the lease
+            raise  # the caller that cancelled decides what becomes of the lease
         except NotNow as why:
-            await self._give_back(held, str(why))
+            await self._give_back(work, str(why))
             return
         except Exception as error:
-            held.guilty = not isinstance(error, RewardImpossible)  # any other sample would have met it
-            extra = {"gid": held.lease.gid, "sample": held.lease.sample, "deliveries": held.lease.deliveries}
+            work.suspect = not isinstance(error, RewardImpossible)  # any other sample would have met it
+            extra = {"gid": work.lease.gid, "sample": work.lease.sample, "deliveries": work.lease.deliveries}
             logger.exception("handler failed", extra=extra)
             raise
-        self._ended.add(held.place)
-        self._let_go(held)
+        self._ended.add(work.place)
+        self._let_go(work)
 
-    async def _give_back(self, held: _Held, why: str) -> None:
-        stream, entry = held.place
-        before = max(0, held.lease.deliveries - 1)
+    async def _give_back(self, work: _Work, why: str) -> None:
+        stream, entry = work.place
+        before = max(0, work.lease.deliveries - 1)
         try:
-            await self._connection.call("release", [stream], [self.consumer, KEEPER, self._idle_ms, entry, before])
+            await self._connection.call("release", [stream], [self.consumer, UNOWNED, self._idle_ms, entry, before])
         except ReplyError as error:
             await self._remake(error)
-        logger.info("given back", extra={"gid": held.lease.gid, "sample": held.lease.sample, "why": why})
-        self._let_go(held)
+        logger.info("given back", extra={"gid": work.lease.gid, "sample": work.lease.sample, "why": why})
+        self._let_go(work)
 
-    def _let_go(self, held: _Held) -> None:
-        if self._held.get(held.place) is held:
-            del self._held[held.place]
+    def _let_go(self, work: _Work) -> None:
+        if self._leased.get(work.place) is work:
+            del self._leased[work.place]
         self._freed.set()
 
     async def _wait_freed(self) -> None:
-        """Wait until a handler ends, for a short time at most: `stop` and expired entries are looked at in between."""
+        """Wait until a handler ends, for a short time at most, so that `stop` and expired entries are noticed."""
         self._freed.clear()
         try:
             async with asyncio.timeout(_BLOCK_MS / 1000):
@@ -267,86 +263,88 @@ class Leases:
     # Taking over.
 
     async def _take_over(self) -> bool:
-        """Take what has expired, when it is time to look; True when something was there to take."""
+        """Take expired entries when it is time to scan; True when there was one to take."""
         now = asyncio.get_running_loop().time()
-        if now < self._look_at or self._connection.since_error() < self._config.seconds:
+        if now < self._scan_at or self._connection.since_error() < self._config.seconds:
             return False
-        self._look_at = now + self._config.seconds / 2
+        self._scan_at = now + self._config.seconds / 2
         # A new process cannot know of an outage before it: the owners get one lease to renew.
         patient = now - self._started < self._config.seconds
         took = [await self._take_over_from(stream, patient) for stream in self._streams]
         if any(took):
-            self._look_at = now  # look again: there may be more
+            self._scan_at = now  # scan again: there may be more
         return any(took)
 
     async def _take_over_from(self, stream: str, patient: bool) -> bool:
-        """Take what has expired in one stream, as far as there is room; True when something was there to take."""
+        """Take expired entries of one stream while there is room; True when there was one to take."""
         owners: set[str] = set()
         start = "-"
         while True:
-            rows = await self._connection.read("XPENDING", stream, GROUP, "IDLE", self._idle_ms, start, "+", _LOOK)
-            # Else the neighbours of what kills its holder wait for as many restarts as it takes to bury it.
+            rows = await self._connection.read("XPENDING", stream, GROUP, "IDLE", self._idle_ms, start, "+", _PAGE)
+            # Fewest deaths first: otherwise other work waits until an entry that kills its process is a dead letter.
             for entry, owner, _, deaths in sorted(rows, key=lambda row: row[3]):
                 place = (stream, entry.decode())
-                if self._stop.is_set() or place in self._held or (patient and owner.decode() != KEEPER):
+                if self._stop.is_set() or place in self._leased or (patient and owner.decode() != UNOWNED):
                     continue
                 if not await self._accept(place, deaths, deaths + 1):
                     break
                 owners.add(owner.decode())
-            # What is not to be taken (its own, late to be renewed) must not hide what comes behind it.
-            if len(rows) < _LOOK or self._stop.is_set() or len(self._held) >= self._width():
+            # Entries that are not taken (its own, renewed late) must not hide those behind them.
+            if len(rows) < _PAGE or self._stop.is_set() or len(self._leased) >= self._width():
                 break
             start = f"({rows[-1][0].decode()}"
-        for owner in owners - {KEEPER, self.consumer}:
+        for owner in owners - {UNOWNED, self.consumer}:
             await self._connection.call("reap", [stream], [owner, 0])
         return bool(owners)
 
-    async def _adopt_strays(self) -> bool:
-        """Begin entries that are pending as ours without our knowing: the reply that gave them to us was lost."""
-        if not self._strays or len(self._held) >= self._width():
+    async def _begin_undelivered(self) -> bool:
+        """Begin entries that Redis gave to us in a reply that was lost."""
+        if not self._undelivered or len(self._leased) >= self._width():
             return False
-        place, before, count = self._strays.pop()
-        if place not in self._held:
+        place, before, count = self._undelivered.pop()
+        if place not in self._leased:
             await self._accept(place, before, count)
         return True
 
     async def _accept(self, place: _Place, before: int, count: int) -> bool:
         """Claim one entry that had `before` deliveries and begin it with `count`; False: there was no room for it."""
         if count > self._config.max_deliveries:
-            fields = await self._claim(place, before, before)
-            held = await self._hold(place, fields, before) if fields is not None else None
-            if held is not None:
-                await self._bury(held, f"{before} holders died of it")
+            work = await self._take(place, before, before)
+            if work is not None:
+                await self._dead_letter(work, f"{before} holders died of it")
             return True
         if count <= _TOGETHER:
-            if len(self._held) >= self._width():
+            if len(self._leased) >= self._width():
                 return False
-            fields = await self._claim(place, before, count)
-            held = await self._hold(place, fields, count) if fields is not None else None
-            if held is not None:
-                self._start(held)
+            work = await self._take(place, before, count)
+            if work is not None:
+                self._start(work)
             return True
         await self._run_alone(place, before, count)
         return True
 
     async def _run_alone(self, place: _Place, before: int, count: int) -> None:
-        """Probation: reserve the entry (uncounted, renewed), wait until nothing else is held, run it alone."""
-        fields = await self._claim(place, before, before)
-        held = await self._hold(place, fields, count) if fields is not None else None
-        if held is None:
+        """Probation: reserve the entry (uncounted, renewed), wait until nothing else is leased, run it alone."""
+        work = await self._take(place, before, count, counted=False)
+        if work is None:
             return
-        while len(self._held) > 1 and not self._stop.is_set() and not held.lost:
+        while len(self._leased) > 1 and not self._stop.is_set() and not work.lost:
             await self._wait_freed()
-        if self._stop.is_set() or held.lost:
-            return  # what is reserved and not begun is handed back uncounted
+        if self._stop.is_set() or work.lost:
+            return  # reserved and not begun: it is handed back uncounted
         if await self._claim(place, before, count, idle_ms=_NEVER_IDLE) is None:
-            self._let_go(held)
+            self._let_go(work)
             return
-        logger.warning("running alone what killed before", extra={"gid": held.lease.gid, "deliveries": count})
-        held.since = asyncio.get_running_loop().time()
-        self._start(held)
-        while self._held.get(place) is held and not self._stop.is_set():
+        logger.warning("running alone what killed before", extra={"gid": work.lease.gid, "deliveries": count})
+        work.since = asyncio.get_running_loop().time()
+        self._start(work)
+        while self._leased.get(place) is work and not self._stop.is_set():
             await self._wait_freed()
+
+    async def _take(self, place: _Place, before: int, count: int, *, counted: bool = True) -> _Work | None:
+        """Claim an entry that had `before` deliveries and note its lease with `count`; None: another process has it."""
+        fields = await self._claim(place, before, count if counted else before)
+        return None if fields is None else await self._note(place, fields, count)
 
     async def _claim(
         self, place: _Place, before: int, count: int, idle_ms: int | None = None
@@ -356,12 +354,12 @@ class Leases:
         reply = await self._connection.call("claim", [stream], [self.consumer, entry, idle, before, count])
         return None if reply is None else replies.pairs(reply)
 
-    async def _bury(self, held: _Held, why: str) -> None:
-        extra = {"stream": held.place[0], "gid": held.lease.gid, "sample": held.lease.sample, "why": why}
-        logger.error("buried", extra=extra)
-        ledger, lease = held.lease.ledger, held.lease
+    async def _dead_letter(self, work: _Work, why: str) -> None:
+        extra = {"stream": work.place[0], "gid": work.lease.gid, "sample": work.lease.sample, "why": why}
+        logger.error("dead-lettered", extra=extra)
+        ledger, lease = work.lease.ledger, work.lease
         await (ledger.fail_prompt(lease, why) if self.stage == "prompts" else ledger.fail_score(lease, why))
-        self._let_go(held)
+        self._let_go(work)
 
     # Renewing.
 
@@ -377,50 +375,50 @@ class Leases:
                     found |= await self._renew(stream)
                 except ReplyError as error:
                     await self._remake(error)
-            self._suspects = found
+            self._undelivered_before = found
             self._unsettled &= found
 
     async def _renew(self, stream: str) -> set[_Place]:
-        """Renew all leases of a stream; return the entries that are ours and not held here."""
-        mine = [held for place, held in self._held.items() if place[0] == stream]
-        entries = [held.lease.entry for held in mine]
-        taken, gone, strays = await self._connection.call("renew", [stream], [self.consumer, *entries])
-        by_entry = {held.lease.entry: held for held in mine}
+        """Renew all leases of a stream; return the entries that are pending as ours and not leased here."""
+        mine = [work for place, work in self._leased.items() if place[0] == stream]
+        entries = [work.lease.entry for work in mine]
+        taken, gone, undelivered = await self._connection.call("renew", [stream], [self.consumer, *entries])
+        by_entry = {work.lease.entry: work for work in mine}
         for entry in taken:
             self._lose(by_entry[entry.decode()], "somebody else holds it")
         for entry in gone:
-            held = by_entry[entry.decode()]
-            if held.gone_before:
-                self._lose(held, "it was settled elsewhere")
-            held.gone_before = True  # a handler that has just settled it gets time to end
+            work = by_entry[entry.decode()]
+            if work.gone_before:
+                self._lose(work, "it was settled elsewhere")
+            work.gone_before = True  # a handler that has just settled it gets time to end
         found: set[_Place] = set()
-        known = {place for place, _, _ in self._strays}
-        for entry, deliveries in strays:
+        known = {place for place, _, _ in self._undelivered}
+        for entry, deliveries in undelivered:
             place = (stream, entry.decode())
-            if place in self._held:
+            if place in self._leased:
                 continue
             found.add(place)
-            if place in self._suspects and place not in known:
-                # A handler that ended without settling its entry had its turn; a lost reply is nobody's fault.
-                self._strays.append((place, deliveries, deliveries + (place in self._unsettled)))
+            if place in self._undelivered_before and place not in known:
+                # Only a handler that ended without settling its entry counts as a delivery; a lost reply does not.
+                self._undelivered.append((place, deliveries, deliveries + (place in self._unsettled)))
         return found
 
-    def _lose(self, held: _Held, why: str) -> None:
-        if self._held.get(held.place) is not held:
+    def _lose(self, work: _Work, why: str) -> None:
+        if self._leased.get(work.place) is not work:
             return
-        logger.warning("lease lost", extra={"gid": held.lease.gid, "sample": held.lease.sample, "why": why})
-        held.lost = True
-        self._let_go(held)
-        if held.task is not None:
-            held.task.cancel()
+        logger.warning("lease lost", extra={"gid": work.lease.gid, "sample": work.lease.sample, "why": why})
+        work.lost = True
+        self._let_go(work)
+        if work.task is not None:
+            work.task.cancel()
 
     async def _expire(self, stream: str) -> None:
-        """Bury what has been held for too long: a hung handler would renew for ever."""
+        """Make dead letters of work that is leased for too long, since the lease of a hung handler never ends."""
         end = asyncio.get_running_loop().time() - self._config.max_hold
-        for held in [held for place, held in self._held.items() if place[0] == stream and held.since <= end]:
-            if held.task is not None:
-                held.task.cancel()
-                await self._bury(held, f"held for more than lease.max_hold = {self._config.max_hold:.0f} s")
+        for work in [work for place, work in self._leased.items() if place[0] == stream and work.since <= end]:
+            if work.task is not None:
+                work.task.cancel()
+                await self._dead_letter(work, f"held for more than lease.max_hold = {self._config.max_hold:.0f} s")
 
     # Beginning and end.
 
@@ -443,33 +441,33 @@ class Leases:
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._drain_seconds
-        while any(held.task is not None for held in self._held.values()) and loop.time() < end:
+        while any(work.task is not None for work in self._leased.values()) and loop.time() < end:
             await self._wait_freed()
-        running = [held.task for held in self._held.values() if held.task is not None]
+        running = [work.task for work in self._leased.values() if work.task is not None]
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=_LEAVE_SECONDS)
 
     async def _leave(self) -> None:
-        """Hand back what is pending as ours (not what a handler failed on), and take the name out of Redis."""
+        """Hand back all that is pending as ours, except what a handler failed on, and remove our name from Redis."""
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
                 for stream in self._streams:
                     await self._hand_back(stream)
         except (StreamrlError, TimeoutError) as error:
             # The leases expire by themselves; the others only have to wait for that.
-            logger.warning("work was not handed back", extra={"held": len(self._held), "error": str(error)})
+            logger.warning("work was not handed back", extra={"held": len(self._leased), "error": str(error)})
 
     async def _hand_back(self, stream: str) -> None:
-        guilty = [held.lease.entry for held in self._held.values() if held.guilty and held.place[0] == stream]
-        _, _, pending = await self._connection.call("renew", [stream], [self.consumer, *guilty])
+        suspect = [work.lease.entry for work in self._leased.values() if work.suspect and work.place[0] == stream]
+        _, _, pending = await self._connection.call("renew", [stream], [self.consumer, *suspect])
         arguments: list[Any] = []
         for entry, deliveries in pending:
-            held = self._held.get((stream, entry.decode()))
-            before = deliveries if held is None else held.lease.deliveries
+            work = self._leased.get((stream, entry.decode()))
+            before = deliveries if work is None else work.lease.deliveries
             arguments += [entry, max(0, before - 1)]
         if arguments:
-            await self._connection.call("release", [stream], [self.consumer, KEEPER, self._idle_ms, *arguments])
+            await self._connection.call("release", [stream], [self.consumer, UNOWNED, self._idle_ms, *arguments])
             logger.info("handed back", extra={"stream": stream, "entries": len(pending)})
         await self._connection.call("reap", [stream], [self.consumer, 0])

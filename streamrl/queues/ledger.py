@@ -1,55 +1,52 @@
 """The ledger: one hash per prompt group, streams of ids (docs/architecture.md).
 
 A group is `open` until every sample has a score or a cause of death; then, in the same script, it is `closed` (visible
-to the learner, immutable) or a dead letter. Its id is the cursor of the data set at its admission. Every method may be
-repeated: what was written stays, nothing is written twice, and whoever works on a group that is gone, closed or on
-another attempt writes nothing. Every method retries for `redis.patience` and raises what `Connection.call` raises; on
-cancellation its effect may or may not have happened, and a repeat is always right.
+to the learner, immutable) or a dead letter. Its id is the cursor of the data set at its admission. It is put up for
+scoring sample by sample, or whole where a reward compares the samples: one lease, once the last sample is generated.
+
+Every method may be repeated: what was written stays, nothing is written twice, and a call for a group that is gone,
+closed or on another attempt writes nothing. Every method retries for `redis.patience` and raises what `Connection.call`
+raises. On cancellation its effect may or may not have happened; a repeat is always right.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+from streamrl import wire
 from streamrl.errors import Fenced, Refused
-from streamrl.queues import replies
+from streamrl.queues.access import Argument
 from streamrl.queues.connection import Connection
-from streamrl.queues.foreign import read_ours
-from streamrl.queues.keys import Keys
+from streamrl.queues.keys import ALL_SAMPLES, Keys
 from streamrl.queues.records import (
     Admission,
     AdmitOutcome,
+    Cause,
     ClosedGroup,
     DeadLetter,
     Fence,
-    Lease,
+    LeasedGroup,
+    LeasedSample,
     LedgerState,
     OpenWork,
     ReplayOutcome,
     ScoreOutcome,
+    group_trace,
+    queued_replays,
 )
-from streamrl.queues.rewarding import MAX_DETAIL, MAX_WHY, Rewarding
+from streamrl.queues.replies import pairs, read_ours, text
 
-__all__ = [
-    "Admission",
-    "AdmitOutcome",
-    "ClosedGroup",
-    "DeadLetter",
-    "Fence",
-    "Lease",
-    "Ledger",
-    "LedgerState",
-    "OpenWork",
-    "ReplayOutcome",
-    "ScoreOutcome",
-]
-
-RETIRE_CHUNK: Final = 500
+CHUNK: Final = 500
 """Groups in one script: the Lua stack bounds the number of arguments."""
 MAX_SAMPLES: Final = 1000
 """Responses of one recorded group, for the same reason."""
+MAX_DETAIL: Final = 4096
+"""Bytes of a traceback that a dead letter keeps: its end, where the exception is."""
+MAX_WHY: Final = 256
+"""Characters of a reason."""
 DROPPED_BY_HAND: Final = "dead letter dropped"
 ZERO_VARIANCE: Final = "equal rewards"
 """Why a group was dropped that nothing can be learnt from (`learner.advantage.zero_variance`)."""
@@ -68,10 +65,28 @@ _REPLAYS: Final = {
     -1: ReplayOutcome.FULL,
 }
 _QUEUED: Final = {1: ReplayOutcome.QUEUED, 0: ReplayOutcome.GONE, 3: ReplayOutcome.NO_PROMPT}
+_OTHER_SAMPLES: Final = -2
+_ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
 
 
-class Ledger(Rewarding):
-    """One key space of a run; what reward workers do with it is in `Rewarding`.
+@dataclass(frozen=True)
+class Lease:
+    """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score as one.
+
+    `deliveries` counts how often the work was given out, this time included; clean hand-backs do not count.
+    """
+
+    ledger: Ledger
+    entry: str
+    gid: int
+    attempt: int
+    sample: int | None
+    deliveries: int
+    is_group: bool = False
+
+
+class Ledger:
+    """One key space of a run.
 
     Args:
         connection: the connection of this process.
@@ -80,7 +95,8 @@ class Ledger(Rewarding):
     """
 
     def __init__(self, connection: Connection, keys: Keys, fsync_period: float = 0.0) -> None:
-        super().__init__(connection, keys)
+        self.connection = connection
+        self.keys = keys
         self.evaluation = keys.evaluation
         self._fsync_period = fsync_period
         self._settled_at = 0.0
@@ -152,7 +168,7 @@ class Ledger(Rewarding):
             fingerprint: names the recording.
             prompt: encoded prompt.
             samples: payload and score of each response, 1 to `MAX_SAMPLES`.
-            min_group: as of `admit`; the group is closed whatever it is.
+            min_group: as of `admit`; the group is closed also with fewer.
             budget: as of `admit`.
             hard_cap: as of `admit`.
             max_dead: as of `admit`.
@@ -172,7 +188,7 @@ class Ledger(Rewarding):
         return _admission(outcome, now, fingerprint)
 
     async def finish(self, end: int, epochs: int = 1) -> bool:
-        """Say that the data ends at `end`, after `epochs` passes; False (nothing written): the cursor is elsewhere."""
+        """Record that the data ends at `end`, after `epochs` passes. False, without effect: the cursor is elsewhere."""
         return bool(await self.connection.call("finish", [self.keys.state, self.keys.scored], [end, epochs]))
 
     async def state(self) -> LedgerState:
@@ -180,7 +196,7 @@ class Ledger(Rewarding):
         reply = await self.connection.call(
             "state", [self.keys.state, self.keys.live, self.keys.dead, self.keys.replays], []
         )
-        return replies.ledger_state(reply)
+        return LedgerState.of(reply)
 
     # Rollout replicas: the lease of a prompt.
 
@@ -210,11 +226,130 @@ class Ledger(Rewarding):
 
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
         """One response cannot be generated: the sample dies, the prompt goes on. False: it has a fate already."""
-        return await self._bury("generate", lease, sample, why, detail)
+        return await self._fail("generate", lease, sample, why, detail)
 
     async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:
         """Nothing can be generated for this prompt: every sample without a payload dies. False: lease lost, or gone."""
-        return await self._bury("prompt", lease, -1, why, detail)
+        return await self._fail("prompt", lease, -1, why, detail)
+
+    # Reward workers: the lease of a sample.
+
+    async def leased_sample(self, lease: Lease) -> LeasedSample | None:
+        """Prompt and payload of a leased sample; None (and the entry is removed) when there is nothing to score."""
+        sample = _sample(lease)
+        group = self.keys.group(lease.gid)
+        fields = ("st", "a", "prompt", f"s:{sample}", f"r:{sample}", f"x:{sample}", "whole")
+        state, attempt, prompt, payload, *over = await self.connection.read("HMGET", group, *fields)
+        if state == b"open" and int(attempt) == lease.attempt and payload is not None and over == [None] * 3:
+            return LeasedSample(prompt, payload, sample)
+        # Read and removal are two steps: the script looks again, and removes nothing that waits for its score.
+        await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, sample, lease.attempt])
+        return None
+
+    async def score(self, lease: Lease, score: bytes) -> ScoreOutcome:
+        """Write the score of a leased sample. The first to commit the entry wins; a repeat answers LOST."""
+        reply = await self.connection.call(
+            "score",
+            self._closing(self.keys.rollouts, lease.gid),
+            [lease.entry, lease.gid, _sample(lease), lease.attempt, score],
+        )
+        return ScoreOutcome(reply)
+
+    async def fail_score(self, lease: Lease, why: str, detail: str = "", *, fail_group: bool = False) -> bool:
+        """What was leased cannot be scored: the sample dies, or all samples of a group that was leased whole.
+
+        With `fail_group` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
+
+        Returns:
+            False: another worker committed the entry, or the group is gone.
+        """
+        what = ALL_SAMPLES if lease.is_group else _sample(lease)
+        return await self._fail("reward", lease, what, why, detail, fail_group=fail_group)
+
+    # Reward workers: the lease of a whole group.
+
+    async def set_group_scored(self, group_scored: bool) -> None:
+        """Set how groups that are admitted from now on are put up for scoring: as one, or sample by sample.
+
+        Every worker sets it when it starts; the last one counts. An open group changes only by `make_group_scored`.
+        """
+        await self.connection.call("set_group_scored", [self.keys.state, self.keys.scored], [int(group_scored)])
+
+    async def make_group_scored(self, lease: Lease) -> None:
+        """Put up a group as one piece of work of which one sample is leased; this ends the lease.
+
+        It is needed where groups were admitted before their rewards compared samples: in the first seconds of a run,
+        after `up --resume` with other rewards, and when Redis went back. Scores that samples of the group have so far
+        are dropped: all are scored again, together. For a group that is gone, closed or on another attempt only the
+        entry is removed.
+        """
+        names = [self.keys.rollouts, self.keys.group(lease.gid), self.keys.state]
+        await self.connection.call("make_group_scored", names, [lease.entry, lease.gid, lease.attempt])
+
+    async def leased_group(self, lease: Lease) -> LeasedGroup | None:
+        """Prompt and payloads of a leased group; None (and the entry is removed) when there is nothing to score."""
+        if not lease.is_group:
+            raise TypeError(f"the lease of group {lease.gid} is one of sample {lease.sample}, not of the whole group")
+        group = self.keys.group(lease.gid)
+        found = LeasedGroup.of(await self.connection.read("HGETALL", group), lease.attempt)
+        if found is None:
+            await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, ALL_SAMPLES, lease.attempt])
+        return found
+
+    async def score_group(
+        self, lease: Lease, scores: Mapping[int, bytes], causes: Mapping[int, Cause], *, fail_group: str = ""
+    ) -> ScoreOutcome:
+        """Write a score or a cause of death for every sample of a leased group, all at once; that closes the group.
+
+        Args:
+            lease: of the group.
+            scores: score of each sample that has one.
+            causes: why the others died; together they are the samples of `leased_group`.
+            fail_group: why the whole group dies of it, to be replayed; empty: it goes on with the scored samples.
+
+        Returns:
+            CLOSED or DEAD; LOST and GONE as of `score`.
+
+        Raises:
+            ValueError: `scores` and `causes` do not name exactly the waiting samples; nothing was written.
+        """
+        fates: list[Argument] = []
+        for sample, score in scores.items():
+            fates += [sample, score]
+        for sample, cause in causes.items():
+            fates += [sample, wire.utf8(cause.why[:MAX_WHY]), cause.detail.encode(errors="replace")[-MAX_DETAIL:]]
+        reply = await self.connection.call(
+            "score_group",
+            self._closing(self.keys.rollouts, lease.gid),
+            [
+                lease.entry,
+                lease.gid,
+                lease.attempt,
+                lease.deliveries,
+                wire.utf8(fail_group[:MAX_WHY]),
+                len(scores),
+                *fates,
+            ],
+        )
+        if reply == _OTHER_SAMPLES:
+            raise ValueError(f"group {lease.gid}: {sorted([*scores, *causes])} are not the samples that wait")
+        return ScoreOutcome(reply)
+
+    async def _fail(
+        self, stage: str, lease: Lease, sample: int | str, why: str, detail: str, *, fail_group: bool = False
+    ) -> bool:
+        stream = self.keys.rollouts if stage == "reward" else self.keys.prompts
+        tail, why = detail.encode(errors="replace")[-MAX_DETAIL:], wire.utf8(why[:MAX_WHY])
+        reply: int = await self.connection.call(
+            "fail",
+            [*self._closing(stream, lease.gid), self.keys.rollouts],
+            [stage, lease.entry, lease.gid, sample, lease.attempt, why, lease.deliveries, tail, int(fail_group)],
+        )
+        return reply > 0
+
+    def _closing(self, stream: str, gid: int) -> list[str]:
+        keys = self.keys
+        return [stream, keys.group(gid), keys.scored, keys.dead, keys.live, keys.state]
 
     # The learner (for held-out groups: the feeder). All but reads are fenced by a nonce.
 
@@ -240,7 +375,7 @@ class Ledger(Rewarding):
 
     async def closed(self) -> list[int]:
         """Ids of all closed groups, ascending. All are read each time: positions in a stream go back with Redis."""
-        rows = await read_ours(self.connection, self.keys.scored, ("XRANGE", "-", "+"), (b"g",))
+        rows = await read_ours(self.connection.read, self.keys.scored, ("XRANGE", "-", "+"), (b"g",))
         self._last_closed = rows[-1][0] if rows else "0-0"
         return sorted({int(fields[b"g"]) for _, fields in rows})
 
@@ -250,7 +385,7 @@ class Ledger(Rewarding):
 
     async def read_group(self, gid: int) -> ClosedGroup | None:
         """A whole closed group; None when it is not closed (any more)."""
-        return replies.closed_group(gid, await self.connection.read("HGETALL", self.keys.group(gid)))
+        return ClosedGroup.of(gid, await self.connection.read("HGETALL", self.keys.group(gid)))
 
     async def begin(self, nonce: str, gids: Sequence[int]) -> None:
         """Note that a step with these groups begins; `ClosedGroup.crashes` counts it until `consume` clears it.
@@ -282,7 +417,7 @@ class Ledger(Rewarding):
         names = [keys.state, keys.scored, keys.live, keys.dropped, keys.dropped_for(why), keys.group(gid)]
         return bool(await self._fenced("drop", names, [nonce, gid, why]))
 
-    async def bury_group(self, nonce: str, gid: int, why: str, detail: str = "") -> bool:
+    async def fail_group(self, nonce: str, gid: int, why: str, detail: str = "") -> bool:
         """Make a whole group a dead letter: a closed one, or one that is no longer in Redis (lost with a checkpoint).
 
         Returns:
@@ -291,7 +426,7 @@ class Ledger(Rewarding):
         keys = self.keys
         names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(gid)]
         tail = detail.encode(errors="replace")[-MAX_DETAIL:]
-        return bool(await self._fenced("bury_group", names, [nonce, gid, why[:MAX_WHY], tail]))
+        return bool(await self._fenced("fail_group", names, [nonce, gid, why[:MAX_WHY], tail]))
 
     async def retire(self, nonce: str, checkpoint: str, held: int, gids: Sequence[int]) -> int:
         """Delete groups whose update is in a durable checkpoint; only closed ones go.
@@ -311,14 +446,14 @@ class Ledger(Rewarding):
         await asyncio.sleep(max(0.0, self._settled_at - asyncio.get_running_loop().time()))
         keys = self.keys
         retired = 0
-        for start in range(0, max(1, len(gids)), RETIRE_CHUNK):
-            chunk = gids[start : start + RETIRE_CHUNK]
+        for start in range(0, max(1, len(gids)), CHUNK):
+            chunk = gids[start : start + CHUNK]
             names = [keys.state, keys.scored, keys.live, *map(keys.group, chunk)]
             retired += await self._fenced("retire", names, [nonce, checkpoint, held, *chunk])
         return retired
 
     async def wait_closed(self, seconds: float) -> None:
-        """Return when a group closed after the last `closed`, or after `seconds`. A doorbell: read `closed` again."""
+        """Return when a group closed after the last `closed`, or after `seconds`; then read `closed` again."""
         milliseconds = max(1, int(seconds * 1000))
         command = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", self.keys.scored, self._last_closed)
         await self.connection.block(*command, milliseconds=milliseconds)
@@ -339,21 +474,18 @@ class Ledger(Rewarding):
         """
         reply = await self.connection.read("HGETALL", self.keys.group(gid))
         if reply:
-            return replies.group_trace(gid, reply)
+            return group_trace(gid, reply)
         letters = [letter for letter in await self.dead_letters() if letter.gid == gid]
         if any(letter.sample is None for letter in letters):
             return {"gid": gid, "state": "dead", "letters": letters}
-        known = replies.pairs(await self.connection.read("HGETALL", self.keys.state))
+        known = pairs(await self.connection.read("HGETALL", self.keys.state))
         for name in sorted(known):
-            why = name.removeprefix(b"dropped:").decode(errors="replace")
-            if name.startswith(b"dropped:") and await self._bit(self.keys.dropped_for(why), gid):
+            why = text(name.removeprefix(b"dropped:"))
+            if name.startswith(b"dropped:") and await self.connection.read("GETBIT", self.keys.dropped_for(why), gid):
                 return {"gid": gid, "state": "dropped", "why": why, "letters": letters}
         if gid >= int(known.get(b"cursor", b"0")):
             return None
         return {"gid": gid, "state": "retired", "letters": letters}
-
-    async def _bit(self, key: str, gid: int) -> bool:
-        return bool(await self.connection.read("GETBIT", key, gid))
 
     async def live(self) -> list[int]:
         """Ids of all live groups, ascending."""
@@ -381,19 +513,19 @@ class Ledger(Rewarding):
         limit = ("COUNT", count) if count is not None else ()
         start = after if after == "-" else f"({after}"
         command = ("XRANGE", start, "+", *limit)
-        rows = await read_ours(self.connection, self.keys.dead, command, (b"g", b"k"), (b"why", b"stage"))
-        return [replies.dead_letter(entry, fields) for entry, fields in rows]
+        rows = await read_ours(self.connection.read, self.keys.dead, command, (b"g", b"k"), (b"why", b"stage"))
+        return [DeadLetter.of(entry, fields) for entry, fields in rows]
 
     async def queue_replays(self, gids: Sequence[int]) -> dict[int, ReplayOutcome]:
-        """Queue dead groups to be admitted again; whoever admits takes them with `replay_queued` as room comes.
+        """Queue dead groups to be admitted again; the feeder takes them with `replay_queued` when there is room.
 
         The queue lives in Redis, and a group leaves it in the script that admits it: a repeat changes nothing.
         """
         letters = _letters_of(gids, await self.dead_letters())
         found: dict[int, ReplayOutcome] = dict.fromkeys(gids, ReplayOutcome.GONE)
         dead = [gid for gid in gids if letters[gid]]
-        for start in range(0, len(dead), RETIRE_CHUNK):
-            chunk = dead[start : start + RETIRE_CHUNK]
+        for start in range(0, len(dead), CHUNK):
+            chunk = dead[start : start + CHUNK]
             arguments = [part for gid in chunk for part in (gid, letters[gid][0], ",".join(letters[gid][1:]))]
             answers = await self.connection.call("queue_replay", [self.keys.dead, self.keys.replays], arguments)
             found.update(zip(chunk, map(_QUEUED.__getitem__, answers), strict=True))
@@ -401,7 +533,7 @@ class Ledger(Rewarding):
 
     async def queued_replays(self) -> dict[int, list[str]]:
         """The queue of replays: letters by group, ascending, that of the group first."""
-        return replies.queued_replays(await self.connection.read("HGETALL", self.keys.replays))
+        return queued_replays(await self.connection.read("HGETALL", self.keys.replays))
 
     async def replay_queued(self, gid: int, letters: Sequence[str], *, budget: int, hard_cap: int) -> ReplayOutcome:
         """Admit a group of the queue again under a new attempt, and remove its letters. A repeat answers GONE.
@@ -411,10 +543,6 @@ class Ledger(Rewarding):
         keys = self.keys
         names = [keys.dead, keys.group(gid), keys.prompts, keys.live, keys.state, keys.replays]
         return _REPLAYS[await self.connection.call("replay", names, [letters[0], gid, budget, hard_cap, *letters[1:]])]
-
-    async def replay(self, gid: int, *, budget: int, hard_cap: int) -> ReplayOutcome:
-        """As `replay_queued`, of any dead group."""
-        return (await self.replay_each([gid], budget=budget, hard_cap=hard_cap))[gid]
 
     async def replay_each(self, gids: Sequence[int], *, budget: int, hard_cap: int) -> dict[int, ReplayOutcome]:
         """As `replay_queued`, of any dead groups. What finds no room, or is cut off, stays dead and is not queued."""
@@ -429,17 +557,14 @@ class Ledger(Rewarding):
         """Throw dead letters away; whole groups count as dropped from then on. Returns how many were removed now."""
         keys, why = self.keys, DROPPED_BY_HAND
         removed = 0
-        for start in range(0, len(entries), RETIRE_CHUNK):
+        for start in range(0, len(entries), CHUNK):
             names = [keys.dead, keys.dropped, keys.dropped_for(why), keys.state]
-            removed += await self.connection.call("drop_dead", names, [why, *entries[start : start + RETIRE_CHUNK]])
+            removed += await self.connection.call("drop_dead", names, [why, *entries[start : start + CHUNK]])
         return removed
 
 
-_ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
-
-
 def _ids(members: Sequence[bytes]) -> list[int]:
-    """Ids of groups; a member that somebody else added is left out, and `streamrl audit` names it."""
+    """Ids of groups; a foreign member is left out, and `streamrl audit` names it."""
     return [int(member) for member in members if member.isdigit()]
 
 
@@ -462,3 +587,10 @@ def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:
             "data set, seed or group size changed: start another run, or put them back",
         )
     return Admission(_ADMISSIONS[outcome], cursor)
+
+
+def _sample(lease: Lease) -> int:
+    if lease.sample is None:
+        what = "a whole group" if lease.is_group else "a prompt"
+        raise TypeError(f"the lease of group {lease.gid} is one of {what}, not of a sample")
+    return lease.sample

@@ -11,28 +11,24 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.queues import embedded
-from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import Connection, open_connection
 from streamrl.queues.damage import blame_damage
-from streamrl.queues.enlisted import ServerList
-from streamrl.queues.foreign import report
+from streamrl.queues.device_lock import DeviceLock
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
-from streamrl.queues.replies import pairs
-from streamrl.queues.reward_servers import RewardServers
-from streamrl.queues.turn import DeviceTurn
+from streamrl.queues.registry import RoleRegistry, ServerList
+from streamrl.queues.replies import pairs, report_foreign
 
 _DOORBELL_SECONDS: Final = 2.0
 _MOST_FOREIGN: Final = 100
-"""Entries of others that one look removes."""
+"""Foreign entries that one call removes."""
 
 
 class WeightsStream:
     """The published versions of the weights: numbers with their manifests.
 
-    The state of the ledger names the entry that the learner wrote last, in the same script that wrote it and behind its
-    fence. So an entry that somebody else added is never taken for a version: it is removed, shown in the log, and
-    counted in the state (`foreign`).
+    The script that writes a version also writes its entry into the state of the ledger, behind the learner's fence. So
+    a foreign entry is never taken for a version: it is removed, logged, and counted in the state (`foreign`).
     """
 
     def __init__(self, connection: Connection, keys: Keys) -> None:
@@ -45,7 +41,7 @@ class WeightsStream:
         keys = [self._keys.weights, self._keys.state]
         entry, version, manifest, foreign = await self._connection.call("newest", keys, [_MOST_FOREIGN])
         if foreign:
-            report(self._keys.weights, [pairs(fields) for fields in foreign])
+            report_foreign(self._keys.weights, [pairs(fields) for fields in foreign])
         if not entry:
             return None
         self._last = entry.decode()
@@ -62,7 +58,7 @@ class WeightsStream:
             newest = await self.newest()
             if newest is not None and newest[0] > version:
                 return newest
-            # Waits are cut short because the doorbell misses what a Redis whose clock went back adds.
+            # Waits are short because XREAD misses entries that Redis adds after its clock went back.
             left = min(_DOORBELL_SECONDS, end - loop.time())
             if left <= 0:
                 return None
@@ -78,10 +74,9 @@ class Ledgers:
     train: Ledger
     evaluation: Ledger
     weights: WeightsStream
-    roles: RoleBoard
+    roles: RoleRegistry
     servers: ServerList
-    reward_servers: RewardServers
-    turn: DeviceTurn
+    device_lock: DeviceLock
     connection: Connection
 
 
@@ -98,15 +93,13 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
     """
     train, held_out = Keys(config.name), Keys(config.name, evaluation=True)
     async with open_connection(config.redis, embedded.url(config.redis, run_dir)) as connection:
-        board = RoleBoard(connection, train)
         ledgers = Ledgers(
             train=Ledger(connection, train, config.redis.fsync_period),
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
-            roles=board,
+            roles=RoleRegistry(connection, train),
             servers=ServerList(connection, train),
-            reward_servers=RewardServers(connection, train, board),
-            turn=DeviceTurn(connection, train, config.lease.seconds),
+            device_lock=DeviceLock(connection, train, config.lease.seconds),
             connection=connection,
         )
         try:

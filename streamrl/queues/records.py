@@ -1,29 +1,26 @@
-"""What the ledger answers: plain frozen records. Payloads are opaque bytes, group ids and samples are integers."""
+"""What the ledger answers, as frozen records; how each is read from a reply of Redis; dead letters by cause.
+
+Payloads are opaque bytes, ids of groups and numbers of samples are integers.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from streamrl.queues.ledger import Ledger
+from streamrl.errors import LedgerDamaged
+from streamrl.queues.replies import is_number, pairs, text
 
-
-@dataclass(frozen=True)
-class Lease:
-    """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score `whole`.
-
-    `deliveries` counts how often the work was given out, this time included; clean hand-backs do not count.
-    """
-
-    ledger: Ledger
-    entry: str
-    gid: int
-    attempt: int
-    sample: int | None
-    deliveries: int
-    whole: bool = False
+_DROPPED_FOR: Final = b"dropped:"
+"""Before the reason, in fields of the state that count the groups dropped for it."""
+_ENTRY: Final = re.compile(r"\d{1,18}-\d{1,18}", re.ASCII)
+# What differs from sample to sample in the messages of one error: quotations and numbers.
+_OF_ONE_SAMPLE: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[-+]?\d+(?:[.,]\d+)*")
+_ERROR: Final = re.compile(r"^([\w. ]{1,60}):")
+_REWARD: Final = re.compile(r"\[([^\]]*)\]$")
 
 
 class AdmitOutcome(Enum):
@@ -76,6 +73,16 @@ class LeasedGroup:
     least: int
     size: int
 
+    @classmethod
+    def of(cls, reply: Mapping[bytes, bytes], attempt: int) -> LeasedGroup | None:
+        """From HGETALL of a group; None unless it is open, and on this attempt."""
+        known = pairs(reply)
+        if known.get(b"st") != b"open" or int(known[b"a"]) != attempt:
+            return None
+        dead = _numbered(known, b"x")
+        payloads = {k: payload for k, payload in _numbered(known, b"s").items() if k not in dead}
+        return cls(known[b"prompt"], payloads, int(known[b"m"]), int(known[b"n"]))
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -101,7 +108,7 @@ class ScoreOutcome(IntEnum):
 
 @dataclass(frozen=True)
 class Fence:
-    """What the learner learns when it takes over.
+    """What the learner gets when it takes over.
 
     `epoch` is new and greater than all before. `checkpoint` is the `EPOCH-STEP` that groups were last retired for (or
     None); `base` and `base_epoch` are the checkpoint and epoch of the last `resume`: a file is valid when it is the
@@ -117,7 +124,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class ClosedGroup:
-    """A complete group, immutable until it is retired, dropped or buried.
+    """A complete group, immutable until it is retired, dropped or dead.
 
     `samples` maps the number of a sample to its payload and its score; `causes` maps the dead ones to why they died.
     `version` is the version of the weights at admission, `crashes` the number of learner processes that began a step
@@ -133,14 +140,63 @@ class ClosedGroup:
     causes: dict[int, str]
     crashes: int
 
+    @classmethod
+    def of(cls, gid: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
+        """From HGETALL of a group; None unless it is closed."""
+        known = pairs(reply)
+        if known.get(b"st") != b"closed":
+            return None
+        payloads, scores = _numbered(known, b"s"), _numbered(known, b"r")
+        if scores.keys() - payloads.keys():
+            raise LedgerDamaged(f"group {gid} has scores of samples without a response: its hash in Redis is damaged")
+        return cls(
+            gid=gid,
+            size=int(known[b"n"]),
+            attempt=int(known[b"a"]),
+            version=int(known[b"v"]),
+            prompt=known[b"prompt"],
+            samples={k: (payloads[k], score) for k, score in scores.items()},
+            causes={k: text(why) for k, why in _numbered(known, b"x").items()},
+            crashes=int(known.get(b"t", b"0")),
+        )
+
+
+def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Everything that HGETALL of a live group says, for people."""
+    known = pairs(reply)
+    return {
+        "gid": gid,
+        "state": text(known[b"st"]),
+        "attempt": int(known[b"a"]),
+        "version": int(known[b"v"]),
+        "samples": int(known[b"n"]),
+        "min_group": int(known[b"m"]),
+        "without_payload": int(known[b"todo"]),
+        "without_score": int(known[b"left"]),
+        "crashes": int(known.get(b"t", b"0")),
+        "whole": b"whole" in known,
+        "doom": text(known[b"doom"]) if known.get(b"doom") else None,
+        "prompt": known[b"prompt"],
+        "payloads": _numbered(known, b"s"),
+        "scores": _numbered(known, b"r"),
+        "causes": {k: text(why) for k, why in _numbered(known, b"x").items()},
+    }
+
+
+def _numbered(known: Mapping[bytes, bytes], letter: bytes) -> dict[int, bytes]:
+    """Fields `s:K`, `r:K` or `x:K` by K, ascending; foreign fields with such names are left out."""
+    named = ((name[2:], value) for name, value in known.items() if name[:2] == letter + b":")
+    found = {int(k): value for k, value in named if k.isdigit() and is_number(k)}
+    return dict(sorted(found.items()))
+
 
 @dataclass(frozen=True)
 class LedgerState:
     """Counters of one key space, read in one instant.
 
-    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `whole` says that groups are
-    put up for scoring as one piece of work each, since their rewards compare them. `held` are closed groups in
-    Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
+    `done` is the cursor at which the data ended (None: not yet), after `epochs` passes. `group_scored` says that groups
+    are put up for scoring as one piece of work each, since their rewards compare samples. `unretired` are closed groups
+    in Redis that the learner has trained and not yet retired; `live` all groups that have a hash; `dead` letters of
     samples and groups together, `replays` dead groups that wait to be admitted again; `retired`, `dropped` and
     `dropped_for` (by reason) are statistics.
     """
@@ -153,15 +209,49 @@ class LedgerState:
     checkpoint: str | None
     base: str | None
     base_epoch: int
-    held: int
+    unretired: int
     version: int
     live: int
     dead: int
     retired: int
     dropped: int
     dropped_for: dict[str, int]
-    whole: bool
+    group_scored: bool
     replays: int
+
+    @classmethod
+    def of(cls, reply: Sequence[Any]) -> LedgerState:
+        """From the script `state`."""
+        fields, live, dead, replays = reply
+        known = pairs(fields)
+
+        def number(name: bytes) -> int:
+            return int(known.get(name, b"0"))
+
+        def named(name: bytes) -> str | None:
+            return text(known[name]) if known.get(name) else None
+
+        return cls(
+            cursor=number(b"cursor"),
+            fingerprint=named(b"fp"),
+            done=number(b"done") if b"done" in known else None,
+            epochs=number(b"epochs"),
+            epoch=number(b"epoch"),
+            checkpoint=named(b"ckpt"),
+            base=named(b"base"),
+            base_epoch=number(b"base_epoch"),
+            unretired=number(b"held"),
+            version=number(b"version"),
+            live=live,
+            dead=dead,
+            retired=number(b"retired"),
+            dropped=number(b"dropped"),
+            dropped_for={
+                text(name.removeprefix(_DROPPED_FOR)): number(name) for name in known if name.startswith(_DROPPED_FOR)
+            },
+            group_scored=b"whole" in known,
+            replays=replays,
+        )
 
 
 @dataclass(frozen=True)
@@ -185,6 +275,69 @@ class DeadLetter:
     prompt: bytes | None
     scored: int = 0
 
+    @classmethod
+    def of(cls, entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
+        """From an entry of the stream of dead letters; a count that is none is shown as 0."""
+
+        def count(name: bytes) -> int:
+            value = fields.get(name, b"")
+            return int(value) if is_number(value) else 0
+
+        sample = int(fields[b"k"])
+        return cls(
+            entry=entry,
+            gid=int(fields[b"g"]),
+            sample=None if sample < 0 else sample,
+            attempt=count(b"a"),
+            why=text(fields[b"why"]),
+            stage=text(fields[b"stage"]),
+            deliveries=count(b"deliveries"),
+            detail=text(fields.get(b"detail", b"")),
+            at=int(entry.partition("-")[0]) / 1000,
+            prompt=fields.get(b"prompt"),
+            scored=count(b"n") - count(b"failed"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeadCause:
+    """Dead letters of one cause, oldest first."""
+
+    letters: tuple[DeadLetter, ...]
+
+    @property
+    def newest(self) -> DeadLetter:
+        """The last letter that has a traceback, else the last one."""
+        return next((letter for letter in reversed(self.letters) if letter.detail), self.letters[-1])
+
+    @property
+    def samples(self) -> int:
+        """Samples that died of it."""
+        return sum(letter.sample is not None for letter in self.letters)
+
+    @property
+    def groups(self) -> int:
+        """Groups that died as a whole of it."""
+        return len(self.letters) - self.samples
+
+
+def by_cause(letters: Sequence[DeadLetter]) -> list[DeadCause]:
+    """Letters with the same stage and the same words, numbers and quotations apart; the largest cause first."""
+    found: dict[tuple[str, str], list[DeadLetter]] = {}
+    for letter in letters:
+        found.setdefault((letter.stage, _OF_ONE_SAMPLE.sub("...", letter.why)), []).append(letter)
+    return sorted((DeadCause(tuple(alike)) for alike in found.values()), key=lambda cause: -len(cause.letters))
+
+
+def same_kind(letters: Sequence[DeadLetter]) -> bool:
+    """Whether all died at one stage of one kind of error, of one reward: `ValueError: ... [my_reward]`."""
+    return len({(letter.stage, _kind(letter.why)) for letter in letters}) == 1
+
+
+def _kind(why: str) -> tuple[str, str]:
+    kind, reward = _ERROR.match(why), _REWARD.search(why)
+    return (kind[1] if kind else _OF_ONE_SAMPLE.sub("...", why)), (reward[1] if reward else "")
+
 
 class ReplayOutcome(Enum):
     """What became of an attempt to admit a dead group again."""
@@ -199,3 +352,16 @@ class ReplayOutcome(Enum):
     FULL = "full"
     NO_PROMPT = "no prompt"
     """The letter has no prompt: the group was lost with a checkpoint."""
+
+
+def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
+    """From HGETALL of the queue of replays: entries of letters by group, ascending, that of the group first.
+
+    Foreign noise is left out.
+    """
+    known = {
+        int(gid): [entry for entry in text(listed).split(",") if _ENTRY.fullmatch(entry)]
+        for gid, listed in pairs(reply).items()
+        if gid.isdigit() and is_number(gid)
+    }
+    return {gid: letters for gid, letters in sorted(known.items()) if letters}

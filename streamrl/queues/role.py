@@ -16,12 +16,12 @@ from typing import Any, Final
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.errors import StreamrlError
+from streamrl.errors import StreamrlError, unwrapped
 from streamrl.queues import embedded
-from streamrl.queues.board import RoleBoard
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.keys import BEAT_TTL, Keys
 from streamrl.queues.ledgers import Ledgers, open_ledgers
+from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Role:
         async def say() -> None:
             async with open_to_look(redis, embedded.url(redis, self.run_dir)) as connection:
                 shown = {**self._shown("blocked"), "trouble": why}
-                await RoleBoard(connection, Keys(self.config.name)).beat(self.name, shown, BEAT_TTL)
+                await RoleRegistry(connection, Keys(self.config.name)).beat(self.name, shown, BEAT_TTL)
 
         with contextlib.suppress(StreamrlError):
             asyncio.run(say())
@@ -146,16 +146,13 @@ async def open_role(
     async with open_ledgers(config, run_dir) as ledgers:
         role = Role(name, config, run_dir, ledgers, stop or asyncio.Event())
         try:
-            async with asyncio.TaskGroup() as tasks:
-                beating = tasks.create_task(role.keep_beating(), name=f"heartbeat {name}")
-                leaving = tasks.create_task(_leave(role), name=f"leave {name}")
-                yield role
-                beating.cancel()
-                leaving.cancel()
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
+            with unwrapped():
+                async with asyncio.TaskGroup() as tasks:
+                    beating = tasks.create_task(role.keep_beating(), name=f"heartbeat {name}")
+                    leaving = tasks.create_task(_leave(role), name=f"leave {name}")
+                    yield role
+                    beating.cancel()
+                    leaving.cancel()
         finally:
             role.close()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.queues import embedded
-from streamrl.queues.server_lock import end_orphan
+from streamrl.queues.embedded import end_orphan
 from streamrl.runtime.plan import RENDEZVOUS
 from streamrl.weight_sync.transports import memory_of, release_memory
 

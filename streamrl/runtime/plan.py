@@ -13,7 +13,7 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.queues import embedded
-from streamrl.queues.server_lock import STARTER
+from streamrl.queues.embedded import STARTER
 from streamrl.runtime.process import RoleCommand
 
 WAITS_FOR: Final = {

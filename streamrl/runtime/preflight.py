@@ -20,7 +20,7 @@ from streamrl.consumers.reward import Reward
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
 from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
-from streamrl.queues.address import redact
+from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
 from streamrl.runtime.engine_checks import look_at_engine, look_at_reward_models, look_at_way, shared_memory_copies
 from streamrl.runtime.limits import look_at_files, look_at_memory

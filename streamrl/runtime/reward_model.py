@@ -2,7 +2,7 @@
 
 ```
 start -> heartbeat with the URL -> its death: this role ends, and the supervisor starts both anew
-samples without a score -> Demand -> EngineSwitch -> sleep | wake     (`reward_models.NAME.sleep`)
+samples without a score -> Demand -> EngineDevices -> sleep | wake     (`reward_models.NAME.sleep`)
 ```
 Where the learner shares the devices (`rollout.placement: colocated`), a server that sleeps also leaves them when the
 learner asks for its turn.
@@ -19,11 +19,11 @@ from typing import Final
 
 from streamrl.config import RewardModelConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE
+from streamrl.consumers.models.servers import ASLEEP, READY, RewardServers
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
 from streamrl.http import BadAnswer, Call, HttpClient
-from streamrl.queues.reward_servers import ASLEEP, READY
+from streamrl.queues.device_lock import DeviceLock, EngineDevices
 from streamrl.queues.role import Role
-from streamrl.queues.turn import DeviceTurn, EngineSwitch
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.servers.reward_models import model_server
 
@@ -121,8 +121,8 @@ class ServedModel:
         self._server = ManagedServer(self._kind, settings, role.run_dir, server_name, devices, seed=number)
         self._demand = Demand(config.wake_at, config.wake_after, _LINGER)
         shared = config.sleep and role.config.rollout.placement == "colocated"
-        self._turn = WorkTurn(self._demand, role.ledgers.turn if shared else None)
-        self._switch = EngineSwitch(self._turn, role.name, wake=self._wake, sleep=self._sleep)
+        self._turn = WorkTurn(self._demand, role.ledgers.device_lock if shared else None)
+        self._switch = EngineDevices(self._turn, role.name, wake=self._wake, sleep=self._sleep)
         self._client: HttpClient | None = None
         self._asleep = False
         self._can_sleep = config.sleep
@@ -196,10 +196,10 @@ class ServedModel:
     async def _count(self) -> None:
         """Look how much work there is."""
         loop = asyncio.get_running_loop()
-        config = self._role.config
+        config, servers = self._role.config, RewardServers(self._role.ledgers)
         sizes = config.sampling.responses, config.evaluation.samples
         while True:
-            self._demand.see(await self._role.ledgers.reward_servers.waiting(*sizes), loop.time())
+            self._demand.see(await servers.waiting(*sizes), loop.time())
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _take_turns(self) -> None:
@@ -274,24 +274,24 @@ class WorkTurn:
         shared: the turn of the devices where the learner shares them; None where it does not.
     """
 
-    def __init__(self, demand: Demand, shared: DeviceTurn | None) -> None:
+    def __init__(self, demand: Demand, shared: DeviceLock | None) -> None:
         self._demand = demand
         self.shared = shared
         self.seconds = shared.seconds if shared is not None else _MOVE_SECONDS
 
     @property
     def settled(self) -> bool:
-        """See `DeviceTurn.settled`."""
+        """See `DeviceLock.settled`."""
         return self.shared is None or self.shared.settled
 
     async def use(self, engine: str, *, on_devices: bool) -> bool:
-        """See `DeviceTurn.use`. Who is on the devices is counted there until it has left, also without work."""
+        """As `DeviceLock.use`. Who is on the devices is counted there until it has left, also without work."""
         if not on_devices and not self._demand.awake:
             return False
         granted = self.shared is None or await self.shared.use(engine, on_devices=on_devices)
         return granted and self._demand.awake
 
     async def leave(self, engine: str) -> None:
-        """See `DeviceTurn.leave`."""
+        """See `DeviceLock.leave`."""
         if self.shared is not None:
             await self.shared.leave(engine)

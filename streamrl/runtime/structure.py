@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from streamrl.queues import replies
 from streamrl.queues.damage import shown
-from streamrl.queues.foreign import Row, is_ours
-from streamrl.queues.keys import WHOLE
+from streamrl.queues.keys import ALL_SAMPLES
 from streamrl.queues.ledger import Ledger
+from streamrl.queues.replies import Row, is_ours
 
 _PAGE: Final = 1000
 _COUNTS: Final = ("n", "todo", "left", "nx")
@@ -68,7 +68,7 @@ def _entries(
     """Our entries of a stream; others are named in `foreign` (roles remove them, an audit does not)."""
     ours = []
     for entry, fields in replies.entries(reply):
-        group = whole and fields.get(b"k") == WHOLE.encode()
+        group = whole and fields.get(b"k") == ALL_SAMPLES.encode()
         if is_ours(fields, numbers[:-1] if group else numbers):
             ours.append((entry, fields))
         else:
@@ -122,7 +122,7 @@ def _breaches(
               if values[name] != counts[name]]  # fmt: skip
     unscored = {str(k) for k in has["s"] - has["r"] - has["x"]}
     if "whole" in names:
-        unscored = {WHOLE} if unscored and not counts["todo"] else set()
+        unscored = {ALL_SAMPLES} if unscored and not counts["todo"] else set()
         if state == "open" and has["r"]:
             faults.append(f"group {gid}: is scored whole, and samples {sorted(has['r'])} have a score alone")
     if unscored != samples:

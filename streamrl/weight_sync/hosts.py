@@ -14,7 +14,7 @@ _LONGEST_PAUSE: Final = 5.0
 
 
 class Board(Protocol):
-    """What is needed of the board of roles (streamrl.queues RoleBoard)."""
+    """What is needed of the board of roles (streamrl.queues RoleRegistry)."""
 
     async def read(self) -> dict[str, dict[str, str]]:
         """Fields of all roles that are alive, by name."""

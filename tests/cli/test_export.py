@@ -7,8 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
+from streamrl.archive.reader import Header, RecordedGroup
+from streamrl.archive.writer import RecordingWriter
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta, shard_name
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter
 
 from .run_kit import cli, data_of, make_run, process
 from .test_up import tiny  # noqa: F401  (a fixture)

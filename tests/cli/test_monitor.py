@@ -18,10 +18,10 @@ from streamrl.monitor import plots, screen
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.lines import duration, log_line, number, printable, size
 from streamrl.monitor.progress import Progress, Side
+from streamrl.monitor.reward_figures import FIELD, reward_views
 from streamrl.monitor.roles import KnownRole
+from streamrl.monitor.snapshot import LedgerView, ServerView, Snapshot, StreamView
 from streamrl.monitor.tail import Tail
-from streamrl.queues.reward_figures import FIELD, reward_views
-from streamrl.queues.snapshot import LedgerView, ServerView, Snapshot, StreamView
 
 
 def test_spark_by_hand():

@@ -18,11 +18,11 @@ import pytest
 
 from streamrl.commands.logs import server_record
 from streamrl.learner.checkpoint import Meta
+from streamrl.monitor.reward_figures import FIELD
 from streamrl.monitor.roles import KnownRole, RoleStates
+from streamrl.monitor.snapshot import take, with_rates
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.connection import open_to_look
-from streamrl.queues.reward_figures import FIELD
-from streamrl.queues.snapshot import take, with_rates
 from streamrl.runfile import read_saved
 from streamrl.wire import pack_frame
 

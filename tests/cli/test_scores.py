@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.archive.reader import ARCHIVE, read_archive
 from streamrl.commands.archive import since_of
 from streamrl.errors import UsageError
-from streamrl.queues.archive import ARCHIVE
-from streamrl.queues.archived import read_archive
 from tests.archive_kit import archived, closed, configured
 
 from .run_kit import cli, data_of, filled_and_stopped, make_run

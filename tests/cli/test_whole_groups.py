@@ -26,7 +26,7 @@ async def live_run(tmp_path: Path):
     config = make_run(run_dir)
     async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
         train = ledgers.train
-        await train.say_whole(True)
+        await train.set_group_scored(True)
         for gid in range(4):
             await admit(train, gid)
         prompts = await lease(train, "prompts", count=4)
@@ -37,7 +37,9 @@ async def live_run(tmp_path: Path):
         closed, dead, _ = await lease(train, "rollouts", count=3)
         score = wire.encode(wire.Score(value=0.5, parts={"rank": 0.5}))
         await train.score_group(closed, {0: score}, {1: Cause("wire: no sample", "Traceback: one")})
-        await train.score_group(dead, {0: score}, {1: Cause("the judge", "Traceback: two")}, doom="the judge is away")
+        await train.score_group(
+            dead, {0: score}, {1: Cause("the judge", "Traceback: two")}, fail_group="the judge is away"
+        )
         await ledgers.roles.beat("reward.0", {"per_second": 12.5, "pid": 78, "state": "ready"}, 60)
         yield run_dir
 

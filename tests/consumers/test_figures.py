@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from streamrl.consumers.figures import RewardFigures, quantile
+from streamrl.monitor.reward_figures import reward_views, with_reward_rates
 from streamrl.monitor.tables import rewards_table
-from streamrl.queues.reward_figures import reward_views, with_reward_rates
 
 
 @given(st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=200), st.floats(0.01, 1))

@@ -23,7 +23,7 @@ async def test_single_and_comparing_rewards_make_one_score(redis_run, make_confi
             await until(lambda: role.status.get("scored") == 5)
             state = await ledgers.train.state()
         found, causes = await scores(ledgers.train, 0)
-        assert state.whole
+        assert state.group_scored
         assert not causes
         assert {k: score.value for k, score in found.items()} == {0: 23.0, 1: 12.0, 2: 2.0, 3: 35.0}
         assert found[2].parts == {"rank": 0.0, "rank/of": 4.0, "length": 1.0, "exact_match": 1.0}
@@ -70,7 +70,7 @@ async def test_a_group_that_cannot_close_any_more_is_not_compared(redis_run, mak
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put_whole(ledgers.train, 0, ["333", b"\x00", b""], least=2)
         await put_whole(ledgers.train, 1, [b"\xc1"], least=1)
-        await ledgers.train.say_whole(True)
+        await ledgers.train.set_group_scored(True)
         await admit(ledgers.train, 2, samples=2, prompt=b"\xc1 garbage")
         (held,) = await lease(ledgers.train, "prompts")
         for number in range(2):
@@ -146,7 +146,7 @@ async def test_groups_in_flight_when_no_reward_compares_any_more(redis_run, make
         await put_whole(ledgers.train, 0, ["333", "22"])
         async with worker(config, redis_run.run_dir, ledgers):
             await until_closed(ledgers.train, [0])
-            assert not (await ledgers.train.state()).whole
+            assert not (await ledgers.train.state()).group_scored
             await put(ledgers.train, 1, ["1"])
             await until_closed(ledgers.train, [1])
         assert await values(ledgers.train, 0) == {0: 3.0, 1: 2.0}

@@ -7,11 +7,11 @@ from streamrl.config import LeaseConfig
 from streamrl.consumers import worker as worker_module
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import ConfigError
+from streamrl.monitor.snapshot import take
 from streamrl.queues import Role, open_ledgers
-from streamrl.queues.ledger import ReplayOutcome
-from streamrl.queues.snapshot import take
+from streamrl.queues.records import ReplayOutcome
 from tests.consumers.worker_kit import put, scores, until_closed, until_dead, values, worker
-from tests.queues.ledger_kit import faults, until
+from tests.queues.ledger_kit import faults, replay, until
 
 
 async def test_dead_takes_the_whole_group_and_a_replay_brings_it_back(redis_run, make_config):
@@ -28,7 +28,7 @@ async def test_dead_takes_the_whole_group_and_a_replay_brings_it_back(redis_run,
         assert letters[0, None].prompt is not None
         assert "Traceback" in letters[0, 1].detail
         assert await ledgers.train.closed() == [1]
-        outcome = await ledgers.train.replay(0, budget=10, hard_cap=10)
+        outcome = await replay(ledgers.train, 0, budget=10, hard_cap=10)
         assert outcome is ReplayOutcome.REPLAYED
         assert not await ledgers.train.dead_letters()
         assert not await faults(ledgers.train)

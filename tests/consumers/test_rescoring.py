@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from streamrl import wire
+from streamrl.archive.reader import read_archive, read_groups
 from streamrl.consumers.rescoring import RescoredSet, rescore_groups
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, unwrap
-from streamrl.queues.archived import read_archive
-from streamrl.queues.recording import read_groups
 from tests.archive_kit import archived, closed, configured
 
 ABOUT = {"rewards": [{"use": "length"}]}
@@ -183,7 +182,7 @@ async def test_no_room_for_the_new_scores(run_dir, monkeypatch):
     def pwrite(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
     with pytest.raises((CannotCreate, BaseExceptionGroup)) as caught:
         await again(run_dir)
     error = unwrap(caught.value)

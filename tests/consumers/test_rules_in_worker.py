@@ -3,8 +3,8 @@
 import orjson
 import psutil
 
+from streamrl.monitor.reward_figures import FIELD
 from streamrl.queues import Role, open_ledgers
-from streamrl.queues.reward_figures import FIELD
 from tests.consumers.rule_kit import TOWER
 from tests.consumers.worker_kit import put, scores, until_closed, worker
 from tests.queues.ledger_kit import until

@@ -5,10 +5,11 @@ import orjson
 import pytest
 
 from streamrl import wire
+from streamrl.archive.reader import Header, RecordedGroup
+from streamrl.archive.writer import RecordingWriter
 from streamrl.consumers import make_sample
 from streamrl.consumers.samples import read_samples
 from streamrl.errors import ConfigError, DataError
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter
 from tests.consumers.samples import prompt, response
 
 LINE = {"prompt": "2+2=", "response": "4", "answer": "4"}

@@ -53,12 +53,12 @@ async def test_reasons_reach_redis_whatever_is_in_them(redis_run, make_config):
         assert await train.fail_score(first, f"why {HALF}", f"detail {HALF}")
         await train.score(second, b"score")
         assert (await train.read_group(0)).causes == {0: "why ?"}
-        await train.say_whole(True)
+        await train.set_group_scored(True)
         await admit(train, 1, samples=1, min_group=1)
         (held,) = await lease(train, "prompts")
         await train.emit(held, 0, b"payload")
         (whole,) = await lease(train, "rollouts")
-        await train.score_group(whole, {}, {0: Cause(HALF, HALF)}, doom=HALF)
+        await train.score_group(whole, {}, {0: Cause(HALF, HALF)}, fail_group=HALF)
         assert {letter.why for letter in await train.dead_letters() if letter.gid == 1} == {"?"}
 
 

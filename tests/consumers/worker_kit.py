@@ -54,7 +54,7 @@ async def put(ledger: Ledger, cursor: int, texts: Sequence[str | bytes], least: 
 
 async def put_whole(ledger: Ledger, cursor: int, texts: Sequence[str | bytes], least: int = 2, **fields: Any) -> None:
     """The same for a group that is scored whole."""
-    await ledger.say_whole(True)
+    await ledger.set_group_scored(True)
     await put(ledger, cursor, texts, least, **fields)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from streamrl import wire
 from streamrl.config import RunConfig
+from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ExitCode
 from streamrl.queues import Ledger, open_ledgers
 from streamrl.runfile import LoadedConfig, save
@@ -95,7 +96,7 @@ async def test_two_servers_one_killed_in_mid_run_and_every_score_is_that_of_a_fo
             async def closed(count: int) -> bool:
                 return len(await train.closed()) >= count
 
-            before = {server.name: server.url for server in await ledgers.reward_servers.present("critic")}
+            before = {server.name: server.url for server in await RewardServers(ledgers).present("critic")}
             assert sorted(before) == names
             for gid in range(GROUPS // 4):
                 await put(train, gid)
@@ -120,7 +121,7 @@ async def test_two_servers_one_killed_in_mid_run_and_every_score_is_that_of_a_fo
             assert await train.dead_letters() == []
             assert not await faults(train)
             await run.until(lambda: run.pid(names[0]) != role and run.now(names[0]) is RoleState.READY, START)
-            after = {server.name: server.url for server in await ledgers.reward_servers.present("critic")}
+            after = {server.name: server.url for server in await RewardServers(ledgers).present("critic")}
             assert sorted(after) == names
             assert after[names[1]] == before[names[1]]
         os.kill(os.getpid(), signal.SIGINT)

@@ -31,7 +31,7 @@ async def test_redis_runs_full_and_gets_room_again(run, caplog):
         async def drained() -> bool:
             state = await train.state()
             waiting = await read("XLEN", train.keys.rollouts)
-            untrained = len(await train.closed()) - state.held
+            untrained = len(await train.closed()) - state.unretired
             return waiting == 0 and untrained < run.config.learner.groups_per_step and state.live > 0
 
         await until(lambda: "redis refuses writes for now" in caplog.text)

@@ -10,11 +10,11 @@ import orjson
 import pytest
 import torch
 
+from streamrl.archive.reader import read_archive
+from streamrl.archive.writer import Archive
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
 from streamrl.queues import open_role
-from streamrl.queues.archive import Archive
-from streamrl.queues.archived import read_archive
 from streamrl.weight_sync import Publisher
 from tests.archive_kit import closed, configured
 from tests.producers.producer_kit import Hands, tiny_model, until

@@ -22,9 +22,9 @@ from streamrl.config import (
 )
 from streamrl.queues import replies
 from streamrl.queues.keys import GROUP
-from streamrl.queues.ledger import Ledger
+from streamrl.queues.ledger import Lease, Ledger
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.records import AdmitOutcome, Lease
+from streamrl.queues.records import AdmitOutcome
 from streamrl.runfile import LoadedConfig, save
 
 VOCABULARY = 32

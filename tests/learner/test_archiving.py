@@ -10,10 +10,9 @@ import pytest
 from leader_kit import Run
 from playing import reward
 
+from streamrl.archive.reader import ARCHIVE, read_archive
 from streamrl.config import ArchiveConfig, RecordingConfig
 from streamrl.learner.lineage import read_trained
-from streamrl.queues.archive import ARCHIVE
-from streamrl.queues.archived import read_archive
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from tests.archive_kit import archived, closed
@@ -60,7 +59,7 @@ async def check(run) -> set[int]:
 
 KILLS = {
     "groups read, nothing trained": "streamrl.learner.rank_group:RankWorker.train:before:2",
-    "archived, no checkpoint": "streamrl.queues.archive:Archive.sync:after:3",
+    "archived, no checkpoint": "streamrl.archive.writer:Archive.sync:after:3",
     "not archived, checkpoint begun": "streamrl.learner.shards:RankState.save:after:1",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",

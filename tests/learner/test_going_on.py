@@ -12,6 +12,7 @@ from leader_kit import stopped
 from zygote import FENCED
 
 from streamrl.queues.records import ReplayOutcome
+from tests.queues.ledger_kit import replay
 
 
 @pytest.mark.parametrize("place", ["rank_group:RankWorker.apply:pause:4", "checkpoint:Checkpoints.finish:pause:2"])
@@ -64,7 +65,7 @@ async def test_after_the_end_of_the_data_a_replayed_group_is_trained(run):
         assert ((await run.audit()).trained, (await run.audit()).dead) == (9, 1)
         player.spoil = {}
         bounds = {"budget": run.config.budget, "hard_cap": run.config.hard_cap}
-        assert await player.ledger.replay(3, **bounds) is ReplayOutcome.REPLAYED
+        assert await replay(player.ledger, 3, **bounds) is ReplayOutcome.REPLAYED
         assert await run.learn() == 0, run.log()
     found = await run.audit()
     assert (found.admitted, found.trained, found.dead) == (10, 10, 0)

@@ -133,7 +133,7 @@ async def test_sigterm_leaves_everything_durable(run):
         found = await run.audit()
         assert found.trained == 4 * done
         async with open_ledgers(run.config, run.run_dir) as ledgers:
-            assert (await ledgers.train.state()).held == 0
+            assert (await ledgers.train.state()).unretired == 0
             closed = [await ledgers.train.read_group(gid) for gid in await ledgers.train.closed()]
             assert all(group.crashes == 0 for group in closed)
 
@@ -248,7 +248,7 @@ async def test_a_waiting_learner_brings_back_a_version_that_redis_or_the_disk_lo
         async with asyncio.timeout(DEADLINE):  # until nothing is left to train
             while True:
                 state = await ledgers.train.state()
-                if len(await ledgers.train.closed()) - state.held < 4 and state.version == len(run.steps()) + 1:
+                if len(await ledgers.train.closed()) - state.unretired < 4 and state.version == len(run.steps()) + 1:
                     break
                 await asyncio.sleep(0.05)
         before = await shown(lambda version: version >= 3)

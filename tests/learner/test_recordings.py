@@ -13,9 +13,9 @@ from leader_kit import Run
 from playing import response, reward
 
 from streamrl import wire
+from streamrl.archive.reader import FOLDER, read_groups
 from streamrl.config import RecordingConfig
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.queues.recording import FOLDER, read_groups
 from streamrl.runfile import LoadedConfig, save
 from tests.redis_kit import RedisRun
 
@@ -58,8 +58,8 @@ def recorded(tmp_path_factory, model, zygote):
 
 
 KILLS = {
-    "before the block": "streamrl.queues.recording:RecordingWriter.sync:before:2",
-    "after the block": "streamrl.queues.recording:RecordingWriter.sync:after:2",
+    "before the block": "streamrl.archive.writer:RecordingWriter.sync:before:2",
+    "after the block": "streamrl.archive.writer:RecordingWriter.sync:after:2",
     "before the rename": "streamrl.learner.checkpoint:Checkpoints.finish:before:2",
     "after the rename": "streamrl.learner.checkpoint:Checkpoints.finish:after:2",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:1",

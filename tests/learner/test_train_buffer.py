@@ -9,6 +9,7 @@ import pytest
 from playing import Player, make_config, reward
 
 from streamrl import wire
+from streamrl.archive.writer import Archive
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
@@ -18,7 +19,6 @@ from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.lineage import Branch, EpochFile, TrainedDigest, trained_file
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import Stage, TrainBuffer
-from streamrl.queues.archive import Archive
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.records import ClosedGroup
 
@@ -101,12 +101,12 @@ async def test_a_step_from_candidates_to_retirement(table):
     assert ids(buffer.applied()) == [0, 1, 2, 3]
     await buffer.free_places([0, 1, 2, 3])
     state = await table.ledger.state()
-    assert (state.held, state.live) == (4, 8)
+    assert (state.unretired, state.live) == (4, 8)
     await table.play()
     assert (await table.ledger.state()).live == 12  # four places were free
     await buffer.saved("1-1", [0, 1, 2, 3])
     state = await table.ledger.state()
-    assert (state.held, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
+    assert (state.unretired, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
     await buffer.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
     assert (await table.ledger.state()).retired == 4
 
@@ -126,14 +126,14 @@ async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room
     await buffer.announce(2, b"{}")  # the new version is shown, its step not consumed yet
     await table.play()
     state = await table.ledger.state()
-    assert (state.held, state.live, state.version) == (0, 8, 2)
+    assert (state.unretired, state.live, state.version) == (0, 8, 2)
     await buffer.free_places(trained)
     await table.play()
     state = await table.ledger.state()
-    assert (state.held, state.live) == (4, 12)
+    assert (state.unretired, state.live) == (4, 12)
     again = await table.buffer()  # one that knows the checkpoint only
     await again.free_places([])
-    assert (await table.ledger.state()).held == 0
+    assert (await table.ledger.state()).unretired == 0
 
 
 async def test_equal_rewards_keep_their_places_until_they_are_dropped(table):
@@ -272,7 +272,7 @@ async def test_clearing_crash_counts_makes_no_room_with_groups_that_have_gone(ta
     await buffer.clear_crash_counts()
     await table.play()
     state = await table.ledger.state()
-    assert (state.held, state.live) == (0, 8)
+    assert (state.unretired, state.live) == (0, 8)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.Score(value=1.0))])
@@ -340,7 +340,7 @@ async def test_a_fenced_learner_writes_nothing(table):
         with pytest.raises(Fenced):
             await write
     state = await table.ledger.state()
-    assert (state.held, state.version, state.checkpoint, state.dropped, state.live) == (0, 0, None, 0, 8)
+    assert (state.unretired, state.version, state.checkpoint, state.dropped, state.live) == (0, 0, None, 0, 8)
 
 
 async def test_an_older_checkpoint_than_redis_retired_for_is_refused(table):

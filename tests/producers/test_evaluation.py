@@ -15,6 +15,7 @@ from streamrl.producers.feeder import run_feeder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.producers.versions import VersionBell
 from streamrl.queues.records import ReplayOutcome
+from tests.queues.ledger_kit import replay
 
 
 def lines(run):
@@ -133,7 +134,7 @@ async def test_a_replayed_group_counts_to_the_round_it_was_asked_in(run, hands_o
             hands.dead = 1
             await answer_round(hands, run, 3, lambda gid, sample: 1.0 if gid != 1 else None)
             await publish(ledgers, 2)
-            assert await ledgers.evaluation.replay(1, budget=10, hard_cap=10) is ReplayOutcome.REPLAYED
+            assert await replay(ledgers.evaluation, 1, budget=10, hard_cap=10) is ReplayOutcome.REPLAYED
             hands.dead = 0
             await answer_round(hands, run, 3, lambda gid, sample: 0.0)
             await until(lambda: role.status.get("accuracy") == pytest.approx(2 / 3))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from producer_kit import Hands, until
 
+from streamrl.archive.reader import ARCHIVE, archive_files, read_archive
 from streamrl.config import ArchiveConfig
 from streamrl.producers.feeder import run_feeder
-from streamrl.queues.archive import ARCHIVE
-from streamrl.queues.archived import archive_files, read_archive
 
 
 async def evaluated(run, ledgers, until_there: int, version: int) -> None:

@@ -45,7 +45,7 @@ async def test_all_epochs_in_order_within_the_budget_and_the_end_is_announced(ru
             for _ in range(20):
                 await hands.step()
                 state = await ledgers.train.state()
-                assert state.live - state.held <= run.config.budget
+                assert state.live - state.unretired <= run.config.budget
                 if state.done is not None:
                     break
             await until(lambda: role.status["admission"] == "end of data")
@@ -186,7 +186,7 @@ async def test_dead_groups_that_are_replayed_are_admitted_as_room_comes(run):
             while (await train.state()).replays:
                 await hands.step()
                 state = await train.state()
-                assert state.live - state.held <= run.config.budget
+                assert state.live - state.unretired <= run.config.budget
             await until(lambda: role.status.get("admission") == "end of data")
             assert "replays" not in role.status
             await hands.step()

@@ -16,7 +16,7 @@ from streamrl.producers.group.fleet import Fleet, stop_tokens_of
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.producers.group.server import ServerEngine
 from streamrl.producers.membership import Membership
-from streamrl.queues.enlisted import Enlisted
+from streamrl.queues.registry import Enlisted
 
 
 def fleet(index=0, **config):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from streamrl.archive.reader import Header
 from streamrl.errors import CannotCreate, Refused
 from streamrl.producers.player import LENGTH_FILE, keep_length
-from streamrl.queues.recording import Header
 
 HEADER = Header(id="one", run="r", model="m", temperature=1.0)
 OTHER = Header(id="two", run="r", model="m", temperature=1.0)

@@ -6,7 +6,7 @@ from producer_kit import until
 from replica_kit import Learner, admit, emitted, samples_of
 
 from streamrl.producers.replica import run_rollout
-from streamrl.queues.turn import LearnerSwitch
+from streamrl.queues.device_lock import LearnerDevices
 from streamrl.wire import Sample, decode
 
 
@@ -28,7 +28,7 @@ async def test_learner_and_replica_take_turns_and_no_response_is_lost(shared):
         await learner.hands.fence()
         await learner.publish(1)
         await admit(shared, ledgers.train, 1, samples=4)
-        switch = LearnerSwitch(ledgers.turn, "learner", deadline=30)  # on a CPU it moves nothing
+        switch = LearnerDevices(ledgers.device_lock, "learner", deadline=30)  # on a CPU it moves nothing
         async with shared.running(run_rollout, "rollout.0", ledgers) as (role, _):
             for version in (2, 3):
                 before = role.status.get("tokens", 0)
@@ -36,7 +36,7 @@ async def test_learner_and_replica_take_turns_and_no_response_is_lost(shared):
                 await until(lambda before=before: role.status.get("tokens", 0) > before or emitted(ledgers.train, 4))
                 await switch.take()
                 await learner.publish(version)
-                assert await ledgers.connection.read("ZCARD", ledgers.train.keys.turn_engines) == 0
+                assert await ledgers.connection.read("ZCARD", ledgers.train.keys.device_engines) == 0
                 await switch.give()
             await until(lambda: emitted(ledgers.train, 4))
         found = [decode(data, Sample) for data in (await samples_of(ledgers.train, 0)).values()]
@@ -44,4 +44,4 @@ async def test_learner_and_replica_take_turns_and_no_response_is_lost(shared):
             numbers = [number for _, number in sample.runs]
             assert len(sample.token_ids) == 900
             assert numbers == sorted(set(numbers))
-        assert await ledgers.connection.read("ZCARD", ledgers.train.keys.turn_engines) == 0
+        assert await ledgers.connection.read("ZCARD", ledgers.train.keys.device_engines) == 0

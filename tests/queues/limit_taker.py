@@ -6,9 +6,9 @@ import asyncio
 import sys
 
 from streamrl.config import RedisConfig
+from streamrl.consumers.models.rate_limit import Quota, RateLimit, RedisStore
 from streamrl.queues.connection import open_connection
 from streamrl.queues.keys import Keys
-from streamrl.queues.ratelimit import Quota, RateLimit, RedisStore
 
 
 async def main(url: str, model: str, quota: int, count: int) -> None:

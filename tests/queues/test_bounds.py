@@ -6,25 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import RunConfig
-from streamrl.queues import budget
 from streamrl.queues.outage import LONGEST_PAUSE, Outage, pause
 
-counts = st.integers(0, 1000)
 
-
-def test_hand_computed_bounds():
-    assert budget.budget(max_staleness=2, groups_per_step=8) == 24
-    assert budget.hard_cap(24, checkpoint_every=3, groups_per_step=8) == 48
-    assert budget.hard_cap(24, checkpoint_every=3, groups_per_step=8, asynchronous=True) == 72
-    assert budget.room(live=20, held=0, budget=24, hard_cap=48) == 4
-    assert budget.room(live=40, held=20, budget=24, hard_cap=48) == 4
-    assert budget.room(live=47, held=40, budget=24, hard_cap=48) == 1
-    assert budget.room(live=48, held=0, budget=24, hard_cap=48) == 0
-
-
-@given(st.integers(0, 9), st.integers(1, 64), st.integers(1, 64), st.booleans())
-def test_the_configuration_has_the_same_bounds(staleness, groups, every, background):
-    config = RunConfig.model_validate(
+def configured(staleness: int, groups: int, every: int, *, background: bool = False) -> RunConfig:
+    return RunConfig.model_validate(
         {
             "max_staleness": staleness,
             "learner": {"groups_per_step": groups},
@@ -32,45 +18,45 @@ def test_the_configuration_has_the_same_bounds(staleness, groups, every, backgro
             "redis": {"maxmemory": 1 << 50},
         }
     )
-    assert config.budget == budget.budget(staleness, groups)
-    assert config.hard_cap == budget.hard_cap(config.budget, every, groups, asynchronous=background)
 
 
-@given(counts, counts, counts, counts)
-def test_admitting_the_room_keeps_both_bounds(live, held, most, extra):
-    held = min(held, live)
-    room = budget.room(live, held, most, most + extra)
-    assert room >= 0
-    if room:
-        assert live + room <= most + extra
-        assert live + room - held <= most
+def room(config: RunConfig, live: int, held: int) -> int:
+    """Groups that `admit.lua` lets in (`test_scripts.py::test_admit_keeps_both_bounds`)."""
+    return max(0, min(config.budget - (live - held), config.hard_cap - live))
+
+
+def test_hand_computed_bounds():
+    config = configured(2, 8, 3)
+    assert (config.budget, config.hard_cap) == (24, 48)
+    assert configured(2, 8, 3, background=True).hard_cap == 72
+    assert [room(config, *counts) for counts in ((20, 0), (40, 20), (47, 40), (48, 0))] == [4, 4, 1, 0]
+    assert not config.checkpoint_due(0, 24)
+    assert [config.checkpoint_due(*counts) for counts in ((2, 16), (3, 0), (1, 24))] == [False, True, True]
 
 
 @given(st.integers(0, 3), st.integers(1, 16), st.integers(1, 5), st.integers(1, 200))
 def test_a_run_whose_checkpoints_work_never_stops(staleness, groups, every, rounds):
     """Admit what there is room for, train one step, save when it is due: every round trains a step."""
-    most = budget.budget(staleness, groups)
-    cap = budget.hard_cap(most, every, groups)
+    config = configured(staleness, groups, every)
     live = held = steps = 0
     for _ in range(rounds):
-        live += budget.room(live, held, most, cap)
-        assert live <= cap
+        live += room(config, live, held)
+        assert live <= config.hard_cap
         assert live - held >= groups, "the learner waits for ever"
         held, steps = held + groups, steps + 1
-        if budget.checkpoint_due(steps, every, held, most, cap):
+        if config.checkpoint_due(steps, held):
             live, held, steps = live - held, 0, 0
 
 
 @given(st.integers(0, 3), st.integers(1, 16), st.integers(1, 5))
 def test_failing_checkpoints_stop_admission_at_the_hard_cap(staleness, groups, every):
     """Hole 14: consuming frees the budget, but nothing retires."""
-    most = budget.budget(staleness, groups)
-    cap = budget.hard_cap(most, every, groups)
+    config = configured(staleness, groups, every)
     live = held = 0
     for _ in range(1000):
-        live += budget.room(live, held, most, cap)
+        live += room(config, live, held)
         held = min(live, held + groups)
-    assert live == cap
+    assert live == config.hard_cap
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))

@@ -15,9 +15,8 @@ from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.queues import Ledgers, connection, embedded, open_ledgers
 from streamrl.queues.access import ReplyError, error_code
-from streamrl.queues.connection import open_connection
+from streamrl.queues.connection import load_scripts, open_connection
 from streamrl.queues.records import AdmitOutcome
-from streamrl.queues.scripts import load_scripts
 from tests.queues.ledger_kit import admit, close_group, faults, lease, until
 from tests.queues.proxy import open_proxy
 from tests.redis_kit import RedisRun
@@ -139,7 +138,7 @@ async def test_a_lost_reply_is_asked_for_again(run: RedisRun, tmp_path: Path):
         await train.consume("zero-nonce", 3, 1, b"manifest")
         assert proxy.lost == 4
         state = await train.state()
-        assert (state.live, state.epoch, state.held, state.version) == (1, 1, 3, 1)
+        assert (state.live, state.epoch, state.unretired, state.version) == (1, 1, 3, 1)
         assert await ledgers.connection.read("XLEN", train.keys.weights) == 1
         assert await faults(train) == []
 
@@ -182,7 +181,7 @@ async def test_a_full_redis_is_back_pressure(run: RedisRun):
         await train.consume("n", 1, 1, b"manifest", [0])
         assert await train.retire("n", "1-1", 0, [0]) == 1
         assert await train.drop("n", 1, "stale")
-        assert await train.bury_group("n", 2, "poison")
+        assert await train.fail_group("n", 2, "poison")
         assert await train.fail_sample(prompt, 1, "engine")
         assert await train.fail_prompt(prompt, "prompt")
         assert await train.score(sample, b"s") == 2

@@ -16,7 +16,7 @@ from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
 from streamrl.queues import embedded
 from streamrl.queues.connection import open_connection
-from streamrl.queues.server_lock import end_orphan
+from streamrl.queues.embedded import end_orphan
 from streamrl.runfile import LoadedConfig, save
 from tests.queues.conftest import find_version
 from tests.queues.ledger_kit import until
@@ -38,7 +38,7 @@ def test_redis_on_path_comes_first_then_valkey_then_the_wheel(tmp_path: Path, mo
     found = embedded.find_server()
     assert (found.executable, found.version, found.family) == (valkey, (8, 0, 1), "valkey")
     redis = program(tmp_path, "redis-server", "Redis server v=7.2.4 sha=0 malloc=jemalloc bits=64")
-    assert embedded.find_server() == embedded.Server(redis, (7, 2, 4))
+    assert embedded.find_server() == embedded.ServerProgram(redis, (7, 2, 4))
     program(tmp_path, "redis-server", "Redis server v=6.0.16 sha=0")
     assert embedded.find_server().executable == valkey, "one that is too old is passed over"
 
@@ -193,7 +193,7 @@ def test_a_file_damaged_beyond_its_tail_is_refused(tmp_path: Path):
         run.start()
 
 
-async def tool_that_hangs(tmp_path: Path) -> embedded.Server:
+async def tool_that_hangs(tmp_path: Path) -> embedded.ServerProgram:
     """A run in which something was written, and a server program whose check tool never ends.
 
     Redis 6.2 leaves an empty file behind when nothing was written, and there is nothing to check in that.
@@ -203,7 +203,7 @@ async def tool_that_hangs(tmp_path: Path) -> embedded.Server:
         await opened.read("SET", "a", 1)
     path = program(tmp_path / "bin", "redis-server", "")
     path.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
-    return embedded.Server(path, embedded.find_server().version)
+    return embedded.ServerProgram(path, embedded.find_server().version)
 
 
 async def test_a_check_that_does_not_end_is_75(tmp_path: Path):
@@ -239,7 +239,7 @@ import sys; from pathlib import Path
 from streamrl.queues import embedded
 from streamrl.runtime.roles import run
 embedded.check_append_only_file.__defaults__ = (0.2,)
-embedded.find_server = lambda: embedded.Server(Path({str(server.executable)!r}), {server.version})
+embedded.find_server = lambda: embedded.ServerProgram(Path({str(server.executable)!r}), {server.version})
 run("redis", 0, Path({str(tmp_path / "run")!r}))
 """
     role = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)  # noqa: ASYNC221

@@ -12,8 +12,7 @@ import pytest
 from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.queues import embedded, open_ledgers
-from streamrl.queues.access import connection_options
-from streamrl.queues.address import redact
+from streamrl.queues.access import connection_options, redact
 from streamrl.queues.connection import open_connection
 from tests.queues.ledger_kit import admit, close_group, until, until_async
 from tests.redis_kit import ForeignRedis, Probe, tear_script
@@ -30,7 +29,7 @@ BROKEN = [
 
 
 @pytest.fixture
-def foreign(server: embedded.Server, tmp_path: Path) -> Iterator[ForeignRedis]:
+def foreign(server: embedded.ServerProgram, tmp_path: Path) -> Iterator[ForeignRedis]:
     redis = ForeignRedis(tmp_path / "foreign", server.executable)
     redis.start()
     yield redis

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
-from streamrl.queues.leases import KEEPER, NotNow
+from streamrl.queues.leases import UNOWNED, NotNow
 from tests.queues.lease_kit import (
     PATIENT,
     QUICK,
@@ -27,7 +27,7 @@ from tests.redis_kit import RedisRun
 
 
 @pytest.fixture
-def server() -> embedded.Server:
+def server() -> embedded.ServerProgram:
     """One version is enough here: the scripts are tested on both."""
     return embedded.find_server()
 
@@ -39,7 +39,7 @@ async def test_both_ledgers_are_served_to_the_end(ledgers: Ledgers):
     done: list[Lease] = []
     async with working(ledgers, generating(done)) as leases:
         await until(lambda: len(done) == 20)
-    assert leases.held == 0
+    assert leases.leased == 0
     assert {(found.ledger.evaluation, found.gid) for found in done} == {
         (e, g) for e in (True, False) for g in range(10)
     }
@@ -66,7 +66,7 @@ async def test_no_more_handlers_than_the_width(ledgers: Ledgers):
 
     async def handle(found: Lease) -> None:
         nonlocal most
-        most = max(most, leases.held)
+        most = max(most, leases.leased)
         await asyncio.sleep(0)
         await finish(found)
 
@@ -87,7 +87,7 @@ async def test_what_is_renewed_is_not_taken(ledgers: Ledgers):
     done: list[Lease] = []
     others: list[Lease] = []
     async with working(ledgers, slow, width=1) as leases:
-        await until(lambda: leases.held == 1)
+        await until(lambda: leases.leased == 1)
         async with working(ledgers, generating(others)):
             before = asyncio.get_running_loop().time()
             await until(lambda: asyncio.get_running_loop().time() > before + 4 * QUICK.seconds)
@@ -104,9 +104,9 @@ async def test_a_clean_hand_back_is_no_death(ledgers: Ledgers):
     await admit(ledgers.train, 0)
     await admit(ledgers.train, 1)
     async with working(ledgers, forever, PATIENT, drain=0.05) as leases:
-        await until(lambda: leases.held == 2)
-    assert await pending(ledgers.train) == [(KEEPER.encode(), 0)] * 2
-    assert await consumers(ledgers.train) == [KEEPER.encode()]
+        await until(lambda: leases.leased == 2)
+    assert await pending(ledgers.train) == [(UNOWNED.encode(), 0)] * 2
+    assert await consumers(ledgers.train) == [UNOWNED.encode()]
     done: list[Lease] = []
     async with working(ledgers, generating(done), PATIENT):  # no wait of a lease for what was handed back
         await until(lambda: len(done) == 2)
@@ -142,7 +142,7 @@ async def test_the_drain_lets_work_end(ledgers: Ledgers):
         await generating(done)(found)
 
     async with working(ledgers, handle, drain=30) as leases:
-        await until(lambda: leases.held == 1)
+        await until(lambda: leases.leased == 1)
         asyncio.get_running_loop().call_later(0.05, let_go.set)
     assert len(done) == 1
     assert await pending(ledgers.train) == []
@@ -154,7 +154,7 @@ async def test_an_exception_of_a_handler_surfaces(ledgers: Ledgers, caplog):
     await admit(ledgers.train, 1)
 
     async def handle(found: Lease) -> None:
-        await until(lambda: leases.held == 2)
+        await until(lambda: leases.leased == 2)
         if found.gid == 1:
             raise ZeroDivisionError("a bug")
         await forever(found)
@@ -163,18 +163,18 @@ async def test_an_exception_of_a_handler_surfaces(ledgers: Ledgers, caplog):
     with pytest.raises(ZeroDivisionError):
         await leases.run(asyncio.Event())
     assert "handler failed" in caplog.text
-    assert await pending(ledgers.train) == [(KEEPER.encode(), 0), (leases.consumer.encode(), 1)]
+    assert await pending(ledgers.train) == [(UNOWNED.encode(), 0), (leases.consumer.encode(), 1)]
 
 
 async def test_cancelling_hands_back(ledgers: Ledgers):
     await admit(ledgers.train, 0)
     leases = Leases([ledgers.train], "prompts", "rollout.0", PATIENT, 4, forever)
     task = asyncio.create_task(leases.run(asyncio.Event()))
-    await until(lambda: leases.held == 1)
+    await until(lambda: leases.leased == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await pending(ledgers.train) == [(KEEPER.encode(), 0)]
+    assert await pending(ledgers.train) == [(UNOWNED.encode(), 0)]
 
 
 async def test_held_for_too_long_is_buried(ledgers: Ledgers):
@@ -191,7 +191,7 @@ async def test_held_for_too_long_is_buried(ledgers: Ledgers):
 
     async with working(ledgers, hang, config) as leases:
         await cancelled.wait()
-        await until(lambda: leases.held == 0)
+        await until(lambda: leases.leased == 0)
     assert "max_hold" in (await ledgers.train.dead_letters())[0].why
     assert await faults(ledgers.train) == []
 
@@ -208,11 +208,11 @@ async def test_a_lost_lease_cancels_its_handler(ledgers: Ledgers):
             cancelled.set()
 
     async with working(ledgers, handle) as leases:
-        await until(lambda: leases.held == 1)
+        await until(lambda: leases.leased == 1)
         ((entry, *_),) = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 1)
         await ledgers.connection.read("XCLAIM", ledgers.train.keys.prompts, "g", "thief", 0, entry)
         await cancelled.wait()
-        await until(lambda: leases.held == 0)
+        await until(lambda: leases.leased == 0)
         assert await pending(ledgers.train) == [(b"thief", 2)]
 
 
@@ -220,11 +220,11 @@ async def test_work_settled_elsewhere_is_given_up(ledgers: Ledgers):
     """The group is gone (a zombie finished it): the handler is told after a grace of one renewal."""
     await admit(ledgers.train, 0)
     async with working(ledgers, forever) as leases:
-        await until(lambda: leases.held == 1)
+        await until(lambda: leases.leased == 1)
         ((entry, *_),) = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 1)
         zombie = Lease(ledgers.train, entry.decode(), 0, 1, None, 1)
         assert await ledgers.train.fail_prompt(zombie, "elsewhere")
-        await until(lambda: leases.held == 0)
+        await until(lambda: leases.leased == 0)
 
 
 async def test_the_entries_of_a_lost_read_are_found(run: RedisRun, tmp_path: Path, config: RunConfig):
@@ -270,7 +270,7 @@ async def test_a_handler_that_ends_unsettled_during_a_renewal_is_counted_as_well
         reply = await call(script, keys, arguments)
         while ending:
             ending.pop().set()
-            await until(lambda: leases.held == 0)
+            await until(lambda: leases.leased == 0)
         return reply
 
     async def lazy(found: Lease) -> None:
@@ -340,6 +340,6 @@ async def test_strays_are_found_however_many_there_are(ledgers: Ledgers):
     assert len(await leases._renew(ledgers.train.keys.prompts)) == many
     await leases._leave()
     rows = await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, "g", "-", "+", 2 * many)
-    assert {(owner, deliveries) for _, owner, _, deliveries in rows} == {(KEEPER.encode(), 0)}
+    assert {(owner, deliveries) for _, owner, _, deliveries in rows} == {(UNOWNED.encode(), 0)}
     assert len(rows) == many
     assert leases.consumer.encode() not in await consumers(ledgers.train)

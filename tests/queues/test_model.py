@@ -29,7 +29,7 @@ from streamrl.errors import Fenced
 from streamrl.queues import Lease, open_ledgers
 from streamrl.queues.records import AdmitOutcome, Cause, ReplayOutcome, ScoreOutcome
 from tests.queues.conftest import find_version
-from tests.queues.ledger_kit import admit, everything, faults, lease, take
+from tests.queues.ledger_kit import admit, everything, faults, lease, replay, take
 from tests.redis_kit import RedisRun
 
 BUDGET, CAP, MAX_DEAD = 4, 6, 25
@@ -142,12 +142,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(stage=st.sampled_from(["prompts", "rollouts"]), count=st.integers(1, 3))
     def lease(self, stage, count):
         for found in self.wait(lease(self.ledger, stage, "first", count)):
-            (self.prompts if stage == "prompts" else self.wholes if found.whole else self.samples).append(found)
+            (self.prompts if stage == "prompts" else self.wholes if found.is_group else self.samples).append(found)
             group = self.groups[found.gid]
             assert found.attempt == group.attempt
             if stage == "prompts":
                 assert group.missing
-            elif found.whole:
+            elif found.is_group:
                 assert group.whole
                 assert group.waiting
                 assert not group.missing
@@ -166,7 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group = self.known(lease)
         if group is None:
             return None
-        if lease.whole:
+        if lease.is_group:
             return group if group.whole and not group.missing else None
         if lease.sample is not None and group.whole:
             return None
@@ -281,7 +281,7 @@ class LedgerMachine(RuleBasedStateMachine):
         scores = dict.fromkeys(scored, b"w")
         causes = {k: Cause("compared", "trace") for k in sorted(group.waiting) if k not in scores}
         outcome = self.twice(
-            lambda: self.ledger.score_group(held, scores, causes, doom=doom), unchanged=ScoreOutcome.LOST
+            lambda: self.ledger.score_group(held, scores, causes, fail_group=doom), unchanged=ScoreOutcome.LOST
         )
         group.score |= scores
         group.doomed = group.doomed or bool(doom)
@@ -311,8 +311,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """The holder died or was slow: somebody else holds the entry, and the old lease goes on as a zombie's."""
         held = data.draw(st.sampled_from(self.prompts + self.samples + self.wholes))
         held = self.owners.get(held.entry, held)
-        stage, mine = "rollouts", self.wholes if held.whole else self.samples
-        if held.sample is None and not held.whole:
+        stage, mine = "rollouts", self.wholes if held.is_group else self.samples
+        if held.sample is None and not held.is_group:
             stage, mine = "prompts", self.prompts
         found = self.wait(take(self.ledger, stage, held, name))
         assert (found is not None) == (self.awaits(held) is not None)
@@ -367,7 +367,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.held = held
         else:
             lost = self.fates.get(gid) == "retired"
-            died = self.twice(lambda: self.ledger.bury_group(self.nonce, gid, "poison"), unchanged=False)
+            died = self.twice(lambda: self.ledger.fail_group(self.nonce, gid, "poison"), unchanged=False)
             assert died == (closed or lost)
             if lost:
                 self.letters.append((gid, None))
@@ -389,7 +389,7 @@ class LedgerMachine(RuleBasedStateMachine):
             lambda: self.ledger.begin(nonce, [gid]),
             lambda: self.ledger.consume(nonce, 0, 99, b"zombie", [gid]),
             lambda: self.ledger.drop(nonce, gid, "zombie"),
-            lambda: self.ledger.bury_group(nonce, gid, "zombie"),
+            lambda: self.ledger.fail_group(nonce, gid, "zombie"),
             lambda: self.ledger.retire(nonce, "9-9", 0, [gid]),
         ):
             with pytest.raises(Fenced):
@@ -402,13 +402,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def replay(self, data):
         gid = data.draw(st.sampled_from(sorted(gid for gid, fate in self.fates.items() if fate == "dead")))
-        outcome = self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP))
+        outcome = self.wait(replay(self.ledger, gid, budget=BUDGET, hard_cap=CAP))
         live = len(self.groups)
         if live - self.held >= BUDGET or live >= CAP:
             assert outcome is ReplayOutcome.FULL
             return
         assert outcome is ReplayOutcome.REPLAYED
-        assert self.wait(self.ledger.replay(gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
+        assert self.wait(replay(self.ledger, gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
         self.live_again(gid)
 
     def live_again(self, gid):
@@ -470,8 +470,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.wait(self.ledger.live()) == sorted(self.groups)
         assert self.wait(self.ledger.closed()) == self.closed()
         assert state.cursor == len(self.groups) + len(self.fates), "a group is neither live nor accounted for"
-        assert (state.held, state.version, state.live) == (self.held, self.version_number, len(self.groups))
-        assert state.whole == self.said
+        assert (state.unretired, state.version, state.live) == (self.held, self.version_number, len(self.groups))
+        assert state.group_scored == self.said
         assert state.live <= CAP
         assert list(self.wait(self.ledger.queued_replays())) == sorted(self.queued)
         assert state.replays == len(self.queued)

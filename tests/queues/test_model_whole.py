@@ -19,13 +19,13 @@ class WholeMachine(LedgerMachine):
     """The rules of the ledger, and those of whole groups."""
 
     @rule(whole=st.booleans())
-    def say_whole(self, whole):
-        self.twice(lambda: self.ledger.say_whole(whole))
+    def set_group_scored(self, whole):
+        self.twice(lambda: self.ledger.set_group_scored(whole))
         self.said = whole
 
     @rule(size=st.integers(2, 3))
     def admit_a_whole_one(self, size):
-        self.say_whole(True)
+        self.set_group_scored(True)
         self.admit(size, 1)
 
     @precondition(lambda self: self.samples)
@@ -33,7 +33,7 @@ class WholeMachine(LedgerMachine):
     def gather(self, data):
         held = data.draw(st.sampled_from(self.samples))
         group = self.awaits(held)
-        self.twice(lambda: self.ledger.gather(held))
+        self.twice(lambda: self.ledger.make_group_scored(held))
         if group is not None:
             group.whole = self.said = True
             group.score.clear()
@@ -56,7 +56,9 @@ class WholeMachine(LedgerMachine):
         held = data.draw(st.sampled_from(self.wholes))
         group = self.awaits(held)
         if group is None:
-            outcome = self.twice(lambda: self.ledger.score_group(held, {0: b"zombie"}, {1: Cause("zombie")}, doom=doom))
+            outcome = self.twice(
+                lambda: self.ledger.score_group(held, {0: b"zombie"}, {1: Cause("zombie")}, fail_group=doom)
+            )
             assert outcome in (ScoreOutcome.LOST, ScoreOutcome.GONE)
             return
         waiting = sorted(group.waiting)

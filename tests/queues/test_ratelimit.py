@@ -18,11 +18,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from streamrl.consumers.models.rate_limit import CAPACITY_MS, LOOK_SECONDS, LocalStore, Quota, RateLimit, RedisStore
 from streamrl.errors import RewardUnavailable
 from streamrl.queues import Ledgers
-from streamrl.queues.ratelimit import CAPACITY_MS, LOOK_SECONDS, Buckets, LocalStore, Quota, RateLimit, RedisStore
-from streamrl.queues.scripts import load_scripts
+from streamrl.queues.connection import load_scripts
 from tests.queues.ledger_kit import until_async
+from tests.queues.rate_oracle import Buckets
 from tests.redis_kit import Probe, RedisRun
 
 LOOK = 1000 * LOOK_SECONDS
@@ -311,6 +312,38 @@ async def test_who_died_in_the_line_stops_nobody(ledgers: Ledgers):
     limit = RateLimit("critic", Quota(1000, None), store)
     turn = await limit.take(0, 60.0)
     assert not turn.settled
+
+
+@unhurried
+@given(arrivals)
+def test_without_a_run_turns_come_when_they_would_come_from_redis(requests):
+    """As long as nothing comes back."""
+
+    async def ask() -> None:
+        now = 0.0
+        store = LocalStore(lambda: now / 1000)
+        for place, ((gap, cost), found) in enumerate(zip(requests, play(requests), strict=True)):
+            now += gap
+            assert now + await store.take(str(place), cost, EVER) == pytest.approx(found, abs=4 + 2 * place)
+
+    asyncio.run(ask())
+
+
+async def test_without_a_run_what_comes_back_comes_back_once():
+    now, full = 0.0, (CAPACITY_MS, CAPACITY_MS)
+    store = LocalStore(lambda: now / 1000)
+    assert await store.take("a", full, 0) == 0
+    assert await store.take("b", full, CAPACITY_MS - 1) == -1 - CAPACITY_MS, "it does not wait in the line"
+    for _ in range(2):
+        await store.settle("a", (500.0, 1000.0))
+        await store.settle("b", full)
+    assert await store.take("c", (0.0, 1000.0), EVER) == 0
+    assert await store.take("d", (500.0, 0.0), EVER) == 0
+    assert await store.take("e", (10.0, 0.0), EVER) == 10
+    await store.settle("e", (10.0, 0.0))
+    assert await store.take("f", (20.0, 0.0), EVER) == 20, "who leaves the line pays nothing"
+    now = 15.0
+    assert await store.take("f", (20.0, 0.0), EVER) == 5
 
 
 async def test_without_a_run_the_limit_is_kept_by_the_process():

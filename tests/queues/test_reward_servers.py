@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
+from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.queues import Ledgers
-from streamrl.queues.reward_servers import RewardServer
 from tests.queues.ledger_kit import admit, lease
 
 A, B = "http://a:1", "http://b:1"
@@ -16,7 +16,7 @@ async def beat(ledgers: Ledgers, role: str, ttl: float = 10.0, **fields: str) ->
 
 
 async def test_servers_of_the_configuration_of_roles_and_of_people(ledgers: Ledgers):
-    servers = ledgers.reward_servers
+    servers = RewardServers(ledgers)
     assert await servers.present("critic") == []
     await beat(ledgers, "reward_model.critic.1", url="http://127.0.0.1:2", server="asleep")
     await beat(ledgers, "reward_model.critic.0", url="http://127.0.0.1:1", server="ready")
@@ -34,7 +34,7 @@ async def test_servers_of_the_configuration_of_roles_and_of_people(ledgers: Ledg
 
 
 async def test_what_people_take_away_is_not_asked_until_they_bring_it_back(ledgers: Ledgers):
-    servers = ledgers.reward_servers
+    servers = RewardServers(ledgers)
     await beat(ledgers, "reward_model.critic.0", url="http://127.0.0.1:1")
     for name in (A, "reward_model.critic.0"):
         assert await servers.enlist("critic", name, present=False)
@@ -52,35 +52,35 @@ async def test_a_role_that_is_silent_takes_its_server_with_it(ledgers: Ledgers):
     key = ledgers.train.keys.role("reward_model.critic.0")
     assert 0 < await ledgers.connection.read("PTTL", key) <= 10_000
     await ledgers.connection.read("DEL", key)
-    assert await ledgers.reward_servers.present("critic") == []
+    assert await RewardServers(ledgers).present("critic") == []
 
 
 async def test_the_loopback_interface_of_another_host_is_out_of_reach(ledgers: Ledgers):
     await ledgers.roles.beat("reward_model.critic.0", {"host": "elsewhere", "url": "http://127.0.0.1:1"}, 10)
     await ledgers.roles.beat("reward_model.critic.1", {"host": "elsewhere", "url": "http://10.0.0.7:1"}, 10)
-    assert [server.name for server in await ledgers.reward_servers.present("critic")] == ["reward_model.critic.1"]
+    assert [server.name for server in await RewardServers(ledgers).present("critic")] == ["reward_model.critic.1"]
 
 
 async def test_samples_wait_until_they_have_a_score_or_died(ledgers: Ledgers):
-    assert await ledgers.reward_servers.waiting(8, 2) == 0
+    assert await RewardServers(ledgers).waiting(8, 2) == 0
     for ledger in (ledgers.train, ledgers.evaluation):
         await admit(ledger, 0, samples=2)
         (prompt,) = await lease(ledger, "prompts")
         for sample in range(2):
             await ledger.emit(prompt, sample, b"payload")
-    assert await ledgers.reward_servers.waiting(8, 2) == 4
+    assert await RewardServers(ledgers).waiting(8, 2) == 4
     first, second = await lease(ledgers.train, "rollouts", count=2)
-    assert await ledgers.reward_servers.waiting(8, 2) == 4
+    assert await RewardServers(ledgers).waiting(8, 2) == 4
     await ledgers.train.score(first, b"score")
     await ledgers.train.fail_score(second, "reward raised")
-    assert await ledgers.reward_servers.waiting(8, 2) == 2
+    assert await RewardServers(ledgers).waiting(8, 2) == 2
 
 
 async def test_work_that_waits_is_counted_in_samples_when_groups_are_scored_whole(ledgers: Ledgers):
     for ledger, samples in ((ledgers.train, 3), (ledgers.evaluation, 1)):
-        await ledger.say_whole(True)
+        await ledger.set_group_scored(True)
         await admit(ledger, 0, samples=samples)
         (prompt,) = await lease(ledger, "prompts")
         for k in range(samples):
             await ledger.emit(prompt, k, b"x")
-    assert await ledgers.reward_servers.waiting(3, 1) == 4
+    assert await RewardServers(ledgers).waiting(3, 1) == 4

@@ -8,9 +8,9 @@ import pytest
 
 from streamrl.errors import Fenced, Refused
 from streamrl.queues import Ledger, Ledgers
+from streamrl.queues.connection import load_scripts
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome, ScoreOutcome
-from streamrl.queues.scripts import load_scripts
-from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, take
+from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
 
 
 async def same_again(ledger: Ledger, call) -> None:
@@ -23,7 +23,7 @@ async def same_again(ledger: Ledger, call) -> None:
 
 def test_every_script_says_what_it_does_in_its_header():
     for script in load_scripts().values():
-        for word in ("-- KEYS", "-- returns", "a repeat" if script.name == "look" else "-- repeat"):
+        for word in ("-- KEYS", "-- returns", "-- repeat"):
             assert word in script.text, f"{script.name}.lua lacks {word}"
 
 
@@ -189,7 +189,7 @@ async def test_fence_counts_epochs_and_keeps_the_old_learner_out(ledgers: Ledger
         train.begin("old", [0]),
         train.consume("old", 1, 9, b"m", [0]),
         train.drop("old", 0, "stale"),
-        train.bury_group("old", 0, "poison"),
+        train.fail_group("old", 0, "poison"),
         train.retire("old", "1-1", 0, [0]),
     ):
         with pytest.raises(Fenced):
@@ -224,7 +224,7 @@ async def test_consume_is_absolute_and_publishes_a_version_once(ledgers: Ledgers
     await train.consume("n", 2, 9, None)
     assert await ledgers.weights.newest() == (5, b"five")
     state = await train.state()
-    assert (state.held, state.version) == (2, 5)
+    assert (state.unretired, state.version) == (2, 5)
 
 
 async def test_begin_counts_learner_processes_and_consume_forgives(ledgers: Ledgers):
@@ -254,23 +254,23 @@ async def test_drop_remembers_the_id_and_the_reason(ledgers: Ledgers):
     assert await train.trace(7) is None
 
 
-async def test_bury_group_takes_closed_and_lost_groups(ledgers: Ledgers):
+async def test_fail_group_takes_closed_and_lost_groups(ledgers: Ledgers):
     train = ledgers.train
     for cursor in range(3):
         await close_group(train, cursor)
     await admit(train, 3)
     await train.fence("n", 0)
-    assert await train.bury_group("n", 0, "killed the learner", "trace")
-    await same_again(train, lambda: train.bury_group("n", 0, "again"))
+    assert await train.fail_group("n", 0, "killed the learner", "trace")
+    await same_again(train, lambda: train.fail_group("n", 0, "again"))
     await train.retire("n", "1-1", 0, [1])
-    assert await train.bury_group("n", 1, "rollback")  # retired for a checkpoint that is lost
-    await same_again(train, lambda: train.bury_group("n", 1, "rollback"))
+    assert await train.fail_group("n", 1, "rollback")  # retired for a checkpoint that is lost
+    await same_again(train, lambda: train.fail_group("n", 1, "rollback"))
     await train.drop("n", 2, "stale")
-    assert not await train.bury_group("n", 2, "dropped already")
-    assert not await train.bury_group("n", 3, "open")
-    assert not await train.bury_group("n", 99, "never admitted")
+    assert not await train.fail_group("n", 2, "dropped already")
+    assert not await train.fail_group("n", 3, "open")
+    assert not await train.fail_group("n", 99, "never admitted")
     assert [(letter.gid, letter.prompt) for letter in await train.dead_letters()] == [(0, b"prompt 0"), (1, None)]
-    assert await train.replay(1, budget=9, hard_cap=9) is ReplayOutcome.NO_PROMPT
+    assert await replay(train, 1, budget=9, hard_cap=9) is ReplayOutcome.NO_PROMPT
 
 
 async def test_retire_names_the_checkpoint_and_takes_closed_groups_only(ledgers: Ledgers):
@@ -280,7 +280,7 @@ async def test_retire_names_the_checkpoint_and_takes_closed_groups_only(ledgers:
     await train.fence("n", 0)
     assert await train.retire("n", "1-10", 4, [0, 1, 99]) == 1
     state = await train.state()
-    assert (state.checkpoint, state.held, state.retired, state.live) == ("1-10", 4, 1, 1)
+    assert (state.checkpoint, state.unretired, state.retired, state.live) == ("1-10", 4, 1, 1)
     await same_again(train, lambda: train.retire("n", "1-10", 4, [0, 1, 99]))
     assert await train.retire("n", "1-20", 0, []) == 0
     assert (await train.fence("m", 0)).checkpoint == "1-20"
@@ -315,9 +315,9 @@ async def test_replay_under_a_new_attempt(ledgers: Ledgers):
     await train.fail_prompt(old_prompt, "poison")
     await train.fail_score(old_sample, "reward")
     assert (await train.trace(0))["state"] == "dead"
-    assert await train.replay(0, budget=0, hard_cap=9) is ReplayOutcome.FULL
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
-    await same_again(train, lambda: train.replay(0, budget=9, hard_cap=9))
+    assert await replay(train, 0, budget=0, hard_cap=9) is ReplayOutcome.FULL
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
+    await same_again(train, lambda: replay(train, 0, budget=9, hard_cap=9))
     assert await train.dead_letters() == []
     (prompt,) = await lease(train, "prompts")
     assert prompt.attempt == 2
@@ -328,7 +328,7 @@ async def test_replay_under_a_new_attempt(ledgers: Ledgers):
     assert await train.open_work(old_prompt) is None
     assert await everything(train) == before
     assert (await train.open_work(prompt)).missing == (0, 1)
-    assert await train.replay(5, budget=9, hard_cap=9) is ReplayOutcome.GONE
+    assert await replay(train, 5, budget=9, hard_cap=9) is ReplayOutcome.GONE
 
 
 async def test_dead_groups_wait_in_a_queue_until_there_is_room(ledgers: Ledgers):
@@ -362,7 +362,7 @@ async def test_a_dead_letter_thrown_away_stays_accounted_for(ledgers: Ledgers):
     await same_again(train, lambda: train.drop_dead(entries))
     assert await train.dropped() == [0]
     assert (await train.trace(0))["state"] == "dropped"
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.GONE
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.GONE
 
 
 async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledgers):

@@ -10,18 +10,18 @@ import pytest
 from rich.console import Console
 
 from streamrl.errors import LedgerDamaged
+from streamrl.monitor.snapshot import take
 from streamrl.monitor.tables import lag_table
-from streamrl.queues import Ledgers, embedded, foreign
+from streamrl.queues import Ledgers, embedded, replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.damage import blame_damage
-from streamrl.queues.snapshot import take
 from tests.queues.ledger_kit import admit, close_group, everything, lease, until_async
 from tests.redis_kit import RedisRun
 
 
 @pytest.fixture
-def server() -> embedded.Server:
+def server() -> embedded.ServerProgram:
     """One version is enough here: the scripts are tested on both."""
     return embedded.find_server()
 
@@ -139,7 +139,7 @@ async def test_a_flood_of_foreign_entries_holds_nobody_up(ledgers: Ledgers, monk
 
 async def test_a_flood_before_and_behind_what_is_wanted(ledgers: Ledgers, monkeypatch, caplog):
     """Pages of COUNT entries, and somebody who fills each page: after some looks, what was found is the answer."""
-    monkeypatch.setattr(foreign, "_PAGE", 2)
+    monkeypatch.setattr(replies, "_PAGE", 2)
     train = ledgers.train
     await admit(train, 0, samples=1)
     (prompt,) = await lease(train, "prompts")
@@ -151,7 +151,7 @@ async def test_a_flood_before_and_behind_what_is_wanted(ledgers: Ledgers, monkey
         assert len(looks) == 1, "the page was not full: there is no more"
         looks.clear()
         assert [letter.gid for letter in await train.dead_letters(count=3)] == [0, 0]
-        assert len(looks) <= foreign.LOOKS
+        assert len(looks) <= replies.MAX_PAGES
     assert "somebody fills a stream" in caplog.text
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.queues import Lease, Ledgers, embedded
-from streamrl.queues.leases import _LOOK, KEEPER
+from streamrl.queues.leases import _PAGE, UNOWNED
 from tests.queues.lease_kit import (
     PATIENT,
     QUICK,
@@ -28,7 +28,7 @@ from tests.redis_kit import RedisRun
 
 
 @pytest.fixture
-def server() -> embedded.Server:
+def server() -> embedded.ServerProgram:
     """One version is enough here: the scripts are tested on both."""
     return embedded.find_server()
 
@@ -214,7 +214,7 @@ async def test_a_new_process_waits_one_lease_before_it_takes_over(ledgers: Ledge
     await admit(ledgers.train, 0)
     await abandon(ledgers.train, deaths=1)
     await admit(ledgers.train, 1)
-    await abandon(ledgers.train, deaths=0, owner=KEEPER)
+    await abandon(ledgers.train, deaths=0, owner=UNOWNED)
     done: list[Lease] = []
     async with working(ledgers, generating(done), PATIENT):
         await until(lambda: done)
@@ -224,16 +224,16 @@ async def test_a_new_process_waits_one_lease_before_it_takes_over(ledgers: Ledge
 
 async def test_what_expired_waits_behind_nobody(ledgers: Ledgers):
     """The first look is full of entries that are not to be taken, its own that are late to be renewed: it goes on."""
-    many = room = 3 * _LOOK
+    many = room = 3 * _PAGE
     for cursor in range(many):
         await admit(ledgers.train, cursor)
     async with working(ledgers, forever, PATIENT, width=lambda: room, drain=0.05) as leases:
-        await until(lambda: leases.held == many)
-        for stream, entry in leases._held:
+        await until(lambda: leases.leased == many)
+        for stream, entry in leases._leased:
             late = ("XCLAIM", stream, "g", leases.consumer, 0, entry, "IDLE", 100_000, "JUSTID")
             await ledgers.connection.read(*late)
         await admit(ledgers.train, many)
-        await abandon(ledgers.train, deaths=0, owner=KEEPER)
+        await abandon(ledgers.train, deaths=0, owner=UNOWNED)
         room += 1
-        leases._look_at = 0.0
-        await until(lambda: leases.held == many + 1)
+        leases._scan_at = 0.0
+        await until(lambda: leases.leased == many + 1)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.archive.reader import Header, RecordedGroup, read_groups
+from streamrl.archive.writer import RecordingWriter
 from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
-from streamrl.queues.recording import Header, RecordedGroup, RecordingWriter, read_groups
 from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
 from streamrl.runtime.structure import structural_faults
-from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, take
+from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
 from tests.redis_kit import RedisRun
 
 
@@ -32,7 +33,7 @@ async def sound(ledger: Ledger) -> bool:
 
 async def put_up(ledger: Ledger, cursor: int = 0, samples: int = 3, **changed) -> tuple[Lease, Lease]:
     """A group that is scored whole, with all payloads: the leases of its prompt and of the group."""
-    await ledger.say_whole(True)
+    await ledger.set_group_scored(True)
     await admit(ledger, cursor, samples=samples, **changed)
     (prompt,) = await lease(ledger, "prompts")
     for k in range(samples):
@@ -47,9 +48,9 @@ async def entries(ledger: Ledger) -> int:
 
 async def test_a_group_is_put_up_once_when_its_last_sample_has_a_fate(ledgers: Ledgers):
     train = ledgers.train
-    await train.say_whole(True)
-    await same_again(train, lambda: train.say_whole(True))
-    assert (await train.state()).whole
+    await train.set_group_scored(True)
+    await same_again(train, lambda: train.set_group_scored(True))
+    assert (await train.state()).group_scored
     await admit(train, 0, samples=4, min_group=2)
     (prompt,) = await lease(train, "prompts")
     for k in (0, 2, 3):
@@ -59,7 +60,7 @@ async def test_a_group_is_put_up_once_when_its_last_sample_has_a_fate(ledgers: L
     assert await train.fail_sample(prompt, 1, "engine")
     await same_again(train, lambda: train.fail_sample(prompt, 1, "engine"))
     (found,) = await lease(train, "rollouts", count=10)
-    assert (found.gid, found.attempt, found.sample, found.whole) == (0, 1, None, True)
+    assert (found.gid, found.attempt, found.sample, found.is_group) == (0, 1, None, True)
     group = await train.leased_group(found)
     assert (group.prompt, group.payloads) == (b"prompt 0", {0: b"0", 2: b"2", 3: b"3"})
     assert (group.least, group.size) == (2, 4)
@@ -81,7 +82,7 @@ async def test_a_group_is_put_up_once_when_its_last_sample_has_a_fate(ledgers: L
 @pytest.mark.parametrize("emitted", [0, 1])
 async def test_a_prompt_that_fails_leaves_what_was_generated_to_be_scored(ledgers: Ledgers, emitted: int):
     train = ledgers.train
-    await train.say_whole(True)
+    await train.set_group_scored(True)
     await admit(train, 0, samples=3, min_group=1)
     (prompt,) = await lease(train, "prompts")
     for k in range(emitted):
@@ -102,7 +103,7 @@ async def test_too_few_scores_or_a_sample_that_dooms_it_make_a_dead_group(ledger
     _, few = await put_up(train, 0, min_group=2)
     assert await train.score_group(few, {1: b"s"}, dict.fromkeys((0, 2), Cause("no"))) is ScoreOutcome.DEAD
     _, doomed = await put_up(train, 1, min_group=1)
-    settle = {"scores": {0: b"s", 1: b"s"}, "causes": {2: Cause("away")}, "doom": "the judge is away"}
+    settle = {"scores": {0: b"s", 1: b"s"}, "causes": {2: Cause("away")}, "fail_group": "the judge is away"}
     assert await train.score_group(doomed, **settle) is ScoreOutcome.DEAD
     await same_again(train, lambda: train.score_group(doomed, **settle))
     whole = {letter.gid: letter.why for letter in await train.dead_letters() if letter.sample is None}
@@ -135,7 +136,7 @@ async def test_what_is_settled_is_what_waits(ledgers: Ledgers, named: list[int])
 async def test_leases_are_not_mixed_up(ledgers: Ledgers):
     train = ledgers.train
     prompt, group = await put_up(train, 0)
-    await train.say_whole(False)
+    await train.set_group_scored(False)
     await admit(train, 1)
     (other,) = await lease(train, "prompts")
     await train.emit(other, 0, b"0")
@@ -157,19 +158,19 @@ async def test_a_group_that_was_put_up_sample_by_sample_is_gathered(ledgers: Led
     samples = await lease(train, "rollouts", count=3)
     if generated == 3:
         assert await train.score(samples[1], b"alone") is ScoreOutcome.SCORED
-    await train.gather(samples[0])
-    await same_again(train, lambda: train.gather(samples[0]))
+    await train.make_group_scored(samples[0])
+    await same_again(train, lambda: train.make_group_scored(samples[0]))
     assert await entries(train) == (generated == 3), "one for the group, and none of its samples"
     assert (await train.trace(0))["scores"] == {}
     for zombie in samples:
         assert await train.leased_sample(zombie) is None
         assert await train.score(zombie, b"zombie") is ScoreOutcome.LOST
         assert not await train.fail_score(zombie, "zombie")
-        await same_again(train, lambda zombie=zombie: train.gather(zombie))
+        await same_again(train, lambda zombie=zombie: train.make_group_scored(zombie))
     for k in range(generated, 3):
         await train.emit(prompt, k, b"%d" % k)
     (group,) = await lease(train, "rollouts", count=10)
-    assert group.whole
+    assert group.is_group
     assert await train.score_group(group, dict.fromkeys(range(3), b"s"), {}) is ScoreOutcome.CLOSED
     await admit(train, 1)
     assert (await train.trace(1))["whole"], "whoever gathers says so for the groups to come"
@@ -184,10 +185,10 @@ async def test_gather_leaves_other_groups_alone(ledgers: Ledgers):
         for k in range(2):
             await train.emit(prompt, k, b"%d" % k)
     samples = await lease(train, "rollouts", count=3)
-    await train.gather(samples[0])
+    await train.make_group_scored(samples[0])
     assert await train.score(samples[2], b"s") is ScoreOutcome.SCORED
     group, other = sorted(await lease(train, "rollouts", count=10), key=lambda found: found.gid)
-    assert [(found.gid, found.whole) for found in (group, other)] == [(0, True), (1, False)]
+    assert [(found.gid, found.is_group) for found in (group, other)] == [(0, True), (1, False)]
     assert await train.score(other, b"s") is ScoreOutcome.CLOSED
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
     assert await sound(train)
@@ -197,26 +198,26 @@ async def test_a_dead_group_is_replayed_the_way_groups_are_scored_now(ledgers: L
     train = ledgers.train
     prompt, group = await put_up(train, 0, samples=2, min_group=2)
     await train.fail_score(group, "away")
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
     (again,) = await lease(train, "prompts")
     before = await everything(train)
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.LOST
     assert not await train.emit(prompt, 0, b"zombie")
     assert await train.leased_group(group) is None
-    await train.gather(group)
+    await train.make_group_scored(group)
     assert await everything(train) == before
     for k in range(2):
         await train.emit(again, k, b"%d" % k)
     (second,) = await lease(train, "rollouts", count=10)
-    assert (second.attempt, second.whole) == (2, True)
+    assert (second.attempt, second.is_group) == (2, True)
     await train.fail_score(second, "away")
-    await train.say_whole(False)
-    await same_again(train, lambda: train.say_whole(False))
-    assert await train.replay(0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
+    await train.set_group_scored(False)
+    await same_again(train, lambda: train.set_group_scored(False))
+    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
     (third,) = await lease(train, "prompts")
     await train.emit(third, 0, b"0")
     (sample,) = await lease(train, "rollouts")
-    assert (sample.sample, sample.whole) == (0, False)
+    assert (sample.sample, sample.is_group) == (0, False)
     assert await sound(train)
 
 
@@ -224,7 +225,7 @@ async def test_takers_and_zombies_settle_a_group_once(ledgers: Ledgers):
     train = ledgers.train
     _, first = await put_up(train, 0, samples=2)
     second = await take(train, "rollouts", first, "second")
-    assert (second.whole, second.deliveries) == (True, 2)
+    assert (second.is_group, second.deliveries) == (True, 2)
     assert await train.score_group(first, {0: b"1", 1: b"1"}, {}) is ScoreOutcome.CLOSED
     await same_again(train, lambda: train.score_group(second, {0: b"2"}, {1: Cause("late")}))
     assert (await train.read_group(0)).samples == {0: (b"0", b"1"), 1: (b"1", b"1")}
@@ -236,7 +237,7 @@ async def test_the_stream_is_deleted_under_a_worker(ledgers: Ledgers):
     _, group = await put_up(train, 0, samples=2)
     await ledgers.connection.read("DEL", train.keys.rollouts)
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.LOST
-    await train.gather(group)
+    await train.make_group_scored(group)
 
 
 async def test_a_full_redis_settles_groups_and_takes_no_payload(run: RedisRun, config):
@@ -249,7 +250,7 @@ async def test_a_full_redis_settles_groups_and_takes_no_payload(run: RedisRun, c
         await admit(train, 2, samples=2)
         (prompt,) = await lease(train, "prompts")
         await train.emit(prompt, 0, b"0")
-        await train.say_whole(False)
+        await train.set_group_scored(False)
         await admit(train, 3, samples=2)
         (other,) = await lease(train, "prompts")
         for k in range(2):
@@ -258,8 +259,8 @@ async def test_a_full_redis_settles_groups_and_takes_no_payload(run: RedisRun, c
         await opened.connection.read("CONFIG", "SET", "maxmemory", "1")
         with pytest.raises(Unreachable):
             await train.emit(prompt, 1, b"1")
-        await train.gather(sample)
-        await train.say_whole(True)
+        await train.make_group_scored(sample)
+        await train.set_group_scored(True)
         assert await train.score_group(settled, {0: b"s", 2: b"s"}, {1: Cause("c")}) is ScoreOutcome.CLOSED
         assert await train.fail_score(failed, "reward")
         assert await train.fail_sample(prompt, 1, "engine")
@@ -281,8 +282,8 @@ async def test_whole_groups_are_as_closed_as_others(ledgers: Ledgers):
     assert (first.size, first.attempt, first.causes) == (second.size, second.attempt, second.causes)
     assert set(first.samples) == set(second.samples) == {0, 1}
     _, held_out = await put_up(evaluation, 0, samples=1)
-    assert (await train.state()).whole
-    assert (await evaluation.state()).whole
+    assert (await train.state()).group_scored
+    assert (await evaluation.state()).group_scored
     assert await evaluation.score_group(held_out, {0: b"s"}, {}) is ScoreOutcome.CLOSED
     await train.fence("n", 0)
     assert await train.retire("n", "1-1", 0, [0, 1]) == 2
@@ -300,7 +301,7 @@ async def test_whole_groups_are_recorded_and_played_like_others(ledgers: Ledgers
     writer.close()
     (recorded,) = read_groups(tmp_path)
     assert (recorded.samples, recorded.causes) == ([(b"0", b"a"), (b"2", b"c")], [(1, "wire: none")])
-    await player.say_whole(True)
+    await player.set_group_scored(True)
     bounds = {"min_group": 2, "budget": 9, "hard_cap": 9, "max_dead": 9}
     await player.admit_closed(cursor=0, fingerprint="f", prompt=recorded.prompt, samples=recorded.samples, **bounds)
     assert (await player.read_group(0)).samples == {0: (b"0", b"a"), 1: (b"2", b"c")}
@@ -317,7 +318,7 @@ async def test_an_entry_of_no_open_group_is_removed_and_nothing_else(ledgers: Le
     for k in ("0", "*", "*"):
         await ledgers.connection.read("XADD", train.keys.rollouts, "*", "g", gid, "a", attempt, "k", k)
     single, group, other = await lease(train, "rollouts", count=10)
-    await train.gather(single)
+    await train.make_group_scored(single)
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.GONE
     assert await train.leased_group(other) is None
     assert await train.trace(0) == before

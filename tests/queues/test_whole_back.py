@@ -83,8 +83,8 @@ class Worker:
                 await self.ledger.emit(prompt, k, b"%d" % k)
         while found := await self._pending("rollouts"):
             for one in found:
-                if not one.whole:
-                    await self.ledger.gather(one)
+                if not one.is_group:
+                    await self.ledger.make_group_scored(one)
                 elif await self.ledger.leased_group(one) is not None:
                     await self.ledger.score_group(one, dict.fromkeys(range(SAMPLES), b"s"), {})
 
@@ -109,7 +109,7 @@ async def test_redis_comes_back_from_before_every_script_of_a_whole_group(
         train = opened.train
         worker = Worker(train)
         steps: list[Step] = [
-            lambda: train.say_whole(True),
+            lambda: train.set_group_scored(True),
             lambda: admit(train, 0, samples=SAMPLES),
             worker.lease_prompt,
             *(lambda k=k: worker.emit(k) for k in range(SAMPLES)),

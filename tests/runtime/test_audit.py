@@ -13,8 +13,8 @@ from streamrl.config import RunConfig
 from streamrl.errors import WireError
 from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.lineage import EpochFile, TrainedDigest, trained_file
+from streamrl.queues.ledger import Lease
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.queues.records import Lease
 from streamrl.runtime.audit import audit
 
 NONCE = "audited"
@@ -105,7 +105,7 @@ async def test_every_group_is_counted_once_where_it_is(book):
     await book.admit(10)
     await book.close()
     await train.drop(NONCE, 8, "stale")
-    await train.bury_group(NONCE, 9, "poison")
+    await train.fail_group(NONCE, 9, "poison")
     await book.admit(2)
     await book.admit(4, held_out)
     await book.close(held_out)

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from streamrl.config import RunConfig
+from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ConfigError, Unreachable
+from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import open_role
-from streamrl.queues.turn import LearnerSwitch
 from streamrl.runtime import reward_model as module
 from streamrl.runtime.reward_model import run_reward_model
 from streamrl.servers.reward_models import model_server
@@ -71,21 +72,20 @@ async def ready(role, task):
 
 async def looked(role, times):
     """Wait until the role has counted its work so many times more."""
-    servers, looks = role.ledgers.reward_servers, 0
-    waiting = servers.waiting
+    looks, waiting = 0, RewardServers.waiting
 
-    async def counted(*sizes):
+    async def counted(servers, *sizes):
         nonlocal looks
         looks += 1
-        return await waiting(*sizes)
+        return await waiting(servers, *sizes)
 
-    servers.waiting = counted
-    await until(lambda: looks > times, PATIENT)
-    servers.waiting = waiting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RewardServers, "waiting", counted)
+        await until(lambda: looks > times, PATIENT)
 
 
 async def listed(role):
-    return await role.ledgers.reward_servers.present("critic")
+    return await RewardServers(role.ledgers).present("critic")
 
 
 async def is_sleeping(url):
@@ -232,7 +232,7 @@ async def test_on_shared_devices_it_leaves_for_the_learner_and_comes_back(make, 
     async with running(config, redis_run.run_dir) as (role, task):
         await put(role.ledgers.train, 0, 1)  # there is work all the time
         await ready(role, task)
-        learner = LearnerSwitch(role.ledgers.turn, "L", deadline=PATIENT)
+        learner = LearnerDevices(role.ledgers.device_lock, "L", deadline=PATIENT)
         for turn in range(2):
             (server,) = await listed(role)
             await learner.take()
@@ -242,7 +242,7 @@ async def test_on_shared_devices_it_leaves_for_the_learner_and_comes_back(make, 
             await until(lambda turn=turn: role.status["wakes"] == turn + 1, PATIENT)
         role.stop.set()
         await asyncio.wait_for(task, PATIENT)
-        assert await role.ledgers.turn.take("L") == 0, "it has left for good"
+        assert await role.ledgers.device_lock.take("L") == 0, "it has left for good"
 
 
 async def test_without_work_it_stays_off_shared_devices(make, redis_run):
@@ -253,7 +253,7 @@ async def test_without_work_it_stays_off_shared_devices(make, redis_run):
         await until_async(lambda: is_sleeping(server.url), PATIENT)
 
         async def left():
-            return await role.ledgers.turn.take("L") == 0
+            return await role.ledgers.device_lock.take("L") == 0
 
         await until_async(left, PATIENT)
 

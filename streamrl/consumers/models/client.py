@@ -18,13 +18,19 @@ from typing import Any, Final, NoReturn, TypeGuard, TypeVar
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
-from streamrl.consumers.models.router import Claim, PoolServer, RequestOutcome, Router, ServerState
+from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, RedisStore, Turn
+from streamrl.consumers.models.router import (
+    Claim,
+    PoolServer,
+    RequestOutcome,
+    Router,
+    ServerState,
+)
+from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.ratelimit import LocalStore, Quota, RateLimit, RedisStore, Turn
-from streamrl.queues.reward_servers import RewardServer
 
 logger = logging.getLogger(__name__)
 
@@ -549,6 +555,6 @@ def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Await
     async def listed() -> Sequence[RewardServer]:
         if ledgers is None:
             return [RewardServer(url, url) for url in client.config.url]
-        return await ledgers.reward_servers.present(client.name, client.config.url)
+        return await RewardServers(ledgers).present(client.name, client.config.url)
 
     return listed

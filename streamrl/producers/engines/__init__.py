@@ -10,7 +10,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Engine, EngineLoad, Request
 
 if TYPE_CHECKING:
-    from streamrl.queues.enlisted import Enlisted
+    from streamrl.queues.registry import Enlisted
 
 __all__ = ["Completion", "Engine", "EngineLoad", "Request", "make_engine"]
 

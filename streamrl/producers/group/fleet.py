@@ -13,7 +13,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Engine
 from streamrl.errors import ConfigError
 from streamrl.producers.group.group import EngineGroup, ServerSpec
-from streamrl.queues.enlisted import Enlisted
+from streamrl.queues.registry import Enlisted
 
 _NO_NAME: Final = re.compile("[^A-Za-z0-9._-]+")
 

@@ -1,7 +1,7 @@
 -- Hand work back: the next taker gets it at once, and this delivery does not count as a death.
 -- KEYS    stream
--- ARGV    consumer keeper idle_ms id count id count...
---         keeper: the name that holds what nobody works on; count: deliveries without this one
+-- ARGV    consumer unowned idle_ms id count id count...
+--         unowned: the name that holds what nobody works on; count: deliveries without this one
 -- returns number handed back; entries that are not the caller's are not touched
 -- repeat  0
 local n = 0

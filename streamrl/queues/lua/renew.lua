@@ -1,10 +1,10 @@
 -- Renew the leases a process holds, without counting a delivery. Only entries that are still its own are touched.
 -- KEYS    stream
 -- ARGV    consumer id...
--- returns {taken, gone, strays}: ids that another consumer holds; ids that are done with; {id, deliveries} of entries
+-- returns {taken, gone, undelivered}: ids that another consumer holds; ids that are done with; {id, deliveries} of entries
 --         that are pending as mine but not in the list (the reply with them was lost, or is on its way)
 -- repeat  the same
-local taken, gone, strays, have = {}, {}, {}, {}
+local taken, gone, undelivered, have = {}, {}, {}, {}
 for i = 2, #ARGV do
   have[ARGV[i]] = true
   local p = redis.call('XPENDING', KEYS[1], 'g', ARGV[i], ARGV[i], 1)
@@ -16,8 +16,8 @@ local from = '-'
 repeat
   local page = redis.call('XPENDING', KEYS[1], 'g', from, '+', 1000, ARGV[1])
   for _, p in ipairs(page) do
-    if not have[p[1]] then strays[#strays + 1] = {p[1], p[4]} end
+    if not have[p[1]] then undelivered[#undelivered + 1] = {p[1], p[4]} end
     from = '(' .. p[1]
   end
 until #page < 1000
-return {taken, gone, strays}
+return {taken, gone, undelivered}

@@ -12,6 +12,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
+from streamrl.consumers.models.servers import RewardServers
 from streamrl.queues import Ledger, open_ledgers
 from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
 from tests.consumers.models.test_rendering import make_tokenizer
@@ -53,7 +54,7 @@ async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp
         config = config_for(redis_run.config, [moody.url, dying.url], tmp_path / "model")
         ledgers = await stack.enter_async_context(open_ledgers(config, redis_run.run_dir))
         await stack.enter_async_context(worker(config, redis_run.run_dir, ledgers))
-        train, listed = ledgers.train, ledgers.reward_servers
+        train, listed = ledgers.train, RewardServers(ledgers)
         for gid in range(8):
             await put(train, gid, texts(gid))
         await dying.has(3)

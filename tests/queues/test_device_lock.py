@@ -11,7 +11,7 @@ import pytest
 from streamrl.config import LeaseConfig, RunConfig
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.queues import Ledgers, open_ledgers
-from streamrl.queues.turn import EngineSwitch, LearnerSwitch
+from streamrl.queues.device_lock import EngineDevices, LearnerDevices
 from tests.redis_kit import RedisRun
 
 
@@ -50,12 +50,12 @@ async def quick(run: RedisRun) -> AsyncIterator[Ledgers]:
         yield opened
 
 
-def engine(ledgers: Ledgers, devices: Devices, name: str) -> EngineSwitch:
-    return EngineSwitch(ledgers.turn, name, wake=lambda: devices.wake(name), sleep=lambda: devices.sleep(name))
+def engine(ledgers: Ledgers, devices: Devices, name: str) -> EngineDevices:
+    return EngineDevices(ledgers.device_lock, name, wake=lambda: devices.wake(name), sleep=lambda: devices.sleep(name))
 
 
-def learner(ledgers: Ledgers, devices: Devices, nonce: str = "L", deadline: float = 20.0) -> LearnerSwitch:
-    switch = LearnerSwitch(ledgers.turn, nonce, deadline=deadline)
+def learner(ledgers: Ledgers, devices: Devices, nonce: str = "L", deadline: float = 20.0) -> LearnerDevices:
+    switch = LearnerDevices(ledgers.device_lock, nonce, deadline=deadline)
     switch.attach(load=devices.load, unload=devices.unload)
     return switch
 
@@ -94,15 +94,15 @@ async def test_both_sides_take_turns_and_never_meet(quick: Ledgers):
 
 
 async def test_an_engine_that_died_is_waited_for_until_its_lease_ends(quick: Ledgers):
-    assert await quick.turn.use("rollout.0", on_devices=False)  # and is never heard of again
-    assert await quick.turn.take("L") == 1
-    assert not await quick.turn.use("rollout.1", on_devices=False)
+    assert await quick.device_lock.use("rollout.0", on_devices=False)  # and is never heard of again
+    assert await quick.device_lock.take("L") == 1
+    assert not await quick.device_lock.use("rollout.1", on_devices=False)
     await learner(quick, Devices()).take()
 
 
 async def test_a_learner_that_died_gives_the_devices_back_when_its_lease_ends(quick: Ledgers):
-    assert await quick.turn.take("L") == 0
-    assert not await quick.turn.use("rollout.0", on_devices=False)
+    assert await quick.device_lock.take("L") == 0
+    assert not await quick.device_lock.use("rollout.0", on_devices=False)
     async with asyncio.timeout(20):
         await run_until_awake(quick)
 
@@ -112,10 +112,10 @@ async def test_two_learners_never_have_the_devices_at_the_same_time(quick: Ledge
     await first.take()
     with pytest.raises(Unreachable, match="another learner"):
         await second.take()
-    await quick.turn.give("B")  # one who does not hold them frees nothing
-    assert await quick.turn.take("B") == -1
+    await quick.device_lock.give("B")  # one who does not hold them frees nothing
+    assert await quick.device_lock.take("B") == -1
     await first.give()
-    assert await quick.turn.take("B") == 0
+    assert await quick.device_lock.take("B") == 0
 
 
 @pytest.mark.parametrize("where", ["asking", "loading"])
@@ -135,38 +135,38 @@ async def test_an_interrupted_take_leaves_the_devices_to_the_engines(quick: Ledg
     async def unload() -> None:
         unloaded.set()
 
-    side = LearnerSwitch(quick.turn, "L", deadline=0.2)
+    side = LearnerDevices(quick.device_lock, "L", deadline=0.2)
     side.attach(load=load, unload=unload)
     if where == "asking":
-        assert await quick.turn.use("rollout.0", on_devices=True)
+        assert await quick.device_lock.use("rollout.0", on_devices=True)
     task = asyncio.create_task(side.take())
     if how == "cancelled":
         if where == "loading":
             await inside.wait()
         else:
             async with asyncio.timeout(10):
-                while await quick.turn.use("rollout.1", on_devices=False):  # noqa: ASYNC110
+                while await quick.device_lock.use("rollout.1", on_devices=False):  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
         task.cancel()
     with pytest.raises((MemoryError, DeadlineExceeded, asyncio.CancelledError)):
         await task
     assert not devices.learner
     if (where, how) == ("loading", "cancelled"):  # what the load began may go on in a thread
-        assert not await quick.turn.use("rollout.2", on_devices=False)
+        assert not await quick.device_lock.use("rollout.2", on_devices=False)
         await side.give()
         assert unloaded.is_set()
-    assert await quick.turn.use("rollout.2", on_devices=False)
+    assert await quick.device_lock.use("rollout.2", on_devices=False)
 
 
 async def test_an_engine_that_cannot_leave_ends_its_replica(quick: Ledgers):
     async def stuck() -> None:
         raise Unreachable("the engine died")
 
-    switch = EngineSwitch(quick.turn, "rollout.0", wake=stuck, sleep=stuck)
-    assert await quick.turn.use("rollout.0", on_devices=False)
+    switch = EngineDevices(quick.device_lock, "rollout.0", wake=stuck, sleep=stuck)
+    assert await quick.device_lock.use("rollout.0", on_devices=False)
     async with asyncio.timeout(10):
         running = asyncio.create_task(switch.run())
-        assert await quick.turn.take("L") == 1
+        assert await quick.device_lock.take("L") == 1
         with pytest.raises(BaseExceptionGroup) as caught:
             await running
     assert caught.group_contains(Unreachable)
@@ -177,7 +177,7 @@ async def test_a_learner_whose_turn_was_lost_ends(quick: Ledgers):
     side = learner(quick, devices)
     await side.take()
     await quick.connection.read("DEL", "{sr:turn}:turn")  # its lease ended while it stood still
-    assert await quick.turn.use("rollout.0", on_devices=False)
+    assert await quick.device_lock.use("rollout.0", on_devices=False)
     async with asyncio.timeout(20):
         with pytest.raises(Unreachable, match="engines came"):
             await side.run()

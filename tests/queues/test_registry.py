@@ -2,7 +2,7 @@
 
 import asyncio
 
-from streamrl.queues.enlisted import Enlisted
+from streamrl.queues.registry import Enlisted
 
 
 async def test_adding_and_removing_are_said_once_and_numbers_stay(ledgers):

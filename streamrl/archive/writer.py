@@ -1,17 +1,16 @@
-"""The archive: every group that closed, with its scores, kept for people and for scoring it again (`archive.enabled`).
+"""Writing files of closed groups: `RecordingWriter` adds blocks to files, `Archive` keeps every group of a run.
 
-Files of recordings in `RUN_DIR/archive`, those of held-out groups in `RUN_DIR/archive/evaluation`. Who reads a closed
-group first adds it, before it is decided what becomes of it, and has it written before the group leaves Redis: rank 0
-of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be there twice: what reads
-the archive takes the last (`streamrl.queues.archived`).
+The archive (`archive.enabled`) holds every group that closed, with its scores, for people and for scoring it again.
+Whoever reads a closed group first adds it, before anything is decided about it, and has it written before the group
+leaves Redis: rank 0 of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be
+there twice: readers take the last (`ArchiveReading`).
 
-Writing happens in a thread, a block a second, and nobody waits for a disk that takes longer than `PATIENCE`. A disk
-that is full costs the archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes, and
-those above it are lost and counted.
+A thread writes a block each second, and nobody waits for a disk longer than `PATIENCE`. A full disk costs the archive,
+not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and counted.
 
-A group is known by what is in it: when Redis has lost seconds, it closes again under the same id, with other responses.
-When that version is lost, a record without responses is written in its place as soon as there is room: what was kept of
-the group before is not what counted, and readers are told so.
+A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
+When that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
+that what was kept of the group before is not what counted.
 """
 
 from __future__ import annotations
@@ -19,39 +18,136 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import msgpack
 import msgspec
+import zstandard
 
 from streamrl import wire
-from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, WireError
-from streamrl.queues.recording import (
+from streamrl.archive.reader import (
+    ARCHIVE,
+    EVALUATION,
     Header,
     RecordedGroup,
-    RecordingWriter,
     greatest_epoch,
     read_header,
     recording_files,
 )
+from streamrl.atomic import fsync_directory
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
 
 logger = logging.getLogger(__name__)
-ARCHIVE: Final = "archive"
-"""Directory in that of the run."""
-EVALUATION: Final = "evaluation"
-"""Directory of held-out groups in that of the archive."""
 PATIENCE: Final = 5.0
-"""Seconds that somebody waits for the disk."""
+"""Seconds that a caller waits for the disk."""
 MAX_WAITING: Final = 64 << 20
 """Bytes of groups in memory that the disk did not take yet."""
 _WRITE_SECONDS: Final = 1.0
 _REMEMBERED: Final = 1 << 16
 _TRIES: Final = 3
+
+
+class RecordingWriter:
+    """Adds blocks of groups to the files of one epoch of a recorder.
+
+    Bytes are held in memory until they could be written: writing repeats at the same offset, so what failed half way is
+    simply done again by the next `sync`.
+
+    Args:
+        folder: of the recording; it is made when missing.
+        epoch: of the recorder; no other one may write files of it.
+        header: of the recording.
+        file_bytes: size at which a file is followed by the next one.
+
+    Raises:
+        CannotCreate: the folder or the first file cannot be made, or the file is there.
+    """
+
+    def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
+        self._folder, self._epoch, self._file_bytes = folder, epoch, file_bytes
+        self._header = msgpack.packb(msgspec.to_builtins(header))
+        self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self._files: list[list[Any]] = []  # [name, bytes]
+        self._descriptor = -1
+        self._added: list[bytes] = []
+        self._unwritten = b""
+        self._whole = 0
+        self._open()
+
+    def add(self, group: RecordedGroup) -> None:
+        """Add a group; it is written by the next `sync`."""
+        self._added.append(msgspec.msgpack.encode(group))
+
+    def write(self) -> None:
+        """Write all that was added as one block: a kill of this process does not take it back.
+
+        Raises:
+            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        """
+        if self._added:
+            self._unwritten += self._compressor.compress(b"".join(self._added))
+            self._added.clear()
+        while self._unwritten:
+            count = os.pwrite(self._descriptor, self._unwritten, self._files[-1][1])
+            self._unwritten = self._unwritten[count:]
+            self._files[-1][1] += count
+        self._whole = self._files[-1][1]
+
+    def sync(self) -> list[tuple[str, int]]:
+        """`write`, make it durable, and return the files with their sizes. A full file is followed by the next one.
+
+        Raises:
+            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        """
+        self.write()
+        os.fsync(self._descriptor)
+        links = [(str(name), int(size)) for name, size in self._files]
+        if links[-1][1] >= self._file_bytes:
+            self._open()
+        return links
+
+    def discard(self) -> None:
+        """Forget what could not be written: the file ends with its last whole block.
+
+        Raises:
+            OSError: the disk is broken; call again later.
+        """
+        os.ftruncate(self._descriptor, self._whole)
+        self._files[-1][1] = self._whole
+        self._added.clear()
+        self._unwritten = b"" if self._whole else self._compressor.compress(self._header)
+
+    def close(self) -> None:
+        """Close the file; what was not synced is gone."""
+        os.close(self._descriptor)
+
+    def _open(self) -> None:
+        name = f"groups-{self._epoch}-{len(self._files)}.msgpack.zst"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            try:
+                # Groups are retired once they are here: a crash must take back neither the file nor the folder.
+                fsync_directory(self._folder)
+                fsync_directory(self._folder.parent)
+            except OSError:
+                os.close(descriptor)
+                (self._folder / name).unlink()  # the next call makes it again
+                raise
+        except OSError as error:
+            raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._whole = descriptor, 0
+        self._files.append([name, 0])
+        self._unwritten = self._compressor.compress(self._header)
 
 
 class Archive:
@@ -81,9 +177,9 @@ class Archive:
         self._late = self._refused = False
         # Of the thread alone:
         self._writer: RecordingWriter | None = None
-        self._homeless: list[RecordedGroup] = []
-        self._unwritten = self._given_up = 0
-        self._left: list[RecordedGroup] = []
+        self._pending: list[RecordedGroup] = []
+        self._given_up = 0
+        self._torn = False
         self._dirty = False
 
     def add(self, group: ClosedGroup) -> None:
@@ -170,29 +266,25 @@ class Archive:
     # ---- in the thread
 
     def _write(self, groups: Sequence[RecordedGroup], *, durable: bool) -> None:
-        groups, self._homeless = [*self._homeless, *groups], []
+        self._pending += groups
         self._dirty = True
         try:
             writer = self._writer = self._writer or self._begin()
-        except OSError as error:
-            self._keep(groups)
-            self._complain(str(error))
-            return
-        for group in groups:
-            writer.add(group if self._config.logprobs else without_logprobs(group))
-        self._unwritten += _number(groups)
-        self._left += self._left_of(groups)
-        try:
+            if self._torn:
+                writer.discard()
+            self._torn = True
+            for group in self._pending:
+                writer.add(group if self._config.logprobs else without_logprobs(group))
             writer.write()
-            self.written += self._unwritten
-            self._unwritten, self._left = 0, []
+            self.written += _number(self._pending)
+            self._pending, self._torn = [], False
             if durable:
                 writer.sync()
                 self._dirty = self._refused = False
                 self._remove_oldest()
         except OSError as error:
             self._complain(str(error))
-            self._give_up(writer)
+            self._forget_newest()
 
     def _begin(self) -> RecordingWriter:
         """A file of its own for this process; another one may begin at the same time.
@@ -230,32 +322,20 @@ class Archive:
         same = there is not None and msgspec.structs.replace(there, id=here.id) == here
         return there if there is not None and same else here
 
-    def _keep(self, groups: Sequence[RecordedGroup]) -> None:
-        """Hold groups until there is a file for them: the oldest ones, as many as there is memory for."""
-        room = MAX_WAITING
-        for group in groups:
+    def _forget_newest(self) -> None:
+        """Hold what the disk did not take: the oldest groups, as many as there is memory for."""
+        room, kept = MAX_WAITING, []
+        for group in self._pending:
             room -= _size(group)
             if room >= 0:
-                self._homeless.append(group)
+                kept.append(group)
             else:
                 self._given_up += _number([group])
-                self._homeless += self._left_of([group])
-
-    def _give_up(self, writer: RecordingWriter) -> None:
-        """Forget what the disk did not take when it has become too much."""
-        if writer.unwritten <= MAX_WAITING:
-            return
-        try:
-            writer.discard()
-        except OSError as error:
-            self._complain(str(error))
-            return
-        self._given_up += self._unwritten
-        self._homeless = self._left
-        self._unwritten, self._left = 0, []
+                kept += self._left_of([group])
+        self._pending = kept
 
     def _left_of(self, lost: Sequence[RecordedGroup]) -> list[RecordedGroup]:
-        """What is kept of groups that are lost: that they closed again, so that a version before is not the last."""
+        """Records in place of lost groups that closed again: they say that an earlier version is not the last."""
         again = [group for group in lost if (group.gid, group.attempt) in self._again]
         return [msgspec.structs.replace(group, samples=[], causes=[]) for group in again]
 
@@ -266,7 +346,7 @@ class Archive:
             file.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if left := self._unwritten + _number(self._homeless):
+        if left := _number(self._pending):
             self._given_up += left
             logger.warning("groups are not in the archive", extra={"folder": str(self._folder), "lost": self.lost})
         if self._writer is not None:
@@ -305,7 +385,7 @@ def _digest(group: ClosedGroup) -> bytes:
 
 
 def _number(records: Sequence[RecordedGroup]) -> int:
-    """How many of them are groups, and not what is left of one."""
+    """Groups among the records; records of lost ones do not count."""
     return sum(not record.lost for record in records)
 
 

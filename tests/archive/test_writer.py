@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from streamrl import wire
+from streamrl.archive import writer as module
+from streamrl.archive.reader import ARCHIVE, EVALUATION, archive_files, read_archive, read_groups, read_header
+from streamrl.archive.writer import Archive
 from streamrl.errors import ConfigError
-from streamrl.queues import archive as module
-from streamrl.queues.archive import ARCHIVE, EVALUATION, Archive
-from streamrl.queues.archived import archive_files, read_archive
-from streamrl.queues.recording import read_groups, read_header
 from tests.archive_kit import archived, closed, configured, response_of, score_of
 
 
@@ -126,7 +125,7 @@ import asyncio, os, signal, sys
 sys.path.insert(0, {kit!r})
 from pathlib import Path
 from tests.archive_kit import closed, configured
-from streamrl.queues.archive import Archive
+from streamrl.archive.writer import Archive
 
 async def main():
     archive = Archive(configured(file_bytes=600), Path({folder!r}))
@@ -161,7 +160,7 @@ async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypat
         real(descriptor, data[:5], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
     for gid in (1, 2):
         archive.add(closed(gid))
         await archive.sync()
@@ -187,7 +186,7 @@ async def test_a_disk_that_stays_full_costs_groups_that_are_counted(tmp_path, mo
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
     for gid in range(1, 9):
         archive.add(closed(gid))
         await archive.sync()
@@ -216,7 +215,7 @@ async def test_a_version_that_is_lost_leaves_no_earlier_one_in_its_place(tmp_pat
         elif full == "homeless":
             (tmp_path / ARCHIVE).write_text("in the way")
         else:
-            patch.setattr("streamrl.queues.recording.os.pwrite", refusing)
+            patch.setattr("streamrl.archive.writer.os.pwrite", refusing)
         for bonus in (0.5, 1.0):
             archive.add(closed(17, bonus=bonus))
         archive.add(closed(18))
@@ -291,7 +290,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch,
         assert go_on.wait(60)
         real(descriptor)
 
-    monkeypatch.setattr("streamrl.queues.recording.os.fsync", fsync)
+    monkeypatch.setattr("streamrl.archive.writer.os.fsync", fsync)
     for gid in range(1, 4):
         archive.add(closed(gid))
         await archive.sync()  # returns: the first after the patience, the others at once
@@ -354,7 +353,8 @@ async def test_it_may_be_read_while_it_is_written(tmp_path):
 
 
 def test_a_recording_is_read_where_there_is_no_archive(tmp_path):
-    from streamrl.queues.recording import FOLDER, Header, RecordedGroup, RecordingWriter
+    from streamrl.archive.reader import FOLDER, Header, RecordedGroup
+    from streamrl.archive.writer import RecordingWriter
 
     writer = RecordingWriter(tmp_path / FOLDER, 1, Header(id="x", run="r", model="m", temperature=1.0), 1 << 20)
     group = closed(5, dead=(0,))

@@ -1,11 +1,11 @@
--- look: all that a person wants to see of one ledger, at one instant. Reads only; a repeat reads again.
--- KEYS prompts rollouts scored live dead state dropped roles
--- ARGV most (pending entries looked at, per stream), prefix of the role hashes (same slot as the rest)
--- returns { streams, state, live, dead, dropped, roles }
---   streams: per stream { depth, pending, added|false, delivered id, undelivered id|false, silent ms, retried, first pending id|false, consumers }
---   state: flat HGETALL   live, dead, dropped: counts
---   roles: { name, flat HGETALL } of each role that is alive
--- Redis 6.2 has no entries-added and no lag: depth - pending is the lag, exact because an ack deletes.
+-- All that a person wants to see of one ledger, at one instant. Redis 6.2 has no entries-added and no lag: depth -
+-- pending is the lag, exact because an ack deletes.
+-- KEYS    prompts rollouts scored live dead state dropped roles
+-- ARGV    most prefix       most: pending entries read per stream; prefix of the role hashes (same slot as the rest)
+-- returns {streams, flat state, live, dead, dropped, roles}: live, dead and dropped are counts;
+--         of each stream {depth, pending, added|false, delivered id, undelivered id|false, silent ms, retried,
+--         first pending id|false, consumers}; roles: {name, flat fields} of each role that is alive
+-- repeat  reads again; nothing is written
 local function fields(flat)
   local map = {}
   for i = 1, #flat, 2 do map[flat[i]] = flat[i + 1] end

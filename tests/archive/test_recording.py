@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_header, recording_files
+from streamrl.archive.writer import RecordingWriter
 from streamrl.errors import CannotCreate, ConfigError, WireError
-from streamrl.queues.recording import (
-    Header,
-    RecordedGroup,
-    RecordingWriter,
-    read_groups,
-    read_header,
-    recording_files,
-)
 
 HEADER = Header(id="one", run="r", model="m", temperature=1.0)
 
@@ -134,7 +128,7 @@ def test_a_full_disk_forgets_nothing(tmp_path, monkeypatch):
             raise answer
         return real(descriptor, data[:answer] if answer else data, offset)
 
-    monkeypatch.setattr("streamrl.queues.recording.os.pwrite", pwrite)
+    monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
     with pytest.raises(OSError, match="No space"):
         writer.sync()
     writer.add(group(2))
@@ -150,7 +144,7 @@ def test_a_file_whose_name_could_not_be_made_durable_is_made_again(tmp_path, mon
     writer.add(group(1))
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
-        patch.setattr("streamrl.queues.recording.fsync_directory", broken)
+        patch.setattr("streamrl.archive.writer.fsync_directory", broken)
         for _ in range(2):
             with pytest.raises(CannotCreate, match="Input/output error"):
                 writer.sync()  # the file is full: another one is due

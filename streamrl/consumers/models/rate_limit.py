@@ -17,8 +17,12 @@ import itertools
 import logging
 import math
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
+
+from typing_extensions import override
 
 from streamrl.errors import RewardUnavailable, Unreachable
 from streamrl.queues.connection import Connection
@@ -80,7 +84,7 @@ class Store(Protocol):
         """Leave the line; or give back a part of both costs, more where it is below 0. A repeat does nothing."""
 
 
-class RedisStore:
+class RedisStore(Store):
     """Buckets of one model that all processes of a run share.
 
     Args:
@@ -93,73 +97,49 @@ class RedisStore:
         self._connection = connection
         self._keys = [keys.rate_limit(model), keys.rate_waiting(model), keys.rate_granted(model)]
 
+    @override
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
-        """See `Store.take`; errors as of `Connection.call`. What it costs is part of the name of the turn."""
-        del costs
+        del costs  # they are part of the name of the turn, where the script reads them
         return int(await self._connection.call("limit_take", self._keys, [turn, CAPACITY_MS, patience_ms]))
 
+    @override
     async def settle(self, turn: str, back: tuple[float, float]) -> None:
-        """See `Store.settle`; errors as of `Connection.call`."""
         await self._connection.call("limit_settle", self._keys, [turn, *back])
 
 
-class Buckets:
-    """What `limit_take.lua` and `limit_settle.lua` do, with the clock as an argument."""
+class LocalStore(Store):
+    """Buckets of this process alone, where there is no run to share them with.
 
-    def __init__(self) -> None:
-        self._seen = -math.inf
-        self._levels: tuple[float, ...] = (CAPACITY_MS, CAPACITY_MS)
-        self._waiting: dict[str, tuple[float, float]] = {}
-        self._granted: dict[str, None] = {}
+    A request is told its time when it asks, and keeps it: what others give back helps those who ask later.
 
-    def take(self, turn: str, costs: tuple[float, float], patience_ms: int, now: float) -> int:
-        """See `Store.take`; `now` is the clock in milliseconds."""
-        levels = self._levels = _filled(self._levels, max(0.0, now - self._seen))
-        self._seen = now
-        if turn in self._granted:
-            costs = (0.0, 0.0)
-        wait = 0.0
-        for one, cost in list({**self._waiting, turn: costs}.items()):
-            more = max(0.0, *(min(part, CAPACITY_MS) - level for part, level in zip(cost, levels, strict=True)))
-            wait += more
-            levels = tuple(level - part for level, part in zip(_filled(levels, more), cost, strict=True))
-            if wait == 0:
-                self._waiting.pop(one, None)
-                self._granted[one] = None
-                self._levels = levels
-            if one == turn:
-                break
-        if turn in self._granted:
-            return 0
-        if turn not in self._waiting and math.ceil(wait) > patience_ms:
-            return -1 - math.ceil(wait)
-        self._waiting.setdefault(turn, costs)
-        return math.ceil(wait)
+    Args:
+        clock: seconds.
+    """
 
-    def settle(self, turn: str, back: tuple[float, float]) -> None:
-        """See `Store.settle`."""
-        if self._waiting.pop(turn, None) is None and turn in self._granted:
-            del self._granted[turn]
-            self._levels = tuple(level + part for level, part in zip(self._levels, back, strict=True))
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = 0.0
+        self._full_at: tuple[float, ...] = (0.0, 0.0)
+        self._begins: dict[str, float] = {}
 
-
-def _filled(levels: tuple[float, ...], passed: float) -> tuple[float, ...]:
-    return tuple(min(float(CAPACITY_MS), level + passed) for level in levels)
-
-
-class LocalStore:
-    """Buckets of this process alone, where there is no run to share them with."""
-
-    def __init__(self) -> None:
-        self._buckets = Buckets()
-
+    @override
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
-        """See `Store.take`."""
-        return self._buckets.take(turn, costs, patience_ms, asyncio.get_running_loop().time() * 1000)
+        now = self._clock() * 1000
+        begin = self._begins.get(turn)
+        if begin is None:
+            # A bucket that will be full at F holds CAPACITY_MS - (F - t) at time t.
+            pairs = zip(self._full_at, costs, strict=True)
+            begin = max(now, self._last, *(full + min(cost, CAPACITY_MS) - CAPACITY_MS for full, cost in pairs))
+            if begin - now > patience_ms:
+                return -1 - math.ceil(begin - now)
+            self._last = self._begins[turn] = begin
+            self._full_at = tuple(max(full, begin) + cost for full, cost in zip(self._full_at, costs, strict=True))
+        return max(0, math.ceil(begin - now))
 
+    @override
     async def settle(self, turn: str, back: tuple[float, float]) -> None:
-        """See `Store.settle`."""
-        self._buckets.settle(turn, back)
+        if self._begins.pop(turn, None) is not None:
+            self._full_at = tuple(full - part for full, part in zip(self._full_at, back, strict=True))
 
 
 class RateLimit:

@@ -8,16 +8,16 @@ the entries, so the clock of the looker does not matter.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from streamrl.monitor.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
 from streamrl.queues.damage import blame_damage
 from streamrl.queues.keys import Keys
-from streamrl.queues.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
+from streamrl.queues.replies import pairs, read_number, text
 
 MOST_PENDING: Final = 10_000
 _STREAMS: Final = ("prompts", "rollouts", "scored")
@@ -153,7 +153,8 @@ async def take(connection: Connection, run: str, budget: int | None = None, hard
     """
     spaces = (Keys(run), Keys(run, evaluation=True))
     calls = [
-        connection.call("look", [getattr(keys, key) for key in _KEYS], [MOST_PENDING, keys.role("")]) for keys in spaces
+        connection.call("snapshot", [getattr(keys, key) for key in _KEYS], [MOST_PENDING, keys.role("")])
+        for keys in spaces
     ]
     try:
         replies = await asyncio.gather(connection.read("TIME"), connection.read("INFO"), *calls)
@@ -166,7 +167,7 @@ async def take(connection: Connection, run: str, budget: int | None = None, hard
 def _snapshot(run: str, replies: list[Any], budget: int | None, hard_cap: int | None) -> Snapshot:
     at = int(replies[0][0]) + int(replies[0][1]) / 1e6
     train, evaluation = (_ledger(reply, at) for reply in replies[2:4])
-    roles = {_text(name): _text_map(flat) for name, flat in sorted(replies[2][5])}
+    roles = {text(name): _text_map(flat) for name, flat in sorted(replies[2][5])}
     rewards = reward_views(roles)
     return Snapshot(
         run=run,
@@ -197,7 +198,7 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
 
 def _shown_rates(ledger: LedgerView, roles: Mapping[str, Mapping[str, str]]) -> LedgerView:
     """What one look can know of rates: the reward workers show how many samples a second they score."""
-    rates = [number(status["per_second"]) for status in roles.values() if "per_second" in status]
+    rates = [read_number(status["per_second"]) for status in roles.values() if "per_second" in status]
     shown = [rate for rate in rates if rate is not None]
     if not shown or ledger.stream("rollouts").unit != "samples":
         return ledger
@@ -256,7 +257,7 @@ def _stream(name: str, unit: str, parts: list[Any], at: float) -> StreamView:
         silent_seconds=silent / 1000,
         retried=retried,
         added=added,
-        consumers=tuple(Consumer(_text(who), held, idle / 1000) for who, held, idle in consumers),
+        consumers=tuple(Consumer(text(who), held, idle / 1000) for who, held, idle in consumers),
         unit=unit,
     )
 
@@ -280,19 +281,5 @@ def _server(reply: bytes) -> ServerView:
     )
 
 
-def number(text: str) -> float | None:
-    """A number that a role shows of itself; None for anything else, which must not take the screen along."""
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
-
-
 def _text_map(flat: list[bytes]) -> dict[str, str]:
-    pairs: Mapping[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
-    return {_text(key): _text(value) for key, value in pairs.items()}
-
-
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")
+    return {text(key): text(value) for key, value in pairs(flat).items()}

@@ -14,10 +14,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from streamrl.config.rewards import REWARD_MODEL_ROLE
-from streamrl.queues.board import RoleBoard
-from streamrl.queues.connection import Connection
-from streamrl.queues.enlisted import Enlisted, read_enlisted
 from streamrl.queues.keys import Keys
+from streamrl.queues.ledgers import Ledgers
+from streamrl.queues.registry import Enlisted, read_enlisted
 
 ASLEEP: Final = "asleep"
 READY: Final = "ready"
@@ -40,18 +39,12 @@ class RewardServer:
 
 
 class RewardServers:
-    """Which servers each reward model of a run has now.
+    """Which servers each reward model of a run has now."""
 
-    Args:
-        connection: to Redis.
-        keys: of the run.
-        board: of its roles.
-    """
-
-    def __init__(self, connection: Connection, keys: Keys, board: RoleBoard) -> None:
-        self._connection = connection
-        self._keys = keys
-        self._board = board
+    def __init__(self, ledgers: Ledgers) -> None:
+        self._connection = ledgers.connection
+        self._train, self._held_out = ledgers.train.keys, ledgers.evaluation.keys
+        self._roles = ledgers.roles
 
     async def present(self, model: str, configured: Sequence[str] = ()) -> list[RewardServer]:
         """Servers of a model that can be asked from this host, sleeping ones included.
@@ -64,8 +57,8 @@ class RewardServers:
             configured: URLs that the configuration gives it.
         """
         enlisted, roles = await asyncio.gather(
-            read_enlisted(self._connection, self._keys.reward_servers(model)),
-            self._board.read(f"{REWARD_MODEL_ROLE}.{model}."),
+            read_enlisted(self._connection, self._train.reward_servers(model)),
+            self._roles.read(f"{REWARD_MODEL_ROLE}.{model}."),
         )
         started = [
             RewardServer(name, fields["url"], fields.get("server") != ASLEEP)
@@ -81,14 +74,14 @@ class RewardServers:
 
     async def removed(self, model: str) -> set[str]:
         """Names and URLs of the servers that people took away from a model."""
-        return _removed(await read_enlisted(self._connection, self._keys.reward_servers(model)))
+        return _removed(await read_enlisted(self._connection, self._train.reward_servers(model)))
 
     async def enlist(self, model: str, name: str, *, present: bool) -> bool:
         """Add a server by its URL, or remove one by URL or role; False when it was so already.
 
         A removed server that streamrl started runs on, and is not asked.
         """
-        return bool(await self._connection.call("enlist", [self._keys.reward_servers(model)], [name, int(present)]))
+        return bool(await self._connection.call("enlist", [self._train.reward_servers(model)], [name, int(present)]))
 
     async def waiting(self, group: int, held_out: int) -> int:
         """Samples of the run that have no score yet, training and held-out ones, leased ones included.
@@ -102,7 +95,7 @@ class RewardServers:
             entries: int = await self._connection.read("XLEN", keys.rollouts)
             return entries * (size if entries and await self._connection.read("HEXISTS", keys.state, "whole") else 1)
 
-        return sum(await asyncio.gather(of(self._keys, group), of(Keys(self._keys.run, evaluation=True), held_out)))
+        return sum(await asyncio.gather(of(self._train, group), of(self._held_out, held_out)))
 
 
 def _removed(enlisted: Mapping[str, Enlisted]) -> set[str]:

@@ -1,7 +1,6 @@
 """Dead letters by cause, from letters as workers write them."""
 
-from streamrl.queues.dead_causes import by_cause, same_kind
-from streamrl.queues.records import DeadLetter
+from streamrl.queues.records import DeadLetter, by_cause, same_kind
 
 
 def letter(entry, why, *, sample: int | None = 0, stage="reward", detail=""):

@@ -1,0 +1,381 @@
+"""Files of closed groups: their format, and how they are read.
+
+A run keeps groups in three places: its archive, its recording (`up --rollout-only`), and scores that were made again
+(`rescored/NAME`). All are files `groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the other, compressed with
+zstandard (`zstd -dc FILE` gives the maps). The first map of a file is the `Header`, the others are groups. Groups are
+added in blocks, each a zstandard frame of its own; a frame that a crash cut off ends the file. A process that died
+before it was sure of a group writes it again, so a group may be there twice.
+
+```python
+from streamrl.archive import read_archive
+
+for group in read_archive(Path("runs/demo")):
+    for sample in group.samples:
+        print(group.gid, sample.number, sample.score.value, sample.score.parts, sample.response.text)
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgpack
+import msgspec
+import zstandard
+
+from streamrl import wire
+from streamrl.errors import ConfigError, WireError
+from streamrl.queues.records import ClosedGroup
+
+ARCHIVE: Final = "archive"
+"""Directory of the archive in that of the run."""
+EVALUATION: Final = "evaluation"
+"""Directory of held-out groups in that of the archive."""
+FOLDER: Final = "recording"
+"""Directory of the recording in that of the run."""
+RESCORED: Final = "rescored"
+"""Directory in that of the run: scores that were made again, one directory for each name."""
+_SCHEMA: Final = "streamrl.recording/1"
+_NAME: Final = re.compile(r"groups-(\d+)-(\d+)\.msgpack\.zst")
+_MAX_GROUP_BYTES: Final = 1 << 30
+_READ_BYTES: Final = 1 << 14
+"""Small, because so little can become a thousand times as much."""
+_HINT: Final = "name a recording: RUN_DIR/recording of `streamrl up --rollout-only`, or one of its files"
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What all groups of a recording have in common.
+
+    `id` is that of the recording; `model` and `temperature` are those the responses were sampled with. Without
+    `logprobs` the log-probabilities were left out: zeros stand in their places, and such groups cannot be trained.
+    """
+
+    schema: str = _SCHEMA
+    id: str
+    run: str
+    model: str
+    temperature: float
+    logprobs: bool = True
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One closed group: its id in the run that made it, its prompt, and payload and score of each usable response.
+
+    `causes` are the numbers of the dead responses and why they died; the usable ones have the other numbers, in order.
+    `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 where
+    it is not known. A record without responses says that this version of the group is lost (`lost`).
+    """
+
+    gid: int
+    prompt: bytes
+    samples: list[tuple[bytes, bytes]]
+    causes: list[tuple[int, str]] = []
+    attempt: int = 1
+    version: int = 0
+    at: float = 0.0
+
+    @classmethod
+    def of(cls, group: ClosedGroup) -> RecordedGroup:
+        """A group as Redis holds it; of dead samples only the cause is kept."""
+        return cls(
+            gid=group.gid,
+            prompt=group.prompt,
+            samples=[group.samples[k] for k in sorted(group.samples)],
+            causes=sorted(group.causes.items()),
+            attempt=group.attempt,
+            version=group.version,
+            at=time.time(),
+        )
+
+    @property
+    def lost(self) -> bool:
+        """Whether it only says that the group closed so, and that nothing more is known of it."""
+        return not self.samples
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each usable response in its group, in the order of `samples`."""
+        dead = {number for number, _ in self.causes}
+        alive = (number for number in itertools.count() if number not in dead)
+        return list(itertools.islice(alive, len(self.samples)))
+
+
+def recording_files(path: Path) -> list[Path]:
+    """The files of a recording in the order in which they were made; none when there are none.
+
+    Args:
+        path: one of them, their folder, or the directory of the run that made them.
+    """
+    if path.is_file():
+        return [path]
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    found = [(match, file) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))]
+    return [file for _, file in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))]
+
+
+def greatest_epoch(folder: Path) -> int:
+    """Greatest epoch that wrote a file into the folder of a recording; 0 when none did."""
+    return max((int(match[1]) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))), default=0)
+
+
+def read_header(path: Path) -> Header | None:
+    """The header of a recording; None when there is no recording, or nothing in it.
+
+    Args:
+        path: as of `recording_files`.
+
+    Raises:
+        ConfigError: a file is none of a recording, or of another version of it.
+    """
+    return next((header for file in recording_files(path) if (header := _head(file)[0]) is not None), None)
+
+
+def read_groups(path: Path) -> Iterator[RecordedGroup]:
+    """The groups of a recording in the order in which they were recorded, each once.
+
+    Args:
+        path: as of `recording_files`.
+
+    Raises:
+        ConfigError: a file is none of a recording, or of another recording than the first.
+        WireError: a file is damaged in the middle, or holds something else than groups.
+    """
+    first: Header | None = None
+    seen: set[int] = set()
+    for file in recording_files(path):
+        header, groups = read_file(file)
+        if header is None:
+            continue  # its recorder died before it wrote anything
+        first = first or header
+        if header.id != first.id:
+            raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
+        for group in groups:
+            if group.gid not in seen and not group.lost:
+                seen.add(group.gid)
+                yield group
+
+
+def read_file(file: Path) -> tuple[Header | None, Iterator[RecordedGroup]]:
+    """Header and groups of one file as they are written there; no header: a crash left nothing in it.
+
+    Raises:
+        ConfigError: it is no file of a recording, or of another version of it.
+        WireError: while the groups are read: it is damaged in the middle, or holds something else than groups.
+    """
+    header, maps = _head(file)
+    return header, _groups(file, maps)
+
+
+def _groups(file: Path, maps: Iterator[dict[str, Any]]) -> Iterator[RecordedGroup]:
+    for record in maps:
+        try:
+            yield msgspec.convert(record, RecordedGroup)
+        except msgspec.ValidationError as error:
+            raise WireError(f"{file}: not a recorded group: {error}") from error
+
+
+def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
+    """The header of a file, None when a crash cut it off, and the rest of its maps."""
+    maps = _maps(file)
+    try:
+        first = next(maps, None)
+        header = None if first is None else msgspec.convert(first, Header)
+    except (WireError, OSError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{file} is no file of a recording: {error}", _HINT) from error
+    if header is not None and header.schema != _SCHEMA:
+        raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}", _HINT)
+    return header, maps
+
+
+def _maps(file: Path) -> Iterator[dict[str, Any]]:
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_MAX_GROUP_BYTES, strict_map_key=True)
+    try:
+        with file.open("rb") as source:
+            for plain in _frames(source):
+                unpacker.feed(plain)
+                for record in unpacker:
+                    if not isinstance(record, dict):
+                        raise WireError(f"{file}: something that is no map before byte {unpacker.tell()}")
+                    yield record
+    except (zstandard.ZstdError, ValueError, msgpack.exceptions.UnpackException) as error:
+        if isinstance(error, WireError):
+            raise
+        raise WireError(f"{file}: not a file of a recording near byte {unpacker.tell()}: {error}") from error
+
+
+def _frames(source: BinaryIO) -> Iterator[bytes]:
+    """What is in the frames of a file, one frame after the other, so that all before a damaged one is read."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = decompressor.decompressobj()
+    while chunk := source.read(_READ_BYTES):
+        while chunk:
+            yield frame.decompress(chunk)
+            chunk = b""
+            if frame.eof:
+                chunk, frame = frame.unused_data, decompressor.decompressobj()
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedSample:
+    """One response: its number in the group, what was sampled, and what the rewards said of it."""
+
+    number: int
+    response: wire.Sample
+    score: wire.Score
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedGroup:
+    """One closed group.
+
+    Attributes:
+        gid: its id in the run.
+        attempt: 1, or more after a replay.
+        version: of the weights at its admission.
+        at: when it was archived, in seconds since 1970; 0 where that is not known.
+        prompt: what was asked.
+        samples: responses with a score, by number.
+        causes: why the others died, by number.
+        header: of the file it comes from.
+        raw: as it is in the file.
+    """
+
+    gid: int
+    attempt: int
+    version: int
+    at: float
+    prompt: wire.Prompt
+    samples: tuple[ArchivedSample, ...]
+    causes: dict[int, str]
+    header: Header
+    raw: RecordedGroup
+
+
+class ArchiveReading:
+    """Iterates over groups in the order in which they were written, each once; may be iterated again.
+
+    A group that stands there twice is taken as it stands there last: when Redis has lost seconds a group is generated
+    again, and the last one is the one that counted. When that one was lost, none is taken. So the files are read twice,
+    first for the ids alone. What is appended in the meantime is left out.
+
+    Attributes:
+        files: that are read.
+        problems: what could not be read or is lost, for people; complete after an iteration. A damaged file is read up
+            to there.
+
+    Args:
+        files: of recordings, in the order in which they were made.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.problems: list[str] = []
+
+    def __iter__(self) -> Iterator[ArchivedGroup]:
+        last: dict[tuple[int, int], int] = {}
+        for place, (_, group) in enumerate(self._read()):
+            last[group.gid, group.attempt] = place
+        self.problems.clear()
+        for place, (header, group) in enumerate(self._read()):
+            if last.get((group.gid, group.attempt)) != place:
+                continue
+            if group.lost:
+                self.problems.append(_lost(group))
+                continue
+            try:
+                yield _opened(header, group)
+            except WireError as error:
+                self.problems.append(f"group {group.gid}: {error.message}")
+
+    def find(self, gid: int) -> list[ArchivedGroup]:
+        """All attempts at one group, ascending; none when it is not here."""
+        self.problems.clear()
+        found: dict[int, ArchivedGroup] = {}
+        lost: dict[int, str] = {}
+        for header, group in self._read():
+            if group.gid != gid:
+                continue
+            if group.lost:
+                found.pop(group.attempt, None)
+                lost[group.attempt] = _lost(group)
+                continue
+            lost.pop(group.attempt, None)
+            try:
+                found[group.attempt] = _opened(header, group)
+            except WireError as error:
+                found.pop(group.attempt, None)
+                self.problems.append(f"group {gid}: {error.message}")
+        self.problems += lost.values()
+        return [found[attempt] for attempt in sorted(found)]
+
+    def _read(self) -> Iterator[tuple[Header, RecordedGroup]]:
+        for file in self.files:
+            try:
+                header, groups = read_file(file)
+                if header is not None:
+                    yield from ((header, group) for group in groups)
+            except FileNotFoundError:
+                continue  # `archive.files` removed it meanwhile
+            except (WireError, ConfigError) as error:
+                self.problems.append(error.message)
+
+
+def read_archive(path: Path, *, evaluation: bool = False) -> ArchiveReading:
+    """Read closed groups with their scores.
+
+    Args:
+        path: directory of a run (its archive, or its recording where there is no archive), of an archive or a
+            recording, `RUN_DIR/rescored/NAME`, or one file of them.
+        evaluation: held-out groups instead of training groups.
+
+    Raises:
+        ConfigError: there are none, or the file is of another program or version.
+    """
+    files = archive_files(path, evaluation=evaluation)
+    if files == [path]:
+        read_file(path)
+    if not files:
+        what = "held-out groups" if evaluation else "groups"
+        raise ConfigError(
+            f"{path} has no archived {what}",
+            "a run keeps them with archive.enabled: true; `streamrl up --rollout-only` records them",
+        )
+    return ArchiveReading(files)
+
+
+def archive_files(path: Path, *, evaluation: bool = False) -> list[Path]:
+    """The files that `read_archive` reads; none when there are none."""
+    if path.is_file():
+        return [path]
+    folders = [path / ARCHIVE, path / FOLDER, path]
+    found = (recording_files(folder / EVALUATION if evaluation else folder) for folder in folders if folder.is_dir())
+    return next((files for files in found if files), [])
+
+
+def _lost(group: RecordedGroup) -> str:
+    return f"group {group.gid}, attempt {group.attempt}: it closed again, and how it closed then is lost (full disk)"
+
+
+def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
+    """Decode a group; `WireError` when a message in it is none of ours."""
+    samples = tuple(
+        ArchivedSample(number, wire.decode(payload, wire.Sample), wire.decode(score, wire.Score))
+        for number, (payload, score) in zip(group.numbers, group.samples, strict=True)
+    )
+    return ArchivedGroup(
+        gid=group.gid,
+        attempt=group.attempt,
+        version=group.version,
+        at=group.at,
+        prompt=wire.decode(group.prompt, wire.Prompt),
+        samples=samples,
+        causes=dict(group.causes),
+        header=header,
+        raw=group,
+    )
