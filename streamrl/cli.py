@@ -1,7 +1,7 @@
 """`streamrl`: the command line. Each command imports its own module, so that a quick look starts quickly.
 
-Every command returns its exit code (table in docs/cli.md). Errors made on purpose become `error:` and `hint:` on stderr
-and the exit code of their class; anything else is a bug of ours: 70 and one line, with `--debug` the traceback.
+Every command returns its exit code (docs/reference/cli.md). Errors made on purpose become `error:` and `hint:` on
+stderr and the exit code of their class; anything else is a bug of ours: 70 and one line, with `--debug` the traceback.
 """
 
 from __future__ import annotations

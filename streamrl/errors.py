@@ -31,7 +31,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a process of streamrl tells the shell (docs/cli.md lists what a supervisor does with each)."""
+    """What a process of streamrl tells the shell (docs/reference/cli.md lists what a supervisor does with each)."""
 
     OK = 0
     FAILURE = 1

@@ -3,7 +3,7 @@
 Notation: theta is trained, old is the centre of the trust region, mu sampled the token, u = theta / old, A the
 advantage, sg stops the gradient. Ratios are formed as differences of logarithms and bounded before `exp`, so finite
 log-probabilities give neither an infinite nor an undefined loss or gradient. At u = 1 the gradient of every loss is
-that of REINFORCE, -A. Formulas, defaults and sources in one table: docs/algorithms.md.
+that of REINFORCE, -A. Formulas, defaults and sources in one table: docs/reference/losses.md.
 """
 
 from __future__ import annotations
