@@ -175,9 +175,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at a time")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "staleness.jsonl")
     parser.add_argument("--dry", action="store_true", help="run nothing: take what is there")
-    parser.add_argument("--report", action="store_true", help="then write the figures into --docs")
+    parser.add_argument("--report", action="store_true", help="then draw the picture in --docs")
     parser.add_argument(
-        "--docs", type=Path, default=HERE.parent / "docs" / "internals", help="where staleness.md and its picture are"
+        "--docs", type=Path, default=HERE.parent / "docs" / "internals", help="where its picture is"
     )
     parser.add_argument("--json", type=Path, help="file for the summary of the cells asked for")
     args = parser.parse_args()

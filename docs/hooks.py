@@ -6,9 +6,11 @@ A line `<!-- generated: NAME -->` of a page is replaced by what `GENERATED[NAME]
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -196,11 +198,21 @@ def preset(name: str) -> str:
     return f"```yaml\n{text}```"
 
 
+def staleness() -> str:
+    """The figures of the staleness experiment, from what `benchmarks/staleness.py` measured."""
+    spec = spec_from_file_location("staleness_report", ROOT / "benchmarks" / "staleness_report.py")
+    report = module_from_spec(spec)
+    spec.loader.exec_module(report)
+    measured = (ROOT / "benchmarks" / "results" / "staleness.jsonl").read_text().splitlines()
+    return report.tables([json.loads(line) for line in measured])
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "commands": commands,
     "keys": keys,
     "rules": rules,
     "scripts": scripts,
+    "staleness": staleness,
     **{f"arguments {name}": (lambda name=name: arguments(name)) for name in BUILT_IN},
     **{f"preset {name}": (lambda name=name: preset(name)) for name in PRESETS},
 }
