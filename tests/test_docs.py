@@ -47,7 +47,7 @@ def test_every_test_that_a_page_names_exists(page):
 
 def test_every_hole_names_its_tests():
     page = (DOCS / "internals" / "holes.md").read_text()
-    rows = re.findall(r"^\| (\d+b?) \| .* \| (.*) \| .* \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+b?) \| .* \| (.*) \| (.*) \|$", page, re.MULTILINE)
     first = ["1", "2", "3", "4", "4b", *map(str, range(5, 38))]
     assert [number for number, _, _ in rows][: len(first)] == first, "later ones are welcome"
     for number, state, tests in rows:
