@@ -18,11 +18,13 @@ from typer.main import get_command
 from streamrl.cli import app
 from streamrl.config import RunConfig
 from streamrl.consumers.built_in import BUILT_IN
+from streamrl.demo import prepare
 from streamrl.runfile import load
 from tests.cli.run_kit import cli
 from tests.docs_kit import DOCS, PAGES, ROOT, Block, blocks, hooks
 
 LUA = ROOT / "streamrl" / "queues" / "lua"
+SMALL = {"STEPS": 2, "WARM_UP": 1, "DECAY_FROM": 1, "TRAINING_PROMPTS": 20, "HELD_OUT_PROMPTS": 10}
 
 
 def name(block: Block) -> str:
@@ -194,16 +196,24 @@ def test_the_page_about_the_first_reward_works_as_it_stands(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(650)
-def test_the_quickstart_works_as_it_stands(tmp_path):
-    """Its commands but the installation, in a run of one step."""
+@pytest.mark.timeout(400)
+def test_the_quickstart_works_as_it_stands(tmp_path, monkeypatch):
+    """Its commands but the installation: a run of one step, with a model that knows nothing."""
+    for size, value in SMALL.items():
+        monkeypatch.setattr(prepare, size, value)
+    assert prepare.main([str(tmp_path / "my-sort")]) == 0
     page = [block for block in blocks("bash") if block.page == "docs/start/quickstart.md"]
     lines = [line for block in page for line in block.text.splitlines() if not line.startswith("pip ")]
     bin_folder = Path(sys.executable).parent
-    short = {"STREAMRL_LEARNER__STEPS": "1", "STREAMRL_EVALUATION__FINAL_PROMPTS": "0"}
+    short = {
+        "STREAMRL_LEARNER__STEPS": "1",
+        "STREAMRL_LEARNER__STOP_AT_ACCURACY": "null",
+        "STREAMRL_EVALUATION__EVERY": "0",
+        "STREAMRL_EVALUATION__FINAL_PROMPTS": "0",
+    }
     environ = os.environ | short | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
     program = "\n".join(["set -e", *lines]).replace("streamrl status", "streamrl status || true")
     command = ["bash", "-c", program]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environ, timeout=600)
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environ, timeout=380)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
     assert "nothing lost, nothing trained twice" in done.stdout
