@@ -176,9 +176,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=HERE / "results" / "staleness.jsonl")
     parser.add_argument("--dry", action="store_true", help="run nothing: take what is there")
     parser.add_argument("--report", action="store_true", help="then draw the picture in --docs")
-    parser.add_argument(
-        "--docs", type=Path, default=HERE.parent / "docs" / "internals", help="where its picture is"
-    )
+    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs" / "internals", help="where its picture is")
     parser.add_argument("--json", type=Path, help="file for the summary of the cells asked for")
     args = parser.parse_args()
     if unknown := set(args.algorithms) - set(ALGORITHMS):
