@@ -7,6 +7,7 @@
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make lint                         ruff, mypy, import rules, dead code
+#   make docs                         install mkdocs, build docs/ into site/, fail on a broken link
 #
 #   PYTHON=python3.12                 interpreter of the virtual environment (3.11 or 3.12)
 #   CPU_WHEELS=URL                    an index of CPU builds of torch, when yours has only CUDA builds
@@ -27,7 +28,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cks
 WORKERS ?= 2
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
 
 setup: $(INSTALLED)
 
@@ -89,7 +90,17 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/vulture
 
-clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+# mkdocs is in the extra `docs` alone: tests and runs do not need it.
+DOCUMENTED := $(VENV)/.docs-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+$(DOCUMENTED): $(INSTALLED)
+	@echo "set-up: mkdocs into $(VENV) (once, some seconds after downloads)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@rm -f $(VENV)/.docs-* && touch $@
 
-.PHONY: help setup demo environments engines crosscheck test test-slow test-all lint clean
+docs: $(DOCUMENTED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.PHONY: help setup demo environments engines crosscheck test test-slow test-all lint docs clean

@@ -40,7 +40,7 @@ EXAMPLE = ROOT / "examples" / "sort"
 TRL_PYTHON = ROOT / ".crosscheck" / "bin" / "python"
 GOAL = 0.9
 LR, WARMUP = 2e-4, 2
-"""trl's; on-policy, the task is learnt fastest with them (docs/demo.md)."""
+"""trl's; on-policy, the task is learnt fastest with them (docs/start/demo.md)."""
 TRIED = [
     {"precision": precision, "attention": attention, "rows": rows}
     for (precision, attention), rows in itertools.product((("highest", "sdpa"), ("medium", "eager")), (64, 128, 256))

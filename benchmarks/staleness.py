@@ -1,6 +1,6 @@
 """How learning depends on staleness: the sort task, learnt by several algorithms from samples that are S steps old.
 
-    python benchmarks/staleness.py                                   the grid of docs/staleness.md; a repeat goes on
+    python benchmarks/staleness.py                                   the grid of docs/internals/staleness.md, or goes on
     python benchmarks/staleness.py --report                          the same, then the table and picture in docs/
     python benchmarks/staleness.py --report --dry                    only of the cells that are there
     python benchmarks/staleness.py --staleness 64 --seeds 0,1,2 --algorithms high_staleness --jobs 1
@@ -175,10 +175,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at a time")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "staleness.jsonl")
     parser.add_argument("--dry", action="store_true", help="run nothing: take what is there")
-    parser.add_argument("--report", action="store_true", help="then write the figures into --docs")
-    parser.add_argument(
-        "--docs", type=Path, default=HERE.parent / "docs", help="where staleness.md and its picture are"
-    )
+    parser.add_argument("--report", action="store_true", help="then draw the picture in --docs")
+    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs" / "internals", help="where its picture is")
     parser.add_argument("--json", type=Path, help="file for the summary of the cells asked for")
     args = parser.parse_args()
     if unknown := set(args.algorithms) - set(ALGORITHMS):

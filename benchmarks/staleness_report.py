@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-BEGIN, END = "<!-- figures: benchmarks/staleness.py --report -->", "<!-- end of figures -->"
 REACHED, GOAL = 0.9, 0.95
 Line = Mapping[str, Any]
 _COLOURS = (
@@ -90,17 +89,13 @@ def _numbers(values: Iterable[float | None]) -> str:
 
 
 def write_report(folder: Path, lines: Sequence[Line]) -> None:
-    """Write `staleness.png`, and the table between the marks of `staleness.md`, or at its end."""
+    """Write the picture, `staleness.png`; docs/hooks.py makes the tables when the site is built."""
     folder.mkdir(parents=True, exist_ok=True)
     _draw(folder / "staleness.png", lines)
-    page = folder / "staleness.md"
-    text = page.read_text() if page.exists() else f"# Staleness\n\n{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n{_tables(lines)}\n{END}{after}")
 
 
-def _tables(lines: Sequence[Line]) -> str:
+def tables(lines: Sequence[Line]) -> str:
+    """The figures in Markdown, a table for each staleness, and whether the goal is reached."""
     table = summary(lines)
     parts = []
     for staleness in sorted({row["staleness"] for row in table["rows"]}):

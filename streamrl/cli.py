@@ -1,7 +1,8 @@
 """`streamrl`: the command line. It knows names and one-line helps; a command is imported when it is called.
 
-Every command returns its exit code (table in docs/cli.md). Errors made on purpose become `error:` and `hint:` on stderr
-and the exit code of their class; anything else is a bug of streamrl: 70 and one line, with `--debug` the traceback.
+Every command returns its exit code (table in docs/reference/cli.md). Errors made on purpose become `error:` and `hint:`
+on stderr and the exit code of their class; anything else is a bug of streamrl: 70 and one line, with `--debug` the
+traceback.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands and roles (docs/cli.md lists what a supervisor does with each)."""
+    """Exit codes of all commands and roles (docs/reference/cli.md lists what a supervisor does with each)."""
 
     OK = 0
     FAILURE = 1

@@ -13,8 +13,9 @@ from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.runfile import load
+from tests.docs_kit import hooks
 
-PAGES = Path(__file__).parent.parent / "docs" / "presets"
+PAGES = Path(__file__).parent.parent / "docs" / "reference" / "presets"
 NAMES = sorted(get_args(Preset))
 
 
@@ -24,14 +25,15 @@ def page(name: str) -> str:
 
 def test_there_is_a_preset_for_each_name_and_a_page_for_each_preset():
     assert sorted(PRESETS) == NAMES
-    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(["README", *NAMES])
-    index = page("README")
+    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(["index", *NAMES])
+    index = page("index")
     assert all(f"({name}.md)" in index for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_shows_exactly_the_preset(name):
-    shown = page(name).split("```yaml\n")[1].split("```")[0]
+    assert f"\n<!-- generated: preset {name} -->\n" in page(name)
+    shown = hooks().GENERATED[f"preset {name}"]().removeprefix("```yaml\n").removesuffix("```")
     assert yaml.safe_load(shown) == PRESETS[name]
     assert all(f"**{part}.**" in page(name) for part in ("Source", "When", "Watch"))
     assert "arXiv" in page(name)

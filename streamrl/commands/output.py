@@ -55,7 +55,7 @@ def envelope(schema: str, data: Any) -> bytes:
     """The one JSON answer of all reading commands.
 
     Args:
-        schema: name and version, as documented in docs/cli.md: `streamrl.lag/1`.
+        schema: name and version, as documented in docs/reference/json.md: `streamrl.lag/1`.
         data: dataclasses, dicts, lists, numbers, strings.
 
     Returns:

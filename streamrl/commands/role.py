@@ -36,7 +36,7 @@ def run_role(
 ) -> int:
     """Run one role in this process: what the supervisor, Ray or Kubernetes start.
 
-    The process ends with the exit code of the role (docs/cli.md).
+    The process ends with the exit code of the role (docs/reference/cli.md).
     """
     from streamrl.runtime.roles import run as run_to_its_end
 

@@ -160,7 +160,7 @@ class RolloutConfig(Section):
 
 
 class LeaseConfig(Section):
-    """How work is held (docs/architecture.md, leases)."""
+    """How work is held (docs/internals/ledger.md, leases)."""
 
     seconds: Duration = Field(15.0, description="a holder that is silent for this long has lost its work")
     max_hold: Duration = Field(900.0, description="longest time one piece of work may be held and renewed")
@@ -170,7 +170,7 @@ class LeaseConfig(Section):
 
 
 class DeltaConfig(Section):
-    """Versions that carry only the changed values (docs/weights.md)."""
+    """Versions that carry only the changed values (docs/internals/weights.md)."""
 
     enabled: bool = Field(False, description="publish deltas between full versions; worth it with dtype bfloat16")
     every: Positive = Field(20, description="versions from one full version (anchor) to the next")
@@ -205,7 +205,7 @@ class EvaluationConfig(Section):
 
 
 class RecordingConfig(Section):
-    """Rollouts without a learner, and a learner without rollouts (docs/checkpoints.md, recordings)."""
+    """Rollouts without a learner, and a learner without rollouts (docs/guides/recordings.md)."""
 
     mode: Literal["off", "write", "read"] = Field(
         "off",

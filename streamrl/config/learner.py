@@ -14,7 +14,7 @@ Preset = Literal["grpo", "ppo", "egpo", "egpo_zhao", "scalerl", "high_staleness"
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages (docs/algorithms.md, advantages)."""
+    """How rewards become advantages (docs/reference/advantages.md)."""
 
     use: str = Field("grpo", description="name of an estimator, or module:name of your own")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the estimator")
@@ -26,7 +26,7 @@ class AdvantageConfig(Section):
 
 
 class LossConfig(Section):
-    """The policy loss (docs/algorithms.md, losses)."""
+    """The policy loss (docs/reference/losses.md)."""
 
     use: str = Field("ppo", description="name of a loss, or module:name of your own")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the loss: clip_low, ...")
@@ -39,7 +39,7 @@ class LossConfig(Section):
 
 
 class GateConfig(Section):
-    """One gate on importance ratios: a weight that is cut, or a mask (docs/algorithms.md, corrections)."""
+    """One gate on importance ratios: a weight that is cut, or a mask (docs/reference/corrections.md)."""
 
     use: str = Field(description="tis, icepop, mask, veto, opsm, m2po, or module:name of your own")
     level: Literal["token", "sequence", "geometric"] | None = Field(
@@ -153,7 +153,9 @@ class LoraConfig(Section):
 class LearnerConfig(Section):
     """The learner: FSDP over any number of ranks."""
 
-    preset: Preset | None = Field(None, description="an algorithm by name; keys that are set win (docs/algorithms.md)")
+    preset: Preset | None = Field(
+        None, description="an algorithm by name; keys that are set win (docs/reference/presets/index.md)"
+    )
     ranks: Positive = Field(1, description="processes; each holds an equal share of every parameter")
     groups_per_step: Positive = Field(8, description="complete groups in one step")
     passes: Positive = Field(1, description="times that each step goes over its groups")

@@ -298,8 +298,8 @@ class Reward(RewardLife, ABC):
         """Score one response.
 
         An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then its
-        `on_failure` decides (docs/rewards.md). `RewardUnavailable` says that nobody can score now: the sample waits,
-        and no attempt is counted. Cancelled when its deadline is over, which counts as a failed attempt.
+        `on_failure` decides (docs/guides/failing-rewards.md). `RewardUnavailable` says that nobody can score now: the
+        sample waits, and no attempt is counted. Cancelled when its deadline is over, which counts as a failed attempt.
 
         Args:
             sample: the response with its prompt.

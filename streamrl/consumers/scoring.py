@@ -51,7 +51,7 @@ class Scorer:
         return sum(calls.figures.retried for calls in self.calls)
 
     async def score(self, sample: RewardSample, until: float) -> wire.Score:
-        """Return the score of one sample with every part; `docs/rewards.md` says how it is made.
+        """Return the score of one sample with every part; `docs/guides/combine-rewards.md` says how it is made.
 
         The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
         reward that compares gets a group of one. `until` is when the lease of the sample ends, by `time.monotonic`.

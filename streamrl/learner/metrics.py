@@ -54,7 +54,7 @@ class StepMeter:
         busy: Sequence[tuple[float, float]],
         read: Sequence[int],
     ) -> dict[str, Any]:
-        """Close the step and describe it (docs/algorithms.md, what a step logs).
+        """Close the step and describe it (docs/reference/metrics.md).
 
         Args:
             groups: of the step.

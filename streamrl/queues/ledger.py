@@ -1,4 +1,4 @@
-"""The ledger: one hash per prompt group, streams of ids (docs/architecture.md).
+"""The ledger: one hash per prompt group, streams of ids (docs/internals/ledger.md).
 
 A group is `open` until every sample has a score or a cause of death; then, in the same script, it is `closed` (visible
 to the learner, immutable) or a dead letter. Its id is the cursor of the data set at its admission. It is put up for

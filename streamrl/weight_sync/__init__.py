@@ -11,7 +11,8 @@ rollout replica: weights stream -> Follower -> Arrivals: Source brings the files
 
 A version is the pair (epoch, number); it is applied whole or not at all, and never an older one after a newer one.
 How the shards get near the engine is a transport: `shm` (same host), `directory` (shared file system), `http` (pulled
-from the learner's host or a neighbour) or `collective` (broadcast, and pulled by whoever missed it): docs/weights.md.
+from the learner's host or a neighbour) or `collective` (broadcast, and pulled by whoever missed it);
+see docs/internals/weights.md.
 
 The names below are loaded when they are first used: `transports` needs no torch.
 """

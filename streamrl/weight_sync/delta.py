@@ -3,7 +3,7 @@
 A delta overwrites: it names the changed elements and their new values. So applying it twice does no harm, and a value
 never drifts. Values are compared as bits, so that -0.0 and the payloads of NaN arrive too.
 
-For each part there are two arrays of bytes (docs/weights.md):
+For each part there are two arrays of bytes (docs/internals/weights.md):
 
 ```
 gaps    the run of unchanged elements before each changed one, and last the run after all of them.

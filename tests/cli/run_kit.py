@@ -22,7 +22,7 @@ from streamrl.queues import Ledger, embedded, open_ledgers
 from streamrl.runfile import load, save
 from tests.queues import ledger_kit
 
-DOC = Path(__file__).parents[2] / "docs" / "cli.md"
+DOC = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 NUMBER = (int, float)
 
 
@@ -81,7 +81,7 @@ def data_of(output: str, schema: str) -> Any:
 
 
 def documented(schema: str) -> Any:
-    """The shape that docs/cli.md gives for a schema."""
+    """The shape that docs/reference/json.md gives for a schema."""
     match = re.search(rf"^### {re.escape(schema)}\n\n```json\n(.*?)```", DOC.read_text(), re.MULTILINE | re.DOTALL)
     assert match, f"{schema} is not documented"
     return orjson.loads(match.group(1))

@@ -1,4 +1,4 @@
-"""Commands that read, on live and stopped runs: what they say, their JSON against docs/cli.md, their exit codes."""
+"""Commands that read, on live and stopped runs: what they say, their JSON, their exit codes."""
 
 from __future__ import annotations
 

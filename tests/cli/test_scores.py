@@ -1,4 +1,4 @@
-"""`score show`, `archive` and `rescore`: what they say, their JSON against docs/cli.md, their exit codes."""
+"""`score show`, `archive` and `rescore`: what they say, their JSON against docs/reference/json.md, their exit codes."""
 
 from __future__ import annotations
 

@@ -131,5 +131,5 @@ def test_what_makes_no_score_is_refused_at_the_start(changes, message):
 
 
 def test_the_page_says_from_which_score_on_a_held_out_response_is_right():
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "combine-rewards.md").read_text("utf-8")
     assert f"`evaluation.threshold` ({RunConfig().evaluation.threshold})" in page

@@ -1,7 +1,7 @@
 """The same batch through streamrl's objective and through `GRPOTrainer.compute_loss` of trl: same loss, same gradient.
 
 Models, weights, tokens, advantages and old log-probabilities are the same; the layouts are each side's own. What both
-do not share on purpose, and why, is listed in docs/algorithms.md.
+do not share on purpose, and why, is listed in docs/reference/losses.md.
 """
 
 import numpy as np

@@ -229,7 +229,7 @@ def test_a_torn_or_hostile_file_is_refused(tmp_path):
 
 
 def test_a_delta_of_a_real_density_is_at_most_three_per_cent(tmp_path):
-    """AdamW at lr 1e-6 moves 1.2 % of bf16 weights (the same simulation as in docs/weights.md)."""
+    """AdamW at lr 1e-6 moves 1.2 % of bf16 weights (the same simulation as in docs/internals/weights.md)."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(1 << 21, generator=generator) * 0.02
     step = (torch.randn(master.shape, generator=generator) * 0.3).clamp(-1, 1) * 1e-6

@@ -1,1 +1,1 @@
-"""The gateway of a reward worker: programs in any language fetch samples and post scores (docs/rewards.md)."""
+"""The gateway of a reward worker: programs in any language fetch samples and post scores (docs/guides/gateway.md)."""

@@ -86,7 +86,7 @@ def parse(data: bytes, kind: type[_Request]) -> _Request:
     except msgspec.ValidationError as error:
         inside = kind is ScoresRequest and "`$.scores[" in str(error)
         fields = ", ".join((Posted if inside else kind).__struct_fields__)
-        raise Refusal(422, "invalid", str(error), f"fields: {fields}; see docs/rewards.md, the gateway") from error
+        raise Refusal(422, "invalid", str(error), f"fields: {fields}; see docs/guides/gateway.md") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refusal(400, "no_json", f"the body is no JSON: {error}", "send one JSON object") from error
     if request.version != VERSION:

@@ -26,7 +26,7 @@ _ADDRESS_HINT: Final = (
 
 
 class GatewayReward(Reward):
-    """The score that a program posts for a sample it has fetched from the gateway (docs/rewards.md).
+    """The score that a program posts for a sample it has fetched from the gateway (docs/guides/gateway.md).
 
     Each worker has a gateway of its own, at `reward_worker.gateway_port` plus the number of the worker. A sample waits
     for a program as long as some program asks; when none was heard of for `patience`, it is unavailable, which is no
@@ -95,7 +95,7 @@ class GatewayReward(Reward):
                 if left <= 0 and not offer.lease:
                     raise RewardUnavailable(
                         f"no program has asked the gateway at {self.url} for {self._patience:g} s",
-                        "start one: docs/rewards.md, the gateway",
+                        "start one: docs/guides/gateway.md",
                     )
                 await asyncio.wait([future], timeout=left if left > 0 else self._patience)
             return future.result()

@@ -196,7 +196,7 @@ async def _explain(request: web.Request, handler: _Handler) -> web.StreamRespons
         return _error(refusal)
     except web.HTTPException as error:
         code = error.reason.lower().replace(" ", "_")
-        hint = "see docs/rewards.md, the gateway" if error.status != 413 else "post fewer scores at once"
+        hint = "see docs/guides/gateway.md" if error.status != 413 else "post fewer scores at once"
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return _error(Refusal(error.status, code, f"{request.method} {request.path}: {error.reason}", hint), allow)
     except Exception:

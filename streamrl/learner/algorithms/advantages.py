@@ -338,7 +338,8 @@ class Estimator:
             estimator(_small_group(estimator.needs))
         except ValueError as error:
             raise ConfigError(
-                f"learner.advantage.use {use}: {error}", "docs/algorithms.md lists the estimators and their arguments"
+                f"learner.advantage.use {use}: {error}",
+                "docs/reference/advantages.md lists the estimators and their arguments",
             ) from error
         return estimator
 
@@ -499,7 +500,7 @@ def pass_at_k(group: GroupData) -> list[FloatArray]:
 @ESTIMATORS.register("gae")
 @traits(needs=["values"], normalise="whiten")
 def gae(group: GroupData, *, gamma: float = 1.0, lam: float = 1.0) -> list[FloatArray]:
-    """Generalized advantages, whitened over the tokens of the step (`generalized_advantages`; docs/algorithms.md).
+    """Generalized advantages, whitened over the tokens of the step (docs/reference/advantages.md).
 
     Args:
         group: responses with the critic's values.
@@ -538,7 +539,7 @@ def egpo(
     wrong: float = 0.0,
     degenerate: float = 0.1,
 ) -> list[FloatArray]:
-    """GRPO guided by the entropy of each response (docs/presets/egpo.md, docs/presets/egpo_zhao.md).
+    """GRPO guided by the entropy of each response (docs/reference/presets/egpo.md, egpo_zhao.md).
 
     Args:
         group: responses.

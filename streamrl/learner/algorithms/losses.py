@@ -8,7 +8,7 @@ Notation: theta is trained, old is the centre of the trust region, mu sampled th
 product and s the geometric mean of the ratios u of a response, A the advantage, sg stops the gradient. Ratios are
 formed as differences of logarithms and bounded before `exp`, so finite log-probabilities give neither an infinite nor
 an undefined loss or gradient. At u = 1 the gradient of every loss is that of REINFORCE, -A. Formulas, defaults and
-sources in one table: docs/algorithms.md.
+sources in one table: docs/reference/losses.md.
 
 Losses whose ratio belongs to a whole response give each token its response's number, and the gradient to its own
 log-probability: aggregation weighs all tokens of a response alike, so its mean over the tokens (`aggregate:

@@ -78,7 +78,7 @@ def lr_factor(rule: Literal["none", "ess", "staleness"], sums: TokenSums, level:
     `(sum w)^2 / (n sum w^2)` of the untruncated weights, as for AdamW the rate follows the square root of the number of
     samples. The paper's weights are those of responses; they count where the gate weighs at level sequence, else the
     weights of tokens do. staleness: `1 / sqrt(1 + mean staleness of a trained token in steps)`; ours: at 16 steps the
-    whole division was slower than needed, and none at all too fast (docs/staleness.md).
+    whole division was slower than needed, and none at all too fast (docs/internals/staleness.md).
 
     Args:
         rule: `learner.correction.lr_scale`.

@@ -6,7 +6,7 @@ to 16. A free slot in between computes something that nobody reads; when an eigh
 sequences move into the gaps. Prompts that come together and are equal are computed once.
 
 For models whose forward pass is cheap this is three to five times faster than paged batching, whose bookkeeping and
-block mask grow with the batch (docs/engines.md has the figures). No threads here: `slot_decoder` drives it.
+block mask grow with the batch (docs/internals/servers.md has the figures). No threads here: `slot_decoder` drives it.
 """
 
 from __future__ import annotations

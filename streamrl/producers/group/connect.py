@@ -119,7 +119,7 @@ def _refusal(client: HttpClient, dialect: Dialect, error: BadAnswer | DataError 
         return ConfigError(f"{client.url} wants a key: {error.message}", "set engine.api_key_file to its file")
     return ConfigError(
         f"{client.url} does not answer as engine.kind {dialect.kind} does: {error.message}",
-        "see engine.kind, engine.url and docs/engines.md for the flags and variables it is started with",
+        "see engine.kind, engine.url and docs/guides/engines.md for the flags and variables it is started with",
     )
 
 

@@ -281,7 +281,8 @@ class Controls:
             await self._client.call(call, self._seconds)
         except BadRequest as error:
             if error.status in {404, 405}:
-                raise Refused(f"the server cannot serve adapters: {error.message}", "see docs/engines.md") from error
+                why = f"the server cannot serve adapters: {error.message}"
+                raise Refused(why, "see docs/guides/engines.md") from error
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
         except _ANSWERED as error:
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error

@@ -94,7 +94,8 @@ class Deliveries:
             return await asyncio.to_thread(read_folder, message)
         if not self._pulls:
             raise WeightsError(
-                "this server pulls no weights from other hosts", "start it with --api-key-file, and see docs/engines.md"
+                "this server pulls no weights from other hosts",
+                "start it with --api-key-file, and see docs/guides/engines.md",
             )
         if self._arrivals is None:
             # a server that once saw a delta keeps the full files of its base

@@ -19,7 +19,7 @@ from tests.queues.ledger_kit import faults, until
 
 RENEWALS = 4
 """A lease is renewed at every third of it: this is longer than one."""
-PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "gateway.md").read_text()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The table of faults in docs/rewards.md: what becomes of a sample when a server of a reward model fails like this."""
+"""The table of faults of docs/guides/reward-models.md: what becomes of a sample when a reward model's server fails."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TABLE: dict[str, tuple[list[str], str, str]] = {
 }
 CASES = [(act, to_router, end) for acts, to_router, end in TABLE.values() for act in acts]
 SAMPLES = 6
-PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "reward-models.md"
 
 
 async def scored(

@@ -232,7 +232,7 @@ def test_a_function_of_the_user_says_what_it_needs():
 
 
 def test_the_documentation_lists_all_of_them():
-    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "advantages.md").read_text()
     assert all(f"| `{name}`" in page for name in ESTIMATORS.names)
 
 

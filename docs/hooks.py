@@ -1,0 +1,218 @@
+"""What mkdocs adds to the pages in docs/ while it builds the site: all that can be read from the program itself.
+
+A line `<!-- generated: NAME -->` of a page is replaced by what `GENERATED[NAME]` returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from streamrl.consumers.built_in import BUILT_IN
+from typer.main import get_command
+
+from streamrl.cli import app
+from streamrl.config import RunConfig, base
+from streamrl.config.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+LUA = ROOT / "streamrl" / "queues" / "lua"
+MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
+PROOF = re.compile(r"`(tests/[\w/]+\.py(?:::\w+)?)`")
+PARTS = ("KEYS", "ARGV", "returns", "repeat", "full")
+
+
+def on_config(config: Any) -> None:
+    """Put every page of docs/decisions into the navigation."""
+    pages = [f"decisions/{path.name}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+    for entry in config.nav[-1]["Internals"]:
+        if "Decisions" in entry:
+            entry["Decisions"] = pages
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
+    """Fill the marks of a page; the names of tests become short, with the whole name on hovering."""
+    text = MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
+    if page.file.src_uri in {"reference/faults.md", "internals/holes.md"}:
+        text = PROOF.sub(lambda proof: f'<abbr title="{proof[1]}">test</abbr>', text)
+    return text
+
+
+def walk(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    """Every command below a group, with its words."""
+    if not hasattr(command, "list_commands"):
+        yield " ".join(names), command
+        return
+    context = command.context_class(command, info_name="streamrl")
+    for name in command.list_commands(context):
+        yield from walk(command.get_command(context, name), *names, name)
+
+
+def commands() -> str:
+    """Every command with its help, arguments and options."""
+    parts = []
+    for name, command in walk(get_command(app)):
+        context = command.context_class(command, info_name=f"streamrl {name}")
+        usage = " ".join([f"streamrl {name}", *command.collect_usage_pieces(context)])
+        parts += [f"### {name}\n", f"`{usage}`\n", inspect.cleandoc(command.help or "") + "\n"]
+        records = [found.get_help_record(context) for found in command.params if found.name != "help"]
+        if rows := [f"| `{cell(option)}` | {cell(meaning)} |" for option, meaning in filter(None, records)]:
+            parts += ["| option | meaning |", "|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def cell(text: str) -> str:
+    """Text as one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+KINDS = {
+    base.Duration: "duration",
+    base.Size: "size",
+    base.Positive: "integer above 0",
+    base.Natural: "integer from 0",
+    base.Fraction: "0 to 1",
+}
+
+
+def keys() -> str:
+    """Every key of a run file, section by section."""
+    return "\n".join(_section("", RunConfig))
+
+
+def _section(path: str, section: type[base.Section]) -> Iterator[str]:
+    said = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0]
+    yield f"## {path}\n\n{said}\n" if path else "## Top level\n"
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    below: list[tuple[str, type[base.Section]]] = []
+    hints = get_type_hints(section, include_extras=True)
+    for name, field in section.model_fields.items():
+        kind, inner = _kind(hints[name]), _inner(hints[name])
+        if inner is not None:
+            below.append((f"{path}.{name}".lstrip("."), inner))
+        default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
+        if kind == "section":
+            kind, default = f"section [{below[-1][0]}](#{below[-1][0].replace('.', '')})", ""
+        yield f"| `{name}` | {cell(kind)} | {default} | {cell(field.description or '')} |"
+    yield ""
+    for inner_path, inner in below:
+        yield from _section(inner_path, inner)
+
+
+def _inner(hint: Any) -> type[base.Section] | None:
+    """The section that a key holds: itself, in a list, in a map, or not at all."""
+    if inspect.isclass(hint) and issubclass(hint, base.Section):
+        return hint
+    return next((found for part in get_args(hint) if (found := _inner(part)) is not None), None)
+
+
+def _kind(hint: Any) -> str:
+    """The type of a key in words."""
+    if hint in KINDS:
+        return KINDS[hint]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kind(parts[0])
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin is tuple:
+        return f"list of {_kind(parts[0])}" if parts[-1] is Ellipsis else f"list of {len(parts)}"
+    if (parts and not isinstance(origin, type)) or origin is UnionType:
+        return " or ".join("empty" if part is type(None) else _kind(part) for part in parts)
+    if inspect.isclass(hint) and issubclass(hint, base.Section):
+        return "section"
+    names = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "Path": "path", "dict": "map"}
+    return names[(origin or hint).__name__]
+
+
+def _default(value: Any) -> str:
+    if value is None or value in ((), {}) or isinstance(value, base.Section):
+        return ""
+    if isinstance(value, tuple):
+        items = [item.model_dump(exclude_defaults=True) if isinstance(item, base.Section) else item for item in value]
+        return f"`{items}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def arguments(name: str) -> str:
+    """What a built-in reward does, and its arguments, from its docstring."""
+    module, _, kind = BUILT_IN[name].partition(":")
+    reward = getattr(import_module(module), kind)
+    said, _, rest = inspect.cleandoc(reward.__doc__).partition("Args:\n")
+    signature = inspect.signature(reward.__init__).parameters
+    rows = ["| argument | default | meaning |", "|---|---|---|"]
+    for argument, meaning in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", rest.partition("Raises:")[0], re.MULTILINE):
+        default = signature[argument].default
+        shown = "required" if default is inspect.Parameter.empty else f"`{default}`"
+        rows.append(f"| `{argument}` | {cell(shown)} | {cell(meaning)} |")
+    return "\n".join([said.strip(), "", *rows, ""])
+
+
+def rules() -> str:
+    """Every rule that comes along."""
+    names = [name for name, place in BUILT_IN.items() if ".rules." in place and name != "code"]
+    return "\n".join(f"### {name}\n\n{arguments(name)}" for name in names)
+
+
+def script_header(text: str) -> dict[str, str]:
+    """Parts of the comment at the top of a Lua script; a part goes on in the lines below it."""
+    parts = {"does": ""}
+    part = "does"
+    for line in text.splitlines():
+        if not line.startswith("-- "):
+            break
+        words = line.removeprefix("-- ")
+        name = words.split()[0]
+        if name == "include":
+            continue
+        if name in PARTS:
+            part, words = name, words.removeprefix(name)
+            parts[part] = ""
+        glue = "; " if part in {"KEYS", "ARGV"} and parts[part] else " "
+        parts[part] = f"{parts[part]}{glue}{re.sub(' {2,}', '; ', words.strip())}".strip()
+    return parts
+
+
+def scripts() -> str:
+    """The table of all Lua scripts, from their headers."""
+    lines = ["| script | does | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 2) + "|"]
+    for path in sorted(LUA.glob("[!_]*.lua")):
+        parts = script_header(path.read_text())
+        does = parts["does"].removeprefix(f"{path.stem}: ")
+        cells = [f"`{path.stem}`", does, *(parts.get(name, "") for name in PARTS)]
+        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def preset(name: str) -> str:
+    """The keys of a preset, as a part of a run file."""
+    text = yaml.safe_dump(PRESETS[name], sort_keys=False, default_flow_style=None, width=110)
+    return f"```yaml\n{text}```"
+
+
+def staleness() -> str:
+    """The figures of the staleness experiment, from what `benchmarks/staleness.py` measured."""
+    spec = spec_from_file_location("staleness_report", ROOT / "benchmarks" / "staleness_report.py")
+    report = module_from_spec(spec)
+    spec.loader.exec_module(report)
+    measured = (ROOT / "benchmarks" / "results" / "staleness.jsonl").read_text().splitlines()
+    return report.tables([json.loads(line) for line in measured])
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "keys": keys,
+    "rules": rules,
+    "scripts": scripts,
+    "staleness": staleness,
+    **{f"arguments {name}": (lambda name=name: arguments(name)) for name in BUILT_IN},
+    **{f"preset {name}": (lambda name=name: preset(name)) for name in PRESETS},
+}
