@@ -29,7 +29,7 @@ from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.wire import Prompt, decode
 
 GROUP = 8

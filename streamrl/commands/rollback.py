@@ -40,8 +40,8 @@ def pin(chosen: Path | None, version: str, *, json: bool) -> int:
 
 def unpin(chosen: Path | None, version: str, *, json: bool) -> int:
     """Remove the pinned copy of a version."""
-    from streamrl.weight_sync.catalog import PINNED, newest_with, versions
-    from streamrl.weight_sync.pinned import unpin as remove
+    from streamrl.weight_sync.chain import unpin as remove
+    from streamrl.weight_sync.manifest import PINNED, newest_with, versions
 
     run = find_run(chosen)
     number = number_of(run, version)
@@ -130,8 +130,8 @@ def _progress(said: str, learner: dict[str, str]) -> str:
 
 
 def _pin(run: RunDirectory, number: int) -> Manifest:
-    from streamrl.weight_sync.catalog import find
-    from streamrl.weight_sync.pinned import pin as copy
+    from streamrl.weight_sync.chain import pin as copy
+    from streamrl.weight_sync.manifest import find
 
     root = root_of(run)
     manifest, _ = find(number, root, run.path)

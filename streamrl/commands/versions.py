@@ -90,14 +90,14 @@ def number_of(run: RunDirectory, version: str) -> int:
 
 def root_of(run: RunDirectory) -> Path:
     """Folder on this host in which the learner's host keeps the versions of a run."""
-    from streamrl.weight_sync.transports import make_transport
+    from streamrl.weight_sync.files import store_of
 
-    return make_transport(run.config["weights"]["transport"], run.path).root
+    return store_of(run.config["weights"]["transport"], run.path).root
 
 
 def _places(run: RunDirectory) -> dict[Pair, Manifest]:
     """All manifests that can be read; of a pinned version that of its copy on the transport, which says more."""
-    from streamrl.weight_sync.catalog import PINNED, versions
+    from streamrl.weight_sync.manifest import PINNED, versions
 
     return versions(run.path / PINNED) | versions(root_of(run))
 
@@ -105,7 +105,7 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """What is known of each version, newest first, from manifests, the log of versions, records and replicas."""
     from streamrl.learner.chain import read_versions
-    from streamrl.weight_sync.catalog import PINNED, versions
+    from streamrl.weight_sync.manifest import PINNED, versions
 
     root = root_of(run)
     present, pinned = versions(root), versions(run.path / PINNED)
@@ -135,8 +135,7 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
 
 def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:
     """When a version was published, in seconds since 1970; None when nothing of it is left but its number."""
-    from streamrl.weight_sync.catalog import PINNED
-    from streamrl.weight_sync.manifest import MANIFEST_FILE, folder_name
+    from streamrl.weight_sync.manifest import MANIFEST_FILE, PINNED, folder_name
 
     for folder in (root, run.path / PINNED):
         try:

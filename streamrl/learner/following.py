@@ -16,8 +16,7 @@ from streamrl.learner.groups import GroupOpener, Unusable
 from streamrl.learner.parts import Parts
 from streamrl.learner.steps import Trainer
 from streamrl.queues.ledger import Ledger
-from streamrl.weight_sync.catalog import PINNED
-from streamrl.weight_sync.manifest import folder_name
+from streamrl.weight_sync.manifest import PINNED, folder_name
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from typing import Final
 
 from streamrl.learner.crew import Command, Crew
 from streamrl.queues.rollback import Answer, Request, RollbackDesk
-from streamrl.weight_sync.catalog import PINNED
-from streamrl.weight_sync.manifest import folder_name
+from streamrl.weight_sync.manifest import PINNED, folder_name
 
 logger = logging.getLogger(__name__)
 _REFUSAL: Final = (

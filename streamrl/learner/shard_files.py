@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from streamrl.learner.checkpoint import InvalidCheckpoint, Shard, describe, shard_name
 from streamrl.learner.snapshot import rows_of
-from streamrl.weight_sync import safetensors_file
+from streamrl.weight_sync.tensors import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     """
     path.unlink(missing_ok=True)
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
-    entry = safetensors_file.write(path, plain, durable=True)
+    entry = write_tensors(path, plain, durable=True)
     with path.open("rb") as file:
         # The checksum is to be that of the disk, where the system lets us ask for it.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

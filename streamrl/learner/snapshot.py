@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.errors import WeightsError
 from streamrl.learner.export import Rows
-from streamrl.weight_sync.catalog import read_manifest
-from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.manifest import Adapter, read_manifest
+from streamrl.weight_sync.tensors import map_version
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from streamrl.producers.engines.contract import (
     Request,
 )
 from streamrl.producers.servers.prefix import Prefix
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 _ABORTS: Final = 20
 _ABORT_PAUSE: Final = 0.05

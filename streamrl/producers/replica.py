@@ -33,7 +33,7 @@ from streamrl.producers.sharing import taking_turns
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
-from streamrl.weight_sync import Follower
+from streamrl.weight_sync.follower import Follower
 from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
 
 logger = logging.getLogger(__name__)

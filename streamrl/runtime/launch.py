@@ -15,7 +15,7 @@ from streamrl.runfile import LoadedConfig, read_saved, save
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.plan import plan
 from streamrl.runtime.preflight import Check, preflight
-from streamrl.weight_sync.bearer import make_token
+from streamrl.weight_sync.files import make_token
 
 RUNS: Final = Path("runs")
 

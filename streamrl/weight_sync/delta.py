@@ -28,9 +28,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from streamrl.errors import WeightsError
-from streamrl.weight_sync import safetensors_file
-from streamrl.weight_sync.checksums import CHUNK_BYTES
+from streamrl.weight_sync.files import CHUNK_BYTES
 from streamrl.weight_sync.manifest import Shard
+from streamrl.weight_sync.tensors import encode_tensors, parse_tensors, write_pieces
 
 _ESCAPE: Final = 255
 _CHUNK: Final = 1 << 22
@@ -142,9 +142,9 @@ def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool
     """
     arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in parts.items()]
     arrays += [(f"values/{name}", encoded.values) for name, encoded in parts.items()]
-    pieces = safetensors_file.encode([(name, torch.from_numpy(array)) for name, array in arrays])
+    pieces = encode_tensors([(name, torch.from_numpy(array)) for name, array in arrays])
     size = sum(piece.nbytes for piece in pieces)
-    return safetensors_file.write_pieces(path, _compressed(pieces, size), durable=durable, kind="delta")
+    return write_pieces(path, _compressed(pieces, size), durable=durable, kind="delta")
 
 
 def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) -> dict[str, Encoded]:
@@ -175,7 +175,7 @@ def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) ->
             data = _decompressed(file, limit)
         except (zstandard.ZstdError, ValueError) as error:
             raise WeightsError(f"{path} is no delta: {error}") from error
-    return _collect(safetensors_file.parse(data, str(path)), path)
+    return _collect(parse_tensors(data, str(path)), path)
 
 
 def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[_Words, _Words]:

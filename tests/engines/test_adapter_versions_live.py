@@ -19,7 +19,7 @@ from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.server import ServerEngine
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 from tests.engines.conformance_kit import BF16, Heard, prompt, run_config
 
 pytestmark = [

@@ -25,7 +25,7 @@ from streamrl.config import RunConfig
 from streamrl.http import Call
 from streamrl.producers.engines.contract import Completion, Request
 from streamrl.producers.servers.vllm import VllmDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 VOCABULARY = 400
 CONTEXT = 1024

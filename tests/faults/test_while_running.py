@@ -15,7 +15,7 @@ from streamrl.producers.replica import run_rollout
 from streamrl.queues import open_role
 from streamrl.queues.archive import Archive
 from streamrl.queues.archived import read_archive
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 from tests.archive_kit import closed, configured
 from tests.producers.producer_kit import Hands, tiny_model, until
 

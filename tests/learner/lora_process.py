@@ -18,8 +18,8 @@ from streamrl.config import WeightsConfig
 from streamrl.learner.actor import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.steps import Trainer
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.chain import pin
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
 
 # A rank below the number of its rows, and one that leaves the second rank without rows of A.

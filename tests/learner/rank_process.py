@@ -21,8 +21,8 @@ from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies, Snapshot
 from streamrl.learner.steps import Trainer
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.chain import pin
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
 
 STEPS = 3

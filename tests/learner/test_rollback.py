@@ -16,9 +16,9 @@ from streamrl.errors import Fenced
 from streamrl.learner.chain import Branch, read_versions
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.queues.rollback import Answer, RollbackDesk, parse
-from streamrl.weight_sync.catalog import versions
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.chain import pin
+from streamrl.weight_sync.manifest import versions
+from streamrl.weight_sync.tensors import map_version
 
 ANSWER = "streamrl.queues.rollback:RollbackDesk.answer"
 

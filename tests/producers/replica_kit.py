@@ -9,7 +9,7 @@ from producer_kit import Hands, tiny_model
 from streamrl.producers.admission import Admitter, Terms
 from streamrl.producers.dataset import Limits, load_prompts
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 
 
 class Learner:

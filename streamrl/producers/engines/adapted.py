@@ -10,7 +10,7 @@ from streamrl.errors import WeightsError
 from streamrl.producers.engines.weights import is_finite
 from streamrl.weight_sync.adapter import Names, adapted, merge
 from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 
 class BaseWeights:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]

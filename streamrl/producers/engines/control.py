@@ -13,7 +13,7 @@ from streamrl.producers.engines.decoder import Decoder, Outcome
 from streamrl.producers.engines.residence import Residence
 from streamrl.producers.engines.weights import copy_weights, match_weights
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 _ALL: Final[frozenset[MemoryTag]] = frozenset({"weights", "kv_cache"})
 

@@ -30,7 +30,7 @@ from streamrl.producers.engines.limits import Limits
 from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slot_decoder import SlotDecoder
 from streamrl.producers.engines.slots import SlotBatch
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from streamrl.producers.servers.prefix import Prefix
 from streamrl.producers.servers.roster import Roster, ServerSpec
 from streamrl.producers.servers.work import Work
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 __all__ = ["EngineGroup", "ServerSpec"]
 

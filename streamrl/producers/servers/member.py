@@ -17,7 +17,7 @@ from streamrl.producers.engines.contract import Engine, EngineLoad
 from streamrl.producers.servers.work import Work
 from streamrl.restarts import Deaths, RestartPolicy
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 

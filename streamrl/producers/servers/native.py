@@ -17,7 +17,7 @@ from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.producers.servers.dialect import About, Chunk, Figures, Launch
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 SOFTWARE: Final = "streamrl"
 _FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length", "abort": "abort"}

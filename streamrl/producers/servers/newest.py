@@ -11,7 +11,7 @@ from streamrl.errors import WeightsError
 from streamrl.producers.servers.member import NOTHING, Member
 from streamrl.producers.servers.roster import Roster
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireE
 from streamrl.http import Call
 from streamrl.producers.engines.contract import Finish, MemoryTag, PauseMode, Request
 from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 _COMPLETIONS: Final = "/v1/completions"
 _FLAGS: Final = frozenset({"model", "processed-logprobs", "reload", "reload-body"})

@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.manifest import folder_name
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 
 def describe_version(version: Version) -> dict[str, Any]:

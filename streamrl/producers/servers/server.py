@@ -35,7 +35,7 @@ from streamrl.producers.servers.flights import Flight, ServerDied
 from streamrl.producers.servers.life import Life
 from streamrl.producers.servers.managed import ManagedServer
 from streamrl.producers.servers.watchdog import Watchdog
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 __all__ = ["ServerDied", "ServerEngine"]
 

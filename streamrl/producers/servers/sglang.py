@@ -28,7 +28,7 @@ from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Lau
 from streamrl.producers.servers.environments import on_cpu
 from streamrl.producers.servers.plugin_source import describe_version
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN, launch_server, wants_memory_saver
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 OLDEST: Final = (0, 5, 20)
 _RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)

@@ -18,7 +18,7 @@ from streamrl.producers.servers.command_line import adapters_in_flight, merged, 
 from streamrl.producers.servers.dialect import PROBE, About, Chunk, Figures, Launch
 from streamrl.producers.servers.environments import find_environment, on_cpu
 from streamrl.producers.servers.plugin_source import describe_version
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
 BACKEND: Final = "streamrl"

@@ -12,7 +12,7 @@ from streamrl.producers.engines.contract import Completion, EngineLoad, Request
 from streamrl.producers.engines.spans import Spans
 from streamrl.producers.servers.flights import ServerDied
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 STOP = 9
 

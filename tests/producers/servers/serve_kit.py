@@ -23,7 +23,7 @@ from streamrl.producers.engines import Completion, Request
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.native import NativeDialect
 from streamrl.producers.servers.server import ServerEngine
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 KEY = "a-key-that-only-tests-know"
 

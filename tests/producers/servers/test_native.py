@@ -20,7 +20,7 @@ from streamrl.producers.servers.dialects import make_dialect
 from streamrl.producers.servers.leases import PauseLeases
 from streamrl.producers.servers.native import NativeDialect
 from streamrl.runfile import load
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

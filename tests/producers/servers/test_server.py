@@ -16,7 +16,7 @@ from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, 
 from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers import server
 from streamrl.producers.servers.server import ServerDied, ServerEngine
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 
 def config(**sections):

@@ -22,7 +22,7 @@ from streamrl.producers.engines.contract import Request
 from streamrl.producers.servers import environments, sglang_launch
 from streamrl.producers.servers.sglang import SglangDialect
 from streamrl.producers.servers.sglang_launch import LOADER, PLUGIN
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 TRIPLES = [[-4.690021514892578, 2, None], [-4.580459117889404, 22, None], [-4.856745719909668, 74, None]]
 LOGPROBS = [triple[0] for triple in TRIPLES]
