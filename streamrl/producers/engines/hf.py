@@ -19,17 +19,25 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
-from streamrl.producers.engines.contract import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request
+from streamrl.producers.engines.contract import (
+    Completion,
+    Engine,
+    EngineLoad,
+    Listener,
+    MemoryTag,
+    PauseMode,
+    Request,
+    RequestLimits,
+)
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.decoder import Decoder, Job, Outcome, Progress
-from streamrl.producers.engines.limits import Limits
 from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
-from streamrl.producers.engines.slot_decoder import SlotDecoder
-from streamrl.producers.engines.slots import SlotBatch
+from streamrl.producers.engines.slots import SlotBatch, SlotDecoder
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,7 @@ class _Ear:
     told: int = 0
 
 
-class HfEngine:
+class HfEngine(Engine):
     """`Engine` on transformers, with either decode loop (`engine.decode`).
 
     Args:
@@ -71,7 +79,7 @@ class HfEngine:
         self._model: Any = None
         self._decoder: Decoder | None = None
         self._control: Control | None = None
-        self.limits = Limits(0, 0)
+        self.limits = RequestLimits(0, 0)
         self._failure: BaseException | None = None
         self._started = False
         self._closed = False
@@ -88,8 +96,8 @@ class HfEngine:
         """Which decode loop runs."""
         return "slots" if isinstance(self._decoder, SlotDecoder) else "continuous"
 
+    @override
     async def start(self) -> None:
-        """See `Engine.start`."""
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
@@ -97,8 +105,8 @@ class HfEngine:
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
         self._watcher.add_done_callback(self._watched)
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`."""
         if self._closed:
             return
         self._closed = True
@@ -119,8 +127,8 @@ class HfEngine:
         self._fail_open(Unreachable("the engine was closed"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`."""
         decoder = self._serving()
         limit = self.limits.check(request)
         if request.adapter is not None:
@@ -156,8 +164,8 @@ class HfEngine:
             seconds=self._loop.time() - start,
         )
 
+    @override
     async def abort(self, request_id: str | None = None) -> int:
-        """See `Engine.abort`."""
         control = self._controlling()
         self._flush()
         if request_id is not None and request_id not in self._named:
@@ -171,41 +179,41 @@ class HfEngine:
         self._flush()
         self._resolve(await self._run(self._patience, control.pause, mode))
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         await self._run(self._patience, self._controlling().resume)
 
+    @override
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`."""
         work = self._begin(self._patience, self._controlling().apply, version)
         # also when the caller leaves and forgets the version
         version.readers.__enter__()
         work.add_done_callback(lambda _: version.readers.__exit__())
         await self._finish(self._patience, work)
 
+    @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
         await self._run(self._patience, self._controlling().sleep, level)
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """See `Engine.wake`."""
         await self._run(self._patience, self._controlling().wake, tags)
 
+    @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`; always `Refused`."""
         self._serving()
         raise Refused(
             f"adapter {name!r} of {folder}: the Hugging Face engine serves no LoRA adapters",
             "merge it into the weights, or use engine.kind vllm or sglang",
         )
 
+    @override
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`; every name is unknown."""
         logger.debug("no such adapter", extra={"adapter": name})
         self._serving()
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine.load`."""
         slots = self._config.engine.slots
         if self._decoder is None or self._control is None:
             return EngineLoad(0, 0, 0, 0.0, 0, slots)
@@ -221,8 +229,8 @@ class HfEngine:
             counts.preemptions,
         )
 
+    @override
     async def health(self) -> None:
-        """See `Engine.health`."""
         self._look()
         self._serving()
 
@@ -369,7 +377,7 @@ class HfEngine:
         model = load_model(self._config)
         self._model = model
         context = context_length(self._config, model)
-        self.limits = Limits(context, int(model.get_input_embeddings().num_embeddings))
+        self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
         stop = stop_tokens(model)
         decoder: Decoder
         if choose_decode(self._config, model) == "slots":

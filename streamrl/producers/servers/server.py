@@ -26,8 +26,8 @@ from streamrl.producers.engines.contract import (
     MemoryTag,
     PauseMode,
     Request,
+    RequestLimits,
 )
-from streamrl.producers.engines.limits import Limits
 from streamrl.producers.servers.connect import Facts, connect
 from streamrl.producers.servers.controls import Controls
 from streamrl.producers.servers.dialect import Dialect, Figures
@@ -158,7 +158,7 @@ class ServerEngine:
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """See `Engine.generate`. Raises `ServerDied` when the server dies meanwhile."""
         controls = self._serving()
-        limit = Limits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
+        limit = RequestLimits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
         if request.id in self._flights:
             raise ValueError(f"a request {request.id!r} is in flight")
         if request.adapter is not None and request.adapter not in controls.adapters:

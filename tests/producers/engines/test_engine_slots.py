@@ -11,11 +11,9 @@ from engine_kit import EOS, VOCABULARY, named, random_model, replay
 
 from streamrl.errors import WeightsError
 from streamrl.producers.engines import Completion, slots
+from streamrl.producers.engines.control import copy_weights, match_weights
 from streamrl.producers.engines.decoder import Job, Outcome
-from streamrl.producers.engines.kv import SlotCache, round_up
-from streamrl.producers.engines.sampling import sample
-from streamrl.producers.engines.slots import SlotBatch
-from streamrl.producers.engines.weights import copy_weights, match_weights
+from streamrl.producers.engines.slots import SlotBatch, SlotCache, round_up, sample
 
 
 def batch_of(model, count=5, context=200, stop=frozenset({EOS})):

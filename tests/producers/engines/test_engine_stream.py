@@ -15,10 +15,9 @@ from engine_kit import VOCABULARY, gated, held, named, plain, random_model, repl
 
 from streamrl.errors import DataError, Refused, WeightsError
 from streamrl.producers.engines import slots
+from streamrl.producers.engines.control import Residence, copy_weights, match_weights
 from streamrl.producers.engines.decoder import Job, Progress
-from streamrl.producers.engines.residence import Residence
 from streamrl.producers.engines.slots import SlotBatch
-from streamrl.producers.engines.weights import copy_weights, match_weights
 
 MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
 LONG = 150

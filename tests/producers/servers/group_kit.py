@@ -9,7 +9,7 @@ import numpy as np
 from streamrl.config import RunConfig
 from streamrl.errors import Unreachable, WeightsError
 from streamrl.producers.engines.contract import Completion, EngineLoad, Request
-from streamrl.producers.engines.spans import Spans
+from streamrl.producers.engines.decoder import Spans
 from streamrl.producers.servers.flights import ServerDied
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
 from streamrl.weight_sync.tensors import Version

@@ -21,8 +21,8 @@ from streamrl.producers.servers.group import EngineGroup, ServerSpec
 from streamrl.producers.servers.managed import ManagedServer, ServerSettings
 from streamrl.producers.servers.native import NativeDialect
 from streamrl.producers.servers.server import ServerEngine
-from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.manifest import decode
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.tensors import map_version
 
 pytestmark = pytest.mark.slow
