@@ -157,15 +157,9 @@ def unpack_from_host(text: str) -> ToMember:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """One process in one group.
+    """One process in one group: rank 0 sends, and `stall` seconds may building the group, or one piece, take.
 
-    Attributes:
-        group: name, never used twice in a store.
-        rank: 0 sends.
-        size: processes.
-        backend: what carries the bytes.
-        stall: seconds that building the group, or one piece, may take.
-        address: of this host, by which the others reach it (gloo).
+    The name of a group is never used twice in a store. `address` is that of this host, by which the others reach it.
     """
 
     group: str
@@ -177,15 +171,10 @@ class GroupPlace:
 
 
 class Rendezvous:
-    """The store where the processes of all groups find each other; on the learner's host.
+    """The store where the processes of all groups find each other: on the learner's host, at this address alone.
 
     It knows no passwords, like gloo and NCCL: what travels there is checked against the manifest, nothing else.
-
-    Args:
-        host: address to listen on, and no other.
-
-    Raises:
-        CannotCreate: the address cannot be listened on.
+    `CannotCreate`: the address cannot be listened on.
     """
 
     def __init__(self, host: str) -> None:
@@ -202,12 +191,8 @@ class Rendezvous:
 class BroadcastGroup:
     """This process in one group. Its calls wait in a thread of its own, so nobody else ever does.
 
-    Attributes:
-        progress: bytes sent or received in the present call.
-
-    Args:
-        place: which group, and as whom.
-        store: of the rendezvous in this process, or its address.
+    `store` is the rendezvous in this process, or its address; `progress` the bytes sent or received in the present
+    call.
     """
 
     def __init__(self, place: GroupPlace, store: Any | tuple[str, int]) -> None:
@@ -220,20 +205,14 @@ class BroadcastGroup:
     async def send(self, files: Sequence[Path]) -> None:
         """Send files to all others, in order.
 
-        Raises:
-            Unreachable: somebody did not take a piece in time; the group is of no more use.
-            OSError: a file cannot be read.
+        `Unreachable`: somebody did not take a piece in time, and the group is of no more use.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._send, files)
 
     async def receive(self, files: Sequence[Path]) -> None:
-        """Receive files over those that are there with their final sizes, and all their room taken.
+        """Receive files over those that are there with their final sizes, and all their room taken; raises like `send`.
 
         Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
-
-        Raises:
-            Unreachable: nothing came in time; the group is of no more use.
-            OSError: a file cannot be opened or mapped.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, files)
 
@@ -368,18 +347,10 @@ class _Member:
 
 
 class Broadcaster:
-    """Sends each version that is announced to all members, in one round.
+    """Sends each version that is announced to all members, in one round; `deadline` is for one version.
 
     A member that does not answer is dropped, one that fails pulls the version over http; nobody ever waits for either.
     What is announced while a round runs waits, and only the newest of it.
-
-    Args:
-        root: folder that holds the folders of the versions.
-        host: address that the rendezvous and this end of the group listen on.
-        deadline: seconds for one version; one piece may take a tenth of it.
-
-    Raises:
-        CannotCreate: the address cannot be listened on.
     """
 
     def __init__(self, root: Path, host: str, deadline: float) -> None:
@@ -559,15 +530,7 @@ class _Round:
 class CollectiveSource(Source):
     """Takes versions from broadcasts of the learner's host, and pulls over http what it missed.
 
-    Attributes:
-        broadcasts: versions that came whole by broadcast since the start.
-
-    Args:
-        pulled: fetches what was missed.
-        session: bears the token of the run.
-        staging: where the files go; open.
-        deadline: seconds for one version; half of it is waited for a broadcast.
-        name: of the own role.
+    `session` bears the token. Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
     """
 
     def __init__(

@@ -61,12 +61,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version whose files are on this host.
+    """A version whose files are on this host, and the links that lead to it, the oldest first.
 
-    Attributes:
-        manifest: of the version.
-        links: what leads to it, the oldest first; empty when the delta base holds it.
-        in_place: the files of the only link are whole and used where they lie, without a delta base.
+    No links: the delta base holds it. `in_place`: the files of the only link are whole and used where they lie.
     """
 
     manifest: Manifest
@@ -86,9 +83,8 @@ def _needs_base(chain: list[Manifest], held: Pair | None) -> bool:
 class DeltaBase:
     """Full files of one version, mapped, into which deltas are written. Used by one thread at a time.
 
-    Attributes:
-        manifest: of the version that it held last.
-        pair: the version that it holds, proven; None: none, or in the middle of a change.
+    `pair` is the version that it holds, proven; None: none, or in the middle of a change. `manifest` is that of the
+    version it held last.
 
     Args:
         folders: the files lie in the first; the next is taken when somebody still reads those in the one before.
@@ -108,10 +104,7 @@ class DeltaBase:
     def apply(self, link: Link) -> None:
         """Become the version of a link.
 
-        Raises:
-            WeightsError: the result does not have the hashes of the manifest, or a file is wrong; nothing is held.
-            FileNotFoundError: a file went away.
-            CannotCreate: no room.
+        `WeightsError`: the result does not have the hashes of the manifest, or a file is wrong; nothing is held then.
         """
         manifest = link.manifest
         if manifest.base not in (None, self.pair):
@@ -202,11 +195,7 @@ class DeltaBase:
 class Staging:
     """Brings versions near, for one replica: `fetch` while its engine works, then `make`.
 
-    Args:
-        config: deadline, and whether deltas may come.
-        source: where the files come from.
-        folder: what of them lies here.
-        keep: leave fetched files in the folder for neighbours, instead of moving them into the delta base.
+    `keep` leaves fetched files in the folder for neighbours, instead of moving them into the delta base.
     """
 
     def __init__(self, config: WeightsConfig, source: Source, folder: StagingFolder, *, keep: bool) -> None:
@@ -319,17 +308,9 @@ class Staging:
 
 
 def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
-    """Copy a version that is on the transport into the run directory, whole and durable.
+    """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
 
     Deltas are applied, so the copy needs nothing else. A version that is pinned already is left as it is.
-
-    Args:
-        root: folder that holds the folders of the versions.
-        run_dir: of the run.
-        pair: (epoch, version).
-
-    Returns:
-        The manifest of the copy.
 
     Raises:
         WeightsError: the files are not what their manifests say, or went away because newer versions came.

@@ -45,12 +45,7 @@ _Words: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The changes of one tensor part.
-
-    Attributes:
-        gaps: uint8 [any], see the module.
-        values: uint8 [width, count], width being the bytes of one element.
-    """
+    """The changes of one tensor part: `gaps` uint8 [any] and `values` uint8 [width, count], see the module."""
 
     gaps: _Bytes
     values: _Bytes
@@ -69,12 +64,7 @@ class Encoded:
 def encode(old: torch.Tensor, new: torch.Tensor) -> Encoded | None:
     """Return what turns the bits of `old` into those of `new`, None when they are the same.
 
-    Args:
-        old: contiguous CPU tensor of any dtype of 1, 2, 4 or 8 bytes.
-        new: the same shape and dtype.
-
-    Raises:
-        WeightsError: shapes or dtypes differ.
+    Both are contiguous CPU tensors of one shape and dtype, of 1, 2, 4 or 8 bytes an element; `WeightsError` otherwise.
     """
     before, after = _pair(old, new)
     gaps: list[_Bytes] = []
@@ -105,14 +95,10 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> int:
 
 
 def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
-    """Overwrite the changed elements of `target`; everything is checked before the first write. A repeat is harmless.
+    """Overwrite the changed elements of `target`, which holds the bits of the version before. A repeat is harmless.
 
-    Args:
-        target: contiguous CPU tensor that holds the bits of the version before.
-        encoded: the changes, from anywhere.
-
-    Raises:
-        WeightsError: the changes are not of a part with this many elements of this width; `target` is untouched.
+    Everything is checked before the first write: `WeightsError` when the changes, from anywhere, are not those of a
+    part with this many elements of this width; `target` is untouched then.
     """
     words = _words(target)
     gaps, values = encoded.gaps, encoded.values
@@ -132,13 +118,7 @@ def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
 def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool = False) -> Shard:
     """Write the changes of one rank's parts as one new file and return its entry for the manifest.
 
-    Args:
-        path: a file that must not exist.
-        parts: by tensor name; parts that did not change are left out.
-        durable: fsync before returning.
-
-    Raises:
-        OSError: from the file system, among them `ENOSPC`; the file may be left behind in part.
+    Parts that did not change are left out of `parts`. `OSError` may leave the file behind in part.
     """
     arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in parts.items()]
     arrays += [(f"values/{name}", encoded.values) for name, encoded in parts.items()]
@@ -150,12 +130,8 @@ def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool
 def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) -> dict[str, Encoded]:
     """Read a file of `write_delta_shard`, checked against its entry; parts that did not change are not in it.
 
-    The arrays are checked by `decode_into`, which knows the part they are for.
-
-    Args:
-        path: the file.
-        shard: its entry in the manifest.
-        limit: bytes after decompression that are too many. Twice the bytes of the parts are always enough.
+    `decode_into` checks the arrays, because it knows the part they are for. More than `limit` bytes after decompression
+    are refused; twice the bytes of the parts are always enough.
 
     Raises:
         WeightsError: the size, the checksum or the content does not fit.

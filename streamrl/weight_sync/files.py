@@ -43,10 +43,7 @@ _OPEN_FILES: Final = 1 << 16
 class VersionStore:
     """Folder that holds the folders of versions.
 
-    Attributes:
-        root: the folder.
-        durable: a version is on the disk before it gets its name.
-        hint: what to do when there is no room.
+    `durable`: a version is on the disk before it gets its name; `hint`: what to do when there is no room.
     """
 
     root: Path
@@ -68,11 +65,7 @@ def store_of(transport: str, run_dir: Path) -> VersionStore:
 
 
 def create_root(store: VersionStore) -> None:
-    """Make the root of a store, private to its user.
-
-    Raises:
-        CannotCreate: no permission, or somebody else put something of that name into the shared folder.
-    """
+    """Make the root of a store, private to its user; `CannotCreate` when that is not possible."""
     try:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = store.root.lstat()
@@ -164,18 +157,12 @@ def file_checksum(path: Path) -> str:
 
 
 def take_spare(spare: Path, path: Path) -> int | None:
-    """Give a file that nobody reads another name, in order to write over it.
+    """Give a file of our own that nobody reads another name, in order to write over it; return its size.
 
     New pages of shared memory cost as much as the copy into them; those of the version that is being removed are there
     already. The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that nobody has open or mapped, and
-    nobody can open it afterwards, because it has lost its name.
-
-    Args:
-        spare: a file of our own that readers know by other names only, if at all.
-        path: its new name, which must be free and unknown to readers.
-
-    Returns:
-        Its size; None when there is no such file, or somebody reads it: then neither name is taken.
+    nobody can open it afterwards, because it has lost its name. None: there is no such file, or somebody reads it; then
+    neither name is taken.
     """
     try:
         spare.rename(path)
@@ -209,11 +196,8 @@ def _size_if_unread(path: Path) -> int | None:
 class StagingFolder:
     """Folders of versions in the shared memory of this host, for one replica: private, bounded, empty when it opens.
 
-    A version is a draft until all of its files are there and proven; then it gets its name by one rename.
-
-    Args:
-        run_dir: of the run; staging folders of one run on one host lie next to each other.
-        name: of the replica; one process at a time may use the folder of a name.
+    A version is a draft until all of its files are there and proven; then it gets its name by one rename. One process
+    at a time may use the folder of a name.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -241,12 +225,8 @@ class StagingFolder:
     def draft(self, manifest: Manifest, mark: str = "") -> Path:
         """Return the folder for the files of a version on their way; an existing one is continued.
 
-        Args:
-            manifest: of the version.
-            mark: tells apart drafts of one version that are written at the same time.
-
-        Raises:
-            CannotCreate: it cannot be made, or there is no room for the version.
+        `mark` tells apart drafts of one version that are written at the same time. `CannotCreate`: no room for the
+        version.
         """
         folder = self.root / f"{_DRAFT}{manifest.folder}+{mark}"
         try:
@@ -260,11 +240,7 @@ class StagingFolder:
         return folder
 
     def finish(self, manifest: Manifest, draft: Path) -> Path:
-        """Give a draft whose files are proven its name and return the folder; one that is here already stays.
-
-        Raises:
-            CannotCreate: it cannot be renamed, or the folder is full.
-        """
+        """Give a draft whose files are proven its name and return the folder; one that is here already stays."""
         folder = self.root / manifest.folder
         if self.holds(manifest) is not None:  # broadcast and pulled: an engine may read the one that was first
             self.drop(draft)
@@ -278,11 +254,7 @@ class StagingFolder:
         return folder
 
     def create(self, path: Path, size: int) -> None:
-        """Make a file of a draft and take all its room, because a write into mapped memory without room is fatal.
-
-        Raises:
-            CannotCreate: no room.
-        """
+        """Make a file of a draft and take all its room, because a write into mapped memory without room is fatal."""
         try:
             with path.open("xb") as file:
                 file.truncate(size)

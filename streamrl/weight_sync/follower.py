@@ -353,12 +353,8 @@ async def open_staging(
 ) -> AsyncIterator[Staging]:
     """Open what the configured transport needs on a replica's host, a relay included, for the length of the block.
 
-    Args:
-        config: of the weights.
-        run_dir: of the run.
-        name: of the replica's role.
-        board: where relays announce themselves; None: files come from the learner's host alone.
-        status: what this role says of itself on that board; a relay puts its URL there.
+    Relays announce themselves on `board` by a field of `status`; without a board, files come from the learner's host
+    alone.
 
     Raises:
         CannotCreate: the staging folder cannot be made, or a relay cannot listen.

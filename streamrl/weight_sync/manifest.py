@@ -185,12 +185,7 @@ def parse_folder(name: str) -> Pair | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the version in a folder.
-
-    Raises:
-        WeightsError: it is no manifest.
-        OSError: it cannot be read.
-    """
+    """Return the manifest of the version in a folder; `WeightsError` when it is none, `OSError` when unreadable."""
     return decode((folder / MANIFEST_FILE).read_bytes())
 
 

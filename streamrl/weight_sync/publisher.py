@@ -53,13 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VersionFigures:
-    """What the newest version cost.
-
-    Attributes:
-        bytes: of all its files.
-        density: share of values that changed since the version before; None when nobody compared.
-        kind: `full`, `delta` when at least one file is one, or `adapter`.
-    """
+    """What the newest version cost: bytes of all files, and the share of values that changed (None: not known)."""
 
     bytes: int
     density: float | None

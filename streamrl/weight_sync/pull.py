@@ -69,13 +69,8 @@ class RelayBoard(Protocol):
 class PeerHost:
     """One server that may have the version.
 
-    Attributes:
-        url: without a slash at its end.
-        relay: a neighbour, which is tried before the learner's host.
-        busy: transfers that run there, as it said last.
-        failures: in a row.
-        rests_until: monotonic time before which it is left alone.
-        banned: it is not asked for this version again.
+    A neighbour (`relay`) is asked before the learner's host. `busy` are the transfers that run there, as it said last,
+    `failures` those in a row. It is left alone until `rests_until` (monotonic), and for good when `banned`.
     """
 
     url: str
@@ -87,11 +82,9 @@ class PeerHost:
 
 
 class PeerHosts:
-    """The servers of one fetch. Pure but for the jitter: the clock is an argument.
+    """The servers of one fetch: URLs of the learner's host, and neighbours with the transfers that run there.
 
-    Args:
-        sources: URLs of the learner's host, from the manifest.
-        relays: neighbours that have the version, with the transfers that run there.
+    Pure but for the jitter: the clock is an argument.
     """
 
     def __init__(self, sources: list[str], relays: Mapping[str, int]) -> None:
@@ -157,14 +150,7 @@ class Denied(Exception):
 
 @dataclass
 class PartialFile:
-    """A file of a version on its way.
-
-    Attributes:
-        shard: its entry in the manifest.
-        at: bytes that are here, from the first on.
-        state: checksum of these.
-        origins: servers they came from.
-    """
+    """A file of a version on its way: `at` bytes are here, from `origins`, and `state` is their checksum."""
 
     shard: Shard
     at: int = 0
@@ -189,12 +175,7 @@ class PartialFile:
 class Transfer:
     """One request for the rest of a file. It runs in a thread: the event loop of a replica has tokens to receive.
 
-    Args:
-        url: of the file.
-        headers: that bear the token.
-        part: moved on with every byte that was written.
-        path: file to write into.
-        silence: seconds for which the server may say nothing.
+    `part` moves on with every byte that was written to `path`. The server may be silent for `silence` seconds.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], part: PartialFile, path: Path, silence: float) -> None:
@@ -210,10 +191,10 @@ class Transfer:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
-        """Fetch; returns when the file is whole, or when it was given up.
+        """Fetch; returns when the file is whole, or when it was given up. What came before an error is in the file.
 
         Raises:
-            Gone, Busy, Broken, Denied: see there; what came is in the file.
+            Gone, Busy, Broken, Denied: see there.
             WeightsError: the file has another size there.
             CannotCreate: it cannot be written, for want of room for example.
         """
@@ -297,17 +278,10 @@ class _Draft:
 async def open_http_source(
     staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RelayBoard | None = None
 ) -> AsyncIterator[HttpSource]:
-    """Open an `HttpSource` for the length of the block.
+    """Open an `HttpSource` for the length of the block; `ConfigError` without a token.
 
-    Args:
-        staging: where the files go; open.
-        run_dir: the token lies there.
-        deadline: seconds for one version.
-        name: of the own role, which is no neighbour.
-        board: where neighbours announce themselves; None: no neighbours.
-
-    Raises:
-        ConfigError: there is no token.
+    `deadline` is for one version, `name` the own role, which is no neighbour, `board` where neighbours announce
+    themselves.
     """
     bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
     silence = max(1.0, _SILENCE_SHARE * deadline)

@@ -42,15 +42,10 @@ _ERRORS: Final[Mapping[ErrorKind, type[StreamrlError]]] = {
 
 
 class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The rows of one tensor that one rank holds.
+    """The rows of one tensor that one rank holds: of `shape`, in the rank's file number `shard`.
 
-    Attributes:
-        name: Hugging Face name.
-        dtype: safetensors dtype.
-        shape: of the rows; the first number is how many, a tensor without dimensions has none.
-        whole: shape of the whole tensor.
-        shard: index into the rank's shards.
-        hash: xxh3-64 of the bytes, empty in a run without deltas.
+    `whole` is the shape of the whole tensor, `dtype` the safetensors dtype, `hash` the xxh3-64 of the bytes, empty in a
+    run without deltas.
     """
 
     name: str
@@ -62,17 +57,9 @@ class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank wrote of one version, or why it could not.
+    """What one rank wrote of one version, or why it could not (`error`: kind of the error, empty when all is written).
 
-    Attributes:
-        rank: of the learner.
-        shards: its files, in order.
-        parts: its rows of each tensor.
-        elements: values it holds.
-        changed: values that differ from the version before; None when it did not compare.
-        error: kind of the error, empty when all is written.
-        message: of the error.
-        hint: of the error.
+    `elements` are the values it holds, `changed` those that differ from the version before; None: it did not compare.
     """
 
     rank: int
@@ -89,16 +76,7 @@ _decoder: Final = msgspec.json.Decoder(RankReport)
 
 
 class RankWriter:
-    """Writes what one rank holds of each version; used from one thread, but for `stop`.
-
-    With deltas it keeps the bytes it wrote last, as many as its share of the weights: the tensors it is given must not
-    be changed afterwards.
-
-    Args:
-        config: transport, dtype, size of shards, deltas and deadline.
-        run_dir: run directory.
-        rank: of the learner.
-    """
+    """Writes what one rank holds of each version; used from one thread, but for `stop`."""
 
     def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
         self._config, self._rank = config, rank
@@ -131,13 +109,12 @@ class RankWriter:
             base: version that a delta may be against; None: everything is written whole.
             tensors: Hugging Face names and this rank's rows.
             shapes: shapes of the whole tensors; one that is left out is whole here.
-            until: `time.monotonic()` after which it gives up; looked at between shards only.
+            until: `time.monotonic()` after which it gives up with `DeadlineExceeded`; looked at between shards only.
 
         Raises:
             CannotCreate: no room.
             OSError: anything else that the file system says; the draft may be gone.
             WeightsError: a name comes twice, or a dtype is unknown.
-            DeadlineExceeded: out of time.
         """
         draft = self._store.root / draft_name(pair)
         cast = self._cast(tensors)
@@ -163,8 +140,7 @@ class RankWriter:
     ) -> bool:
         """As `write`, for a rank other than 0: waits for the draft folder, and reports to rank 0, errors too.
 
-        Returns:
-            False when the version was not written; that is logged, and no error of the weights ends this rank.
+        Returns False when the version was not written; that is logged, and no error of the weights ends this rank.
         """
         until = time.monotonic() + self._config.deadline
         try:
@@ -285,11 +261,7 @@ def write_report(folder: Path, report: RankReport) -> None:
 
 
 def take_report(folder: Path, rank: int) -> RankReport:
-    """Read the report of a rank and remove it; raises the error that it tells of.
-
-    Raises:
-        CannotCreate, DeadlineExceeded, WeightsError: the rank could not write its part, or reports nonsense.
-    """
+    """Read the report of a rank and remove it; raises the error that it tells of, `WeightsError` for nonsense."""
     path = folder / report_name(rank)
     data = path.read_bytes()
     path.unlink()
@@ -305,12 +277,9 @@ def take_report(folder: Path, rank: int) -> RankReport:
 
 
 def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) -> None:
-    """Return when `folder` has an entry called `name`.
+    """Return when `folder` has an entry called `name`; `DeadlineExceeded` when it has none until then, or on `stopped`.
 
     The folder is listed, because a network file system may remember for long that a single name was not there.
-
-    Raises:
-        DeadlineExceeded: not until then, or the wait was given up.
     """
     pause = 0.001
     while not _has(folder, name):

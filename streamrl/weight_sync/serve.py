@@ -52,13 +52,10 @@ class Hold:
 
 
 class HeldVersions:
-    """Versions that somebody is pulling stay readable after the publisher has removed them; the clock is an argument.
+    """Versions below `root` that somebody is pulling stay readable after the publisher has removed them.
 
     Otherwise a replica whose pull takes longer than two steps of the learner would find each version gone and get none.
-    Holding is an open descriptor for each file, so a process that dies leaves nothing behind.
-
-    Args:
-        root: folder that holds the folders of the versions.
+    Holding is an open descriptor for each file, so a process that dies leaves nothing behind. The clock is an argument.
     """
 
     def __init__(self, root: Path) -> None:
@@ -66,7 +63,7 @@ class HeldVersions:
         self._holds: dict[str, Hold] = {}
 
     def begin(self, folder: str, now: float) -> Hold | None:
-        """A transfer of a file of this version begins: hold the version, None when there is no room for one more."""
+        """Hold a version because a transfer of one of its files begins; None when there is no room for one more."""
         self.expire(now)
         hold = self._holds.get(folder)
         if hold is None and len(self._holds) < HELD:
@@ -84,12 +81,12 @@ class HeldVersions:
         return hold
 
     def end(self, hold: Hold | None, now: float) -> None:
-        """A transfer has ended; `hold` is what its `begin` returned."""
+        """A transfer has ended; `hold` is what `begin` returned."""
         if hold is not None:
             hold.used, hold.transfers = now, hold.transfers - 1
 
     def find(self, folder: str, name: str, now: float) -> Path | None:
-        """A path under which a file of a held version can be opened; that version is held for a while from now on.
+        """Return a path by which a file of a held version can be opened; the version is held for a while from now on.
 
         The path names a descriptor, whose number may mean any other file once the version is let go.
         """
@@ -116,15 +113,9 @@ class HeldVersions:
 
 
 class ShardServer:
-    """Serves the folders of versions below `root`.
+    """Serves the folders of versions below `root` to bearers of `token`.
 
-    Attributes:
-        transfers: shards that are being sent now.
-
-    Args:
-        root: folder that holds the folders of the versions.
-        token: that requests must bear.
-        limit: transfers at the same time; more are answered 503.
+    `limit` transfers run at the same time, more are answered 503; `transfers` is how many run now.
     """
 
     def __init__(self, root: Path, token: str, *, limit: int = DEFAULT_TRANSFERS) -> None:

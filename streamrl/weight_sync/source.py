@@ -21,12 +21,7 @@ _LOOK_PAUSE: Final = 0.05
 
 @dataclass
 class Traffic:
-    """What was fetched since the start; only grows.
-
-    Attributes:
-        bytes: received over the network, those of broken transfers too.
-        seconds: spent fetching.
-    """
+    """What was fetched since the start, those bytes included that broken transfers brought; only grows."""
 
     bytes: int = 0
     seconds: float = 0.0

@@ -115,12 +115,9 @@ class WholeTensors(Mapping[str, torch.Tensor]):
 
 
 def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Version:
-    """Map every shard of a full version and check it against its manifest.
+    """Map every shard of a full version in `folder` and check it against its manifest.
 
-    Args:
-        folder: holds the shards.
-        manifest: of a version without a base.
-        proven: sizes and checksums have been checked, and nobody else can write there.
+    `proven`: sizes and checksums have been checked, and nobody else can write there.
 
     Raises:
         WeightsError: sizes, checksums, names, dtypes or shapes do not fit.
@@ -132,11 +129,7 @@ def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Ve
 
 
 def assemble(folder: Path, manifest: Manifest, tables: Sequence[Table]) -> Version:
-    """Make a version of the mapped shards, one table of tensors for each shard of the manifest, in its order.
-
-    Raises:
-        WeightsError: names, dtypes or shapes are not those of the manifest.
-    """
+    """Make a version of mapped shards, a table of tensors for each; `WeightsError` when the manifest differs."""
     if sum(len(entry.parts) for entry in manifest.tensors) != sum(len(table) for table in tables):
         raise WeightsError(f"{folder}: the shards hold tensors that the manifest does not list")
     found: dict[str, list[torch.Tensor]] = {}
@@ -177,14 +170,9 @@ def write_tensors(
 ) -> Shard:
     """Write tensors as one safetensors file and return its entry for the manifest.
 
-    Args:
-        path: a file that must not exist, or one to be written `over`.
-        tensors: names and contiguous CPU tensors. Wider elements come first in the file, so each is aligned.
-        durable: fsync before returning.
-        over: the file is there, nobody reads it, and its content goes.
-
-    Raises:
-        OSError: from the file system, among them `ENOSPC`; the file may be left behind in part.
+    The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `path` must
+    not exist; `over`: it does, nobody reads it, and its content goes. `durable`: fsync before returning. `OSError` may
+    leave the file behind in part.
     """
     return write_pieces(path, encode_tensors(tensors), durable=durable, over=over)
 
@@ -229,12 +217,7 @@ def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
 
 
 def map_shared(path: Path) -> dict[str, torch.Tensor]:
-    """Map a safetensors file that belongs to this process; what is written to its tensors is written to the file.
-
-    Raises:
-        WeightsError: no safetensors file.
-        OSError: it cannot be opened or mapped.
-    """
+    """Map a safetensors file that belongs to this process; what is written to its tensors is written to the file."""
     return parse_tensors(_map(path, mmap.MAP_SHARED), str(path))
 
 
@@ -255,14 +238,9 @@ def encode_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[memoryvi
 
 
 def parse_tensors(data: bytearray | mmap.mmap, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file that lies in `data`, as views of it.
+    """Return the tensors of a whole safetensors file as views of `data`; `where` names the file in errors.
 
-    Args:
-        data: the whole file.
-        where: names the file in errors.
-
-    Raises:
-        WeightsError: it is no safetensors file, or a tensor lies outside of it.
+    `WeightsError`: it is no safetensors file, or a tensor lies outside of it.
     """
     size = len(data)
     start = 8 + int.from_bytes(data[:8], "little")

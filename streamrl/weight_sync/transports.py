@@ -28,15 +28,8 @@ async def open_source(
 ) -> AsyncIterator[Source]:
     """Open the source of the configured transport on a replica's host, for the length of the block.
 
-    Args:
-        config: `transport` and `deadline` count.
-        run_dir: of the run.
-        staging: where fetched files go; open, unless the transport is a folder.
-        name: of the replica.
-        board: where neighbours that relay announce themselves; None: only the learner's host is asked.
-
-    Raises:
-        ConfigError: no token for the http transport.
+    `staging` must be open, unless the transport is a folder. `board` is where neighbours that relay announce
+    themselves. `ConfigError`: no token for the http transport.
     """
     if config.transport in ("shm", "directory"):
         yield FolderSource(store_of(config.transport, run_dir).root)
@@ -80,13 +73,7 @@ class WeightServer:
 async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIterator[WeightServer]:
     """Open the learner host's side of the configured transport for the length of the block.
 
-    Args:
-        config: of the run; `weights` says which transport, host and port.
-        run_dir: of the run; the bearer token of the http transport lies in it.
-        root: folder that holds the folders of the versions (`Publisher.root`).
-
-    Raises:
-        CannotCreate: the port is taken, or the token cannot be written.
+    `root` holds the folders of the versions. `CannotCreate`: the port is taken, or the token cannot be written.
     """
     weights = config.weights
     if weights.transport in ("shm", "directory"):
