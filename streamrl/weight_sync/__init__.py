@@ -9,7 +9,7 @@ rollout replica: weights stream -> Follower -> Staging: Source brings the files 
                     -> sizes, checksums, names and shapes are checked -> apply (the engine copies)
 ```
 
-A version is the pair (epoch, number); it is applied whole or not at all, and never an older one after a newer one.
-How the shards get near the engine is a transport: `shm` (same host), `directory` (shared file system), `http` (pulled
-from the learner's host or a neighbour) or `collective` (broadcast, and pulled by whoever missed it): docs/weights.md.
+A version is the pair (epoch, number); it is applied whole or not at all, and never an older one after a newer one. How
+the shards get near the engine is a transport: `shm` (same host), `directory` (shared file system), `http` (pulled from
+the learner's host or a neighbour) or `collective` (broadcast, and pulled by replicas that missed it): docs/weights.md.
 """

@@ -11,9 +11,9 @@ host   -> member done                      a member that has not got it by now p
 ```
 These messages are JSON over one WebSocket each. The open WebSocket is the membership: a member whose process dies is
 out of it at once. When a member dies or stalls in mid-broadcast the round fails for all of them, and each pulls the
-version over http. Nobody trusts what came: it is used only when it has the checksums of the manifest.
+version over http. What came is used only when it has the checksums of the manifest.
 
-A group is built directly, beside whatever group the process trains in, and has its own name in the store, its own
+A group is built directly, beside the group that the process trains in, and has its own name in the store, its own
 thread and its own timeout. Gloo is tested with processes that are killed and stopped. NCCL has been written from its
 documentation: it needs two devices and has never run. It is used only between processes that use CUDA already.
 """
@@ -189,7 +189,7 @@ class Rendezvous:
 
 
 class BroadcastGroup:
-    """This process in one group. Its calls wait in a thread of its own, so nobody else ever does.
+    """This process in one group. Its calls wait in a thread of its own, so no other work waits.
 
     `store` is the rendezvous in this process, or its address; `progress` the bytes sent or received in the present
     call.
@@ -205,7 +205,7 @@ class BroadcastGroup:
     async def send(self, files: Sequence[Path]) -> None:
         """Send files to all others, in order.
 
-        `Unreachable`: somebody did not take a piece in time, and the group is of no more use.
+        `Unreachable`: a process did not take a piece in time; the group cannot be used any more.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._send, files)
 
@@ -349,7 +349,7 @@ class _Member:
 class Broadcaster:
     """Sends each version that is announced to all members, in one round; `deadline` is for one version.
 
-    A member that does not answer is dropped, one that fails pulls the version over http; nobody ever waits for either.
+    A member that does not answer is dropped, one that fails pulls the version over http; the learner waits for neither.
     What is announced while a round runs waits, and only the newest of it.
     """
 
@@ -366,7 +366,7 @@ class Broadcaster:
         self._done: Pair | None = None
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the route by which members join; whoever serves it asks for the token."""
+        """Return the route by which members join; the server asks for the token."""
         return [web.get(PATH, self._join, allow_head=False)]
 
     def announce(self, manifest: Manifest) -> None:

@@ -3,7 +3,7 @@
 ```
 anchor   all shards full       the files take the place of those of the base
 delta    base is what is held  changed values are written into the mapped files; full shards replace their file
-         somebody reads them   into copies, in a new folder; the old files go when the last reader does
+         an engine reads them  into copies, in a new folder; the old files go when the last reader does
          base is another       the chain of bases is walked back to what is held or to an anchor, and applied in order
 then     every part of every tensor is hashed; only files with the hashes of the manifest hold that version
 ```
@@ -87,7 +87,7 @@ class DeltaBase:
     version it held last.
 
     Args:
-        folders: the files lie in the first; the next is taken when somebody still reads those in the one before.
+        folders: the files lie in the first; the next is taken while an engine reads those in the one before.
         moves: fetched files are moved here; else they are copied.
         proven: the sizes and checksums of fetched files have been checked.
         hint: what to do when there is no room.
@@ -135,7 +135,7 @@ class DeltaBase:
         return replace(version, readers=self._readers)
 
     def _step_aside(self, changed: set[str]) -> None:
-        """Leave the files to those who read them; go on with copies of those that are to be changed."""
+        """Leave the files to their readers; continue with copies of those that change."""
         old, self._folder = self._folder, next(self._folders)
         self._readers = Readers()
         tables, self._tables = self._tables, {}
@@ -366,7 +366,7 @@ def unpin(run_dir: Path, pair: Pair) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this host that are gone were writing or removing."""
+    """Remove drafts of processes of this host that have ended."""
     for entry in folder.glob(f"{_DRAFT}*"):
         pid = entry.name.rpartition("-")[2]
         try:

@@ -52,7 +52,7 @@ class VersionStore:
 
 
 def shm_store(run_dir: Path) -> VersionStore:
-    """Return the store in the shared memory of this host; equal for every process of a user that sees the run."""
+    """Return the store in the shared memory of this host; the same for all processes of a user."""
     digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
     return VersionStore(_SHARED_MEMORY / f"streamrl-{os.getuid()}-{digest}", durable=False, hint=_SHM_HINT)
 
@@ -98,7 +98,7 @@ def memory_of(run_dir: Path) -> list[Path]:
 
 
 def release_memory(run_dir: Path) -> None:
-    """Give back the shared memory of a run that ended; whoever has a version mapped keeps it. A repeat does nothing.
+    """Give back the shared memory of a run that ended; a mapped version stays readable. A repeat does nothing.
 
     The supervisor calls it when no role is left: a run that is resumed publishes its weights again.
     """
@@ -157,11 +157,11 @@ def file_checksum(path: Path) -> str:
 
 
 def take_spare(spare: Path, path: Path) -> int | None:
-    """Give a file of our own that nobody reads another name, in order to write over it; return its size.
+    """Give an own file without readers another name, in order to write over it; return its size.
 
     New pages of shared memory cost as much as the copy into them; those of the version that is being removed are there
-    already. The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that nobody has open or mapped, and
-    nobody can open it afterwards, because it has lost its name. None: there is no such file, or somebody reads it; then
+    already. The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that no process has open or mapped,
+    and none can open it afterwards, because it has lost its name. None: there is no such file, or it has a reader; then
     neither name is taken.
     """
     try:
@@ -210,7 +210,7 @@ class StagingFolder:
         create_root(self._store)
 
     def close(self) -> None:
-        """Remove the folder; whoever has one of its files mapped keeps it. A repeat does nothing."""
+        """Remove the folder; a process that has one of its files mapped keeps it. A repeat does nothing."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def holds(self, manifest: Manifest) -> Path | None:

@@ -148,8 +148,8 @@ class Follower:
 
         Raises:
             CannotCreate: the staging folder cannot be made, or a relay cannot listen.
-            ConfigError: no token for the http transport, or an engine that refuses whatever comes, from the first
-                version on: it has another model.
+            ConfigError: no token for the http transport, or an engine that has refused every version since the
+                first: it has another model.
         """
         opened = open_staging(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
         try:

@@ -77,8 +77,8 @@ class Publisher:
     """Publishes versions of the weights; rank 0 of the learner has one, and uses it from one thread.
 
     At start, temporaries of a publisher that died and all versions but the newest of earlier epochs, with what that one
-    builds on, are removed; it stays for late joiners until this publisher has two of its own. Removing is safe for
-    whoever has the files mapped. A publisher only ever removes what was there when it started and what it published
+    builds on, are removed; it stays for late joiners until this publisher has two of its own. A process that
+    has the files mapped keeps them. A publisher only ever removes what was there when it started and what it published
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
     Attributes:
@@ -168,7 +168,7 @@ class Publisher:
         self._chained = False  # until this version is there
         draft = self.root / draft_name(pair)
         until = time.monotonic() + self._config.deadline
-        create_root(self._store)  # somebody may have cleaned up the shared memory
+        create_root(self._store)  # a clean-up may have removed it from the shared memory
         spare = spare_of(draft)
         self._remove_older(spare if self._spares else None)
         try:
@@ -193,7 +193,7 @@ class Publisher:
         return data
 
     def begin_anew(self) -> None:
-        """Have the next version written whole, whatever it could be a delta against."""
+        """Have the next version written whole, even if it could be a delta."""
         self._chained = False
 
     def holds_newest(self) -> bool:
@@ -201,7 +201,7 @@ class Publisher:
         return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
 
     def close(self, *, unlink: bool) -> None:
-        """End the publisher and any wait for other ranks. With `unlink` its versions go too: nobody can join then."""
+        """End the publisher and any wait for other ranks; `unlink` removes its versions, so no engine can join."""
         self._stopped.set()
         self._writer.stop()
         if unlink:

@@ -1,7 +1,7 @@
 """The http transport's client: pulls the shards of a version, some side by side, and proves them.
 
 What a broken transfer brought is kept, and a range request asks for the rest, of whichever server is the best by then:
-the least busy neighbour that has the version, else the learner's host. A file whose checksum is wrong is pulled anew,
+the least busy neighbour that has the version, else the learner's host. A file whose checksum is wrong is pulled again,
 but not from the same neighbours.
 """
 
@@ -118,7 +118,7 @@ class PeerHosts:
         host.rests_until = now + random.uniform(pause / 2, pause)  # noqa: S311
 
     def ban_relays(self, urls: list[str]) -> None:
-        """Do not ask these neighbours again; the learner's host stays, because nobody else may have the version."""
+        """Do not ask these neighbours again; the learner's host stays: it may be the only one with the version."""
         for url in urls:
             host = self._all.get(url)
             if host is not None and host.relay:
@@ -168,7 +168,7 @@ class PartialFile:
         return self.whole and self.state.hexdigest() == self.shard.checksum
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again from the first byte."""
         self.at, self.state, self.origins = 0, xxhash.xxh3_128(), set()
 
 
@@ -436,7 +436,7 @@ class HttpSource(Source):
                 hosts.worked(host)
 
     async def _run(self, transfer: Transfer) -> None:
-        """Run a transfer in a thread. Whoever cancels it may rely on it that nothing is written afterwards."""
+        """Run a transfer in a thread. After a cancellation nothing is written any more."""
         running = asyncio.get_running_loop().run_in_executor(self._threads, transfer.run)
         try:
             await asyncio.shield(running)
@@ -444,7 +444,7 @@ class HttpSource(Source):
             transfer.give_up()
             await asyncio.wait([running])
             if not running.cancelled():
-                running.exception()  # whatever it was: nobody wants it any more
+                running.exception()  # marks it as read
             raise
 
     def _denied(self, host: PeerHost) -> None:

@@ -294,7 +294,7 @@ def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) ->
 def _has(folder: Path, name: str) -> bool:
     try:
         return name in os.listdir(folder)  # noqa: PTH208  only the names are wanted
-    except FileNotFoundError:  # somebody cleaned up, and rank 0 makes it anew
+    except FileNotFoundError:  # a clean-up removed it, and rank 0 makes it again
         return False
 
 

@@ -1,4 +1,4 @@
-"""The server of the http transport: the files of versions below one folder, to whoever has the token of the run.
+"""The server of the http transport: the files of versions below one folder, for clients with the token of the run.
 
 ```
 GET, HEAD /v-EPOCH-VERSION/manifest.json          200 | 404
@@ -33,11 +33,11 @@ from streamrl.weight_sync.manifest import MANIFEST_FILE, parse_folder
 logger = logging.getLogger(__name__)
 BUSY_HEADER: Final = "X-Streamrl-Busy"
 DEFAULT_TRANSFERS: Final = 16
-"""Transfers at the same time. Whoever comes later looks for a relay: many replicas become a tree by themselves."""
+"""Transfers at the same time. Later clients look for a relay, so many replicas form a tree by themselves."""
 HELD: Final = 2
 """Versions held at most: so many times the weights that memory may hold in addition."""
 IDLE_SECONDS: Final = 30.0
-"""A held version that nobody asked for in this time is let go."""
+"""A held version without requests for this time is let go."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES: Final = 4 << 20
 
@@ -52,7 +52,7 @@ class Hold:
 
 
 class HeldVersions:
-    """Versions below `root` that somebody is pulling stay readable after the publisher has removed them.
+    """Versions below `root` that a replica is pulling stay readable after the publisher has removed them.
 
     Otherwise a replica whose pull takes longer than two steps of the learner would find each version gone and get none.
     Holding is an open descriptor for each file, so a process that dies leaves nothing behind. The clock is an argument.
@@ -97,7 +97,7 @@ class HeldVersions:
         return Path(f"/proc/self/fd/{hold.files[name]}")
 
     def expire(self, now: float) -> None:
-        """Let go of what nobody wants any more."""
+        """Let go of versions without requests for `IDLE_SECONDS`."""
         for folder, hold in list(self._holds.items()):
             if not hold.transfers and now - hold.used >= IDLE_SECONDS:
                 self._drop(folder)
@@ -134,7 +134,7 @@ class ShardServer:
         return app
 
     async def _holding(self, app: web.Application) -> AsyncIterator[None]:
-        """Let go of versions that nobody pulls any more; owned by the application."""
+        """Let go of idle versions; owned by the application."""
         del app
         expiring = asyncio.create_task(self._expire(), name="held versions")
         yield

@@ -54,7 +54,7 @@ class Source(Protocol):
         What is here already is not fetched again; the next fetch continues one that failed or was cancelled.
 
         Raises:
-            FileNotFoundError: nobody has the version any more.
+            FileNotFoundError: no host has the version any more.
             WeightsError: its files are not what the manifest says.
             Unreachable: not fetched within `weights.deadline`; trying again may help.
             CannotCreate: no room for the files.

@@ -117,7 +117,7 @@ class WholeTensors(Mapping[str, torch.Tensor]):
 def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Version:
     """Map every shard of a full version in `folder` and check it against its manifest.
 
-    `proven`: sizes and checksums have been checked, and nobody else can write there.
+    `proven`: sizes and checksums have been checked, and no other process writes there.
 
     Raises:
         WeightsError: sizes, checksums, names, dtypes or shapes do not fit.
@@ -171,7 +171,7 @@ def write_tensors(
     """Write tensors as one safetensors file and return its entry for the manifest.
 
     The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `path` must
-    not exist; `over`: it does, nobody reads it, and its content goes. `durable`: fsync before returning. `OSError` may
+    not exist; `over`: it does, has no reader, and its content goes. `durable`: fsync before returning. `OSError` may
     leave the file behind in part.
     """
     return write_pieces(path, encode_tensors(tensors), durable=durable, over=over)

@@ -62,7 +62,7 @@ class WeightServer:
     async def announce(self, manifest: Manifest) -> None:
         """Say that the files of a version are there, under their final names.
 
-        Returns at once, whatever the engines do: a broadcast goes on in a task of the server, and a version that is
+        Returns at once: a broadcast goes on in a task of the server, and a version that is
         announced before the one before it was sent takes its place. A repeat of the newest version does nothing.
         """
         if self._broadcaster is not None:
