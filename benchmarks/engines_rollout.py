@@ -20,7 +20,7 @@ from spread import ratios, spread
 
 from streamrl.config import RunConfig
 from streamrl.http import HttpClient
-from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import Request
 from streamrl.producers.servers import tiny
 from streamrl.producers.servers.dialect import Dialect, Figures
@@ -163,7 +163,7 @@ def make_prompts(config: RunConfig, folder: Path) -> list[bytes]:
     ]
     path = folder / "train.jsonl"
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    return load_prompts(path, Tokenizer.load(config.model), Limits(PROMPT_TOKENS, config.model.context)).prompts
+    return load_prompts(path, Tokenizer.load(config.model), PromptLimits(PROMPT_TOKENS, config.model.context)).prompts
 
 
 class Counter:

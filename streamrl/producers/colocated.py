@@ -1,4 +1,6 @@
-"""An engine that shares its devices with the learner: it leaves them when asked, and nothing that was sampled is lost.
+"""A rollout replica on devices that it shares with the learner (`rollout.placement: colocated`).
+
+It leaves the devices when it is asked to, and nothing that was sampled is lost.
 
 ```
 leave:  abort (what was sampled stays) -> sleep
@@ -10,11 +12,15 @@ return: wake the weights -> apply the version that came meanwhile -> wake keys a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
 
+import torch
+from typing_extensions import override
+
+from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.producers.engines.contract import (
     Completion,
@@ -25,14 +31,43 @@ from streamrl.producers.engines.contract import (
     PauseMode,
     Request,
 )
+from streamrl.producers.servers.fleet import stop_tokens_of
 from streamrl.producers.servers.prefix import Prefix
+from streamrl.queues import Role
+from streamrl.queues.turn import EngineSwitch
 from streamrl.weight_sync.tensors import Version
 
 _ABORTS: Final = 20
 _ABORT_PAUSE: Final = 0.05
 
 
-class ColocatedEngine:
+@asynccontextmanager
+async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+    """Start an engine when it is its turn, and for the length of the block let it leave and come back.
+
+    An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
+    """
+    config = role.config
+    stops = await asyncio.to_thread(stop_tokens_of, config.model.path)
+    shared = ColocatedEngine(engine, stops=stops, context=config.model.context, level=1 if _has_devices(config) else 0)
+    switch = EngineSwitch(role.ledgers.turn, role.name, wake=shared.come_back, sleep=shared.leave)
+    try:
+        await switch.start(shared.start)
+        async with asyncio.TaskGroup() as tasks:
+            switching = tasks.create_task(switch.run(), name="turn on the devices")
+            yield shared
+            switching.cancel()
+    finally:
+        await shared.close()
+        await role.ledgers.turn.leave(role.name)
+
+
+def _has_devices(config: RunConfig) -> bool:
+    """Whether there is memory of a device to be given back; on a CPU the two share only its cores."""
+    return config.engine.device != "cpu" and torch.cuda.is_available()
+
+
+class ColocatedEngine(Engine):
     """`Engine` that can be taken off its devices and put back, with requests in flight.
 
     Requests that are in flight at that moment, and those that come meanwhile, wait and go on afterwards with what they
@@ -60,12 +95,7 @@ class ColocatedEngine:
         self._applied.set()
 
     async def leave(self) -> None:
-        """Get off the devices. A repeat does nothing.
-
-        Raises:
-            Unreachable: the engine died; what it had is lost with it.
-            Refused: requests go on being decoded although they were aborted.
-        """
+        """Get off the devices; `Refused` when requests go on being decoded although they were aborted. Repeatable."""
         self._leaves += 1
         self._serving.clear()
         await self._applied.wait()
@@ -92,20 +122,20 @@ class ColocatedEngine:
 
     # --- Engine ------------------------------------------------------------------------------------------------------
 
+    @override
     async def start(self) -> None:
-        """See `Engine.start`."""
         await self._engine.start()
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`."""
         for aborted in self._works.values():
             aborted.set()
         await self._engine.close()
         self._weights.set()  # what waits or comes now hears that the engine is closed
         self._serving.set()
 
+    @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`."""
         if request.id in self._works:
             raise ValueError(f"a request {request.id!r} is in flight")
         aborted = self._works[request.id] = asyncio.Event()
@@ -127,8 +157,8 @@ class ColocatedEngine:
         finally:
             del self._works[request.id]
 
+    @override
     async def abort(self, request_id: str | None = None) -> int:
-        """See `Engine.abort`."""
         chosen = [name for name in self._works if request_id in {None, name} and not self._works[name].is_set()]
         for name in chosen:
             self._works[name].set()
@@ -140,12 +170,13 @@ class ColocatedEngine:
         """See `Engine.pause`."""
         await self._engine.pause(mode)
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         await self._engine.resume()
 
+    @override
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`. Off the devices it waits for the return, and is part of that."""
+        # Off the devices it waits for the return, and is part of that.
         self._applying += 1
         self._applied.clear()
         try:
@@ -156,31 +187,32 @@ class ColocatedEngine:
             if not self._applying:
                 self._applied.set()
 
+    @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
         await self._engine.sleep(level)
 
+    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`. Off the devices it does nothing: the turn decides."""
+        # Off the devices it does nothing: the switch decides.
         if self._serving.is_set():
             await self._engine.wake(tags)
 
+    @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`."""
         await self._weights.wait()
         await self._engine.load_adapter(name, folder)
 
+    @override
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`."""
         await self._weights.wait()
         await self._engine.unload_adapter(name)
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine.load`."""
         return self._engine.load()
 
+    @override
     async def health(self) -> None:
-        """See `Engine.health`."""
         await self._engine.health()
 
     async def _turn(self, aborted: asyncio.Event) -> bool:

@@ -26,7 +26,7 @@ _CHUNK: Final = 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class PromptLimits:
     """Longest prompt in tokens (`max_prompt_tokens`), of prompt plus response (`context`); `vocabulary` of the model.
 
     Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
@@ -78,7 +78,7 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable").astype(np.int64)
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, limits: Limits, *, evaluation: bool = False) -> PromptSet:
+def load_prompts(path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False) -> PromptSet:
     """Read, check and encode all prompts of a JSONL file. Memory: about the file plus 4 bytes a token.
 
     A line is an object with `prompt` (text) or `messages` (a list of objects with `role` and `content`), perhaps
@@ -157,7 +157,7 @@ def _is_chat(messages: Any) -> bool:
 def _encode_chunk(
     rows: Sequence[_Row],
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: PromptLimits,
     digest: hashlib.blake2b,
     path: Path,
     *,
@@ -183,7 +183,7 @@ def _encode_chunk(
     return encoded
 
 
-def _check_tokens(tokens: Int32Array, limits: Limits, where: str) -> None:
+def _check_tokens(tokens: Int32Array, limits: PromptLimits, where: str) -> None:
     if tokens.size == 0:
         raise DataError(f"{where}: the prompt has no tokens")
     if tokens.size > limits.max_prompt_tokens:

@@ -7,7 +7,7 @@ import torch
 from producer_kit import Hands, tiny_model
 
 from streamrl.producers.admission import Admitter, Terms
-from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.publisher import Publisher
 
@@ -30,7 +30,7 @@ class Learner:
 async def admit(run, ledger, count, samples=2):
     config = run.config
     path = run.held_out if ledger.evaluation else run.train
-    data = load_prompts(path, Tokenizer.load(config.model), Limits(16, config.model.context))
+    data = load_prompts(path, Tokenizer.load(config.model), PromptLimits(16, config.model.context))
     admitter = Admitter(ledger, Terms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)])
     await admitter.locate()
     await admitter.admit(1, limit=count)

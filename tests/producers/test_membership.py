@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "servers"))
 from group_kit import Player
 
 from streamrl.config import RunConfig
-from streamrl.producers.membership import Membership
+from streamrl.producers.replica import Membership
 from streamrl.producers.servers.fleet import Fleet, stop_tokens_of
 from streamrl.producers.servers.group import EngineGroup, ServerSpec
 from streamrl.producers.servers.server import ServerEngine

@@ -59,17 +59,10 @@ class _Flight:
 
 
 class ContinuousDecoder(Decoder):
-    """`decoder.Decoder` on a `ContinuousBatchingManager`.
+    """Decode loop on a `ContinuousBatchingManager`.
 
-    Args:
-        model: causal language model.
-        engine: `slots` requests at the same time, `kv_cache` bytes of paged cache.
-        context: longest prompt plus response.
-        stop: ids that end a response.
-        seed: of torch's global generator, which the manager samples with.
-        deliver: gets the jobs that ended.
-        tell: gets what jobs with a listener have sampled.
-        loop: event loop in which `submit` is called.
+    `engine.slots` requests run at the same time, over `engine.kv_cache` bytes of paged cache. `seed` is that of torch's
+    global generator, which the manager samples with; `loop` is the event loop in which `submit` is called.
     """
 
     def __init__(

@@ -77,22 +77,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can serve.
-
-    Attributes:
-        context: longest prompt plus response in tokens.
-        vocabulary: token ids lie below it.
-    """
+    """What an engine can serve: prompt plus response of `context` tokens, with ids below `vocabulary`."""
 
     context: int
     vocabulary: int
 
     def check(self, request: Request) -> int:
-        """Return how many tokens the response may have.
-
-        Raises:
-            DataError: the request can never be served; the message names it.
-        """
+        """Return how many tokens the response may have; `DataError` when the request can never be served."""
         tokens = request.tokens
         name = f"request {request.id!r}"
         if tokens.ndim != 1 or not len(tokens):
@@ -141,8 +132,8 @@ class Engine(Protocol):
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
     died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own is
-    its death as well, also when its caller has left. An engine that died stays dead: its process ends and is started
-    again by whoever supervises it.
+    its death as well, also when its caller has left. An engine that died stays dead: its process ends and the
+    supervisor starts it again.
     """
 
     async def start(self) -> None:
@@ -161,7 +152,7 @@ class Engine(Protocol):
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """Sample one response.
 
-        Waits for as long as it takes, also while the engine is paused or asleep: whoever calls sets the deadline.
+        Waits for as long as it takes, also while the engine is paused or asleep: the caller sets the deadline.
         Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
         death fails every call that is waiting.
 

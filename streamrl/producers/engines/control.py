@@ -22,10 +22,7 @@ _ALL: Final[frozenset[MemoryTag]] = frozenset({"weights", "kv_cache"})
 class Control:
     """The controls of one decode loop. Every method runs on one control thread and may wait for the running step.
 
-    Args:
-        model: that the loop decodes with.
-        decoder: the loop, started.
-        fail: told of an error that leaves the engine unusable, before it is raised.
+    `fail` is told of an error that leaves the engine unusable, before it is raised.
     """
 
     def __init__(self, model: Any, decoder: Decoder, fail: Callable[[BaseException], None]) -> None:
@@ -159,16 +156,12 @@ class Control:
 
 
 def match_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair every parameter of the model with its new values; nothing is written.
+    """Pair each parameter or buffer of the model, each storage once, with its new values; nothing is written.
 
     Parameters must all be there; a tied parameter needs one of its names, and several names need equal values. Buffers
     that the model saves may be there.
 
-    Returns:
-        (parameter or buffer, new values of the same shape) for each storage once.
-
-    Raises:
-        WeightsError: unknown or missing names, other shapes, no floating point, not finite, or tied names that differ.
+    `WeightsError`: unknown or missing names, other shapes, no floating point, not finite, or tied names that differ.
     """
     names: dict[int, list[str]] = {}
     targets: dict[int, torch.Tensor] = {}
@@ -231,13 +224,10 @@ def _few(names: list[str]) -> str:
 
 
 class BaseWeights:
-    """The weights that adapters are merged into, as they were before the first one came.
+    """The weights of `model` that adapters are merged into, as they were before the first one came.
 
     They are kept on the host, as many as the adapter changes, so that nothing adds up from version to version: the
-    weights under version N are the same whatever came before it.
-
-    Args:
-        model: that the engine decodes with.
+    weights under version N do not depend on the versions before it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -246,14 +236,10 @@ class BaseWeights:
         self._replaced = False
 
     def match(self, version: Version) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each weight that the adapter of a version changes with its new values; no weight is written.
+        """Pair each weight that the adapter of a version changes with its new values, of the same type and device.
 
-        Returns:
-            (parameter, new values) as of `match_weights`, in the parameter's type, on its device.
-
-        Raises:
-            WeightsError: modules that this model does not have, other shapes, values that are not finite, or the
-                engine holds weights of a version that was no adapter.
+        No weight is written. `WeightsError`: modules that this model does not have, other shapes, values that are not
+        finite, or the engine holds weights of a version that was no adapter.
         """
         adapter = version.adapter
         assert adapter is not None
@@ -327,9 +313,6 @@ class Residence:
 
     A model that has given its parameters up keeps their names, shapes, types and ties, so that a version of the weights
     can be checked against it.
-
-    Args:
-        model: on the device that it is to come back to.
     """
 
     def __init__(self, model: Any) -> None:

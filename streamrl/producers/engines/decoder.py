@@ -16,7 +16,7 @@ from streamrl.producers.engines.contract import Finish, Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context; with `streams` somebody listens."""
+    """A checked request: `ticket` is never used again, `limit` fits the context; with `streams` it has a listener."""
 
     ticket: int
     prompt: tuple[int, ...]
@@ -125,7 +125,7 @@ class Decoder(Protocol):
         """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
 
     def recompute(self) -> None:
-        """Inside `exclusive`: compute the keys and values of all jobs in flight anew, by the weights in force."""
+        """Inside `exclusive`: compute the keys and values of all jobs in flight again, with the weights in force."""
 
     def release(self) -> None:
         """Inside `exclusive`: free the cache; `Refused` when a job is being decoded, and then nothing has changed."""
@@ -138,7 +138,7 @@ class Decoder(Protocol):
         ...
 
     def progress(self) -> tuple[bool, int]:
-        """(whether there is a step to make and nobody holds the loop, steps so far), from any thread."""
+        """(whether there is a step to make and the loop is not held, steps so far), from any thread."""
         ...
 
     def failure(self) -> BaseException | None:

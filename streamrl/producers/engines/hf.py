@@ -57,14 +57,9 @@ class _Ear:
 
 
 class HfEngine(Engine):
-    """`Engine` on transformers, with either decode loop (`engine.decode`).
+    """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds.
 
-    Args:
-        config: the run; `engine`, `model`, `weights.deadline`, `lease.max_hold` are read.
-        seed: of the sampling generator; replicas need different ones.
-
-    Attributes:
-        limits: what can be asked of it; known after `start`.
+    `limits` says what can be asked of it; known after `start`.
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -300,7 +295,7 @@ class HfEngine(Engine):
                 future.set_exception(error)
 
     async def _watch(self) -> None:
-        """Fail all requests as soon as the decode loop is dead or hangs; it tells nobody itself."""
+        """Fail all requests as soon as the decode loop is dead or hangs; it cannot say so itself."""
         while True:
             self._look()
             if self._failure is not None:
@@ -310,7 +305,7 @@ class HfEngine(Engine):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _watched(self, watcher: asyncio.Task[None]) -> None:
-        """An engine that nobody watches any more must not serve either."""
+        """Without its watcher the engine must not serve."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self._fail(error)
             self._fail_open(_death(error))
@@ -430,6 +425,6 @@ def _death(failure: BaseException) -> Unreachable:
 
 
 def _log_failure(future: asyncio.Future[Any]) -> None:
-    """Read the result of work that nobody waits for any more."""
+    """Log the failure of work whose caller has left."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("control of the engine failed after its caller left", exc_info=error)

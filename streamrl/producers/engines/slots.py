@@ -2,7 +2,7 @@
 
 Up to `slots` sequences are decoded together, one token each per step. Their keys and values stay where they are
 (`SlotCache`); a step runs over the first slots, as many as needed, and attends over the longest of them rounded up to
-16. A free slot in between computes something that nobody reads; when an eighth is free and nobody waits, the last
+16. A free slot in between computes values that are not read; when an eighth is free and no job waits, the last
 sequences move into the gaps. Prompts that come together and are equal are computed once.
 
 For models whose forward pass is cheap this is three to five times faster than paged batching, whose bookkeeping and
@@ -154,12 +154,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._sources, self._slots = sources, slots
 
     def decode(self, positions: torch.Tensor, span: int) -> None:
-        """Announce a forward pass of one token in each of the first slots.
-
-        Args:
-            positions: where that token goes, shape (count,).
-            span: rows the attention sees, from 0.
-        """
+        """Announce a pass of one token in each of the first slots, at `positions`; attention sees rows 0 to `span`."""
         self._sources, self._slots = None, positions
         self._rows.clear()
         self._count, self._span = len(positions), span
@@ -236,13 +231,8 @@ class _Row:
 class SlotBatch:
     """The sequences being decoded, and the step that moves all of them on by one token. Not thread-safe.
 
-    Args:
-        model: causal language model in evaluation mode; full attention in every layer (`model.slots_obstacle`).
-        slots: sequences decoded together.
-        context: longest prompt plus response.
-        stop_tokens: ids that end a response.
-        generator: source of randomness on the model's device.
-        version: version of the weights at the start.
+    `model` is in evaluation mode and has full attention in every layer (`model.slots_obstacle`). `context` is the
+    longest prompt plus response, `stop_tokens` end a response, `version` is that of the weights at the start.
     """
 
     def __init__(
@@ -333,7 +323,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute all keys and values anew by the present weights.
+        """Compute all keys and values again with the present weights.
 
         The token sampled last has none yet: the next step makes them, as it would have without this.
         """
@@ -346,7 +336,7 @@ class SlotBatch:
             self._fill(prompts, rows, torch.tensor(slots, device=device), self._ruler[:1])
 
     def news(self) -> list[Progress]:
-        """What the sequences that somebody listens to have sampled since the last call."""
+        """Return what sequences with a listener have sampled since the last call."""
         return [row.news() for row in self._heard.values()]
 
     @property
@@ -475,16 +465,11 @@ def _parts(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 
 
 class SlotDecoder(Decoder):
-    """Decode loop over static slots (`decoder.Decoder`).
+    """Decode loop over static slots.
 
     Free slots are filled when an eighth of all is free or nothing runs: prompts are computed in batches, and a slot
-    waits a step or two at most. Jobs start in the order of their arrival.
-
-    Args:
-        batch: the sequences; this loop's alone from `start` on, except inside `exclusive`.
-        deliver: gets the jobs that ended.
-        tell: gets what jobs with a listener have sampled.
-        patience: seconds one step may take before `exclusive` gives up.
+    waits a step or two at most. Jobs start in the order of their arrival. The batch belongs to the thread from `start`
+    on, except inside `exclusive`, which gives up when a step takes longer than `patience` seconds.
     """
 
     def __init__(self, batch: SlotBatch, deliver: Deliver, tell: Tell, patience: float) -> None:
