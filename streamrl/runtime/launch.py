@@ -99,7 +99,7 @@ def prepare_run(
         for name in ("logs", "metrics", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         save(loaded, folder / "run.json")
-    if config.weights.transport in {"http", "collective"}:
+    if config.weights.pulled:
         make_token(folder)  # here, so that no replica has to wait for the learner, wherever it was copied to
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
 

@@ -363,7 +363,7 @@ async def open_staging(
     allow_many_files()
     async with contextlib.AsyncExitStack() as stack:
         folder = StagingFolder(run_dir, name)
-        if config.delta.enabled or config.transport not in ("shm", "directory"):
+        if config.delta.enabled or config.pulled:
             folder.open()
             stack.callback(folder.close)
         source = await stack.enter_async_context(open_source(config, run_dir, folder, name=name, board=board))

@@ -31,7 +31,7 @@ async def open_source(
     `staging` must be open, unless the transport is a folder. `board` is where neighbours that relay announce
     themselves. `ConfigError`: no token for the http transport.
     """
-    if config.transport in ("shm", "directory"):
+    if not config.pulled:
         yield FolderSource(store_of(config.transport, run_dir).root)
         return
     async with open_http_source(staging, run_dir, config.deadline, name=name, board=board) as pulled:
@@ -76,7 +76,7 @@ async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
     `root` holds the folders of the versions. `CannotCreate`: the port is taken, or the token cannot be written.
     """
     weights = config.weights
-    if weights.transport in ("shm", "directory"):
+    if not weights.pulled:
         yield WeightServer()
         return
     server = ShardServer(root, make_token(run_dir))
