@@ -23,7 +23,7 @@ _LOOK_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Terms:
+class AdmissionTerms:
     """What one ledger is asked to take: fingerprint of the data, and the bounds (see `Ledger.admit`)."""
 
     fingerprint: str
@@ -40,7 +40,7 @@ class Admitter:
     `prompt` gives the bytes of the prompt of a group, a pure function of its id.
     """
 
-    def __init__(self, ledger: Ledger, terms: Terms, prompt: Callable[[int], bytes]) -> None:
+    def __init__(self, ledger: Ledger, terms: AdmissionTerms, prompt: Callable[[int], bytes]) -> None:
         self._ledger = ledger
         self._terms = terms
         self._prompt = prompt

@@ -90,7 +90,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, eval
     """
     digest = hashlib.blake2b(digest_size=16)
     prompts: list[bytes] = []
-    chunk: list[_Row] = []
+    chunk: list[_Line] = []
     for row in _rows(path, digest):
         chunk.append(row)
         if len(chunk) == _CHUNK:
@@ -103,20 +103,20 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, eval
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Line:
     """One line: its number from 0, and the object in it."""
 
     line: int
     record: dict[str, Any]
 
 
-def _rows(path: Path, digest: hashlib.blake2b) -> Iterator[_Row]:
+def _rows(path: Path, digest: hashlib.blake2b) -> Iterator[_Line]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file):
                 digest.update(raw)
                 if raw.strip():
-                    yield _Row(number, _parse(raw, f"{path}:{number + 1}"))
+                    yield _Line(number, _parse(raw, f"{path}:{number + 1}"))
     except OSError as error:
         raise DataError(
             f"cannot read the prompts {path}: {error.strerror}", "set data.train (and data.held_out)"
@@ -155,7 +155,7 @@ def _is_chat(messages: Any) -> bool:
 
 
 def _encode_chunk(
-    rows: Sequence[_Row],
+    rows: Sequence[_Line],
     tokenizer: Tokenizer,
     limits: PromptLimits,
     digest: hashlib.blake2b,
@@ -203,7 +203,7 @@ def _check_tokens(tokens: Int32Array, limits: PromptLimits, where: str) -> None:
         )
 
 
-def _encode_prompt(row: _Row, text: str, tokens: Int32Array, where: str, *, evaluation: bool) -> bytes:
+def _encode_prompt(row: _Line, text: str, tokens: Int32Array, where: str, *, evaluation: bool) -> bytes:
     record = row.record
     prompt = Prompt(
         tokens=pack_int32(tokens),

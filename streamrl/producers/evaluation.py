@@ -23,7 +23,7 @@ import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, WireError
-from streamrl.producers.admission import Admitter, Terms, VersionBell
+from streamrl.producers.admission import AdmissionTerms, Admitter, VersionBell
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.archive import Archive
@@ -60,7 +60,7 @@ class Evaluation:
         self._bell = bell
         self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
-        terms = Terms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
+        terms = AdmissionTerms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
         self._admitter = Admitter(self._ledger, terms, lambda gid: data.prompts[gid % len(data)])
         self._data = data
         self._budget = budget

@@ -19,7 +19,7 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrap
-from streamrl.producers.admission import BURST, Admitter, Terms, VersionBell
+from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionBell
 from streamrl.producers.all_alike import AllAlike
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
@@ -87,7 +87,7 @@ class Training:
         self._bell = bell
         self._fingerprint = train_fingerprint(config, data)
         self._end = None if config.data.epochs is None else config.data.epochs * len(data)
-        terms = Terms(
+        terms = AdmissionTerms(
             fingerprint=self._fingerprint,
             samples=config.sampling.responses,
             min_group=config.sampling.min_responses,

@@ -47,7 +47,7 @@ from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsErr
 from streamrl.listening import reachable
 from streamrl.weight_sync.files import StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Pair, decode, encode
-from streamrl.weight_sync.source import Source
+from streamrl.weight_sync.source import WeightSource
 
 logger = logging.getLogger(__name__)
 PATH: Final = "/members"
@@ -527,14 +527,20 @@ class _Round:
     receiving: asyncio.Task[None] | None = None
 
 
-class CollectiveSource(Source):
+class CollectiveSource(WeightSource):
     """Takes versions from broadcasts of the learner's host, and pulls over http what it missed.
 
     `session` bears the token. Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
     """
 
     def __init__(
-        self, pulled: Source, session: aiohttp.ClientSession, staging: StagingFolder, deadline: float, *, name: str
+        self,
+        pulled: WeightSource,
+        session: aiohttp.ClientSession,
+        staging: StagingFolder,
+        deadline: float,
+        *,
+        name: str,
     ) -> None:
         self.proves = True
         self.traffic = pulled.traffic

@@ -42,7 +42,7 @@ from streamrl.weight_sync.manifest import (
     folder_name,
     read_manifest,
 )
-from streamrl.weight_sync.source import Source, Traffic, base_pair, checked_base
+from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
 from streamrl.weight_sync.tensors import DTYPES, Readers, Version, assemble, map_shared, map_version, raw_bytes
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Staging:
     `keep` leaves fetched files in the folder for neighbours, instead of moving them into the delta base.
     """
 
-    def __init__(self, config: WeightsConfig, source: Source, folder: StagingFolder, *, keep: bool) -> None:
+    def __init__(self, config: WeightsConfig, source: WeightSource, folder: StagingFolder, *, keep: bool) -> None:
         self._config, self._source, self._folder = config, source, folder
         self._moves = source.proves and not keep
         bases = (folder.root / f"base.{number}" for number in count())
@@ -264,7 +264,7 @@ class Staging:
 
         Raises:
             WeightsError: no way leads there, or only one that was found wrong before.
-            FileNotFoundError, Unreachable, CannotCreate: as of `Source.fetch`.
+            FileNotFoundError, Unreachable, CannotCreate: as of `WeightSource.fetch`.
         """
         held = self._base.pair
         if manifest.pair == held:

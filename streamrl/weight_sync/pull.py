@@ -32,7 +32,7 @@ from streamrl.errors import CannotCreate, Unreachable, WeightsError, unwrap
 from streamrl.weight_sync.files import StagingFolder, read_token
 from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
 from streamrl.weight_sync.serve import BUSY_HEADER
-from streamrl.weight_sync.source import Source, Traffic, base_pair, checked_base
+from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
 
 logger = logging.getLogger(__name__)
 RELAY_FIELD: Final = "weights_relay"
@@ -294,7 +294,7 @@ async def open_http_source(
             source.close()
 
 
-class HttpSource(Source):
+class HttpSource(WeightSource):
     """Pulls versions from the learner's host and from neighbours that relay; `session` bears the token."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How the files of a version get onto this host: `Source`, and the one for files that this host sees already."""
+"""How the files of a version get onto this host: `WeightSource`, and the one for files that this host sees already."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Traffic:
             self.seconds += time.monotonic() - began
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where versions come from. All methods belong to one event loop; fetches may overlap.
 
     Attributes:
@@ -80,7 +80,7 @@ def checked_base(base: Manifest, manifest: Manifest) -> Manifest:
     return base
 
 
-class FolderSource(Source):
+class FolderSource(WeightSource):
     """`shm` and `directory`: the publisher's own files, which others read too."""
 
     def __init__(self, root: Path) -> None:

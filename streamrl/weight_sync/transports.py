@@ -17,7 +17,7 @@ from streamrl.weight_sync.files import StagingFolder, make_token, store_of
 from streamrl.weight_sync.manifest import Manifest
 from streamrl.weight_sync.pull import RelayBoard, open_http_source
 from streamrl.weight_sync.serve import ShardServer, listen
-from streamrl.weight_sync.source import FolderSource, Source
+from streamrl.weight_sync.source import FolderSource, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 @contextlib.asynccontextmanager
 async def open_source(
     config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, name: str, board: RelayBoard | None = None
-) -> AsyncIterator[Source]:
+) -> AsyncIterator[WeightSource]:
     """Open the source of the configured transport on a replica's host, for the length of the block.
 
     `staging` must be open, unless the transport is a folder. `board` is where neighbours that relay announce

@@ -23,7 +23,7 @@ from typing_extensions import override
 from streamrl.config import EngineConfig
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.contract import Finish
-from streamrl.producers.engines.decoder import Counts, Decoder, Deliver, Job, Outcome, Progress, Spans, Tell
+from streamrl.producers.engines.decoder import Counts, Decoder, Deliver, Job, JobOutcome, JobProgress, Spans, Tell
 from streamrl.producers.engines.model import cache_bytes_per_token
 
 PAGE_TOKENS: Final = 32
@@ -149,10 +149,10 @@ class ContinuousDecoder(Decoder):
                 self._unpark()
 
     @override
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """End jobs as they are: the manager says nothing about what it cancels."""
         with self._lock:
-            ended = [Outcome(job.ticket, [], [], [], "abort") for job in self._held if _named(job, tickets)]
+            ended = [JobOutcome(job.ticket, [], [], [], "abort") for job in self._held if _named(job, tickets)]
             self._held = [job for job in self._held if not _named(job, tickets)]
             for name, flight in list(self._flights.items()):
                 if not _named(flight.job, tickets):
@@ -163,7 +163,7 @@ class ContinuousDecoder(Decoder):
                 tokens, logprobs = _partial(state)
                 self._tokens += len(tokens)
                 runs = flight.spans.runs(len(tokens))
-                ended.append(Outcome(flight.job.ticket, tokens, logprobs, runs, "abort"))
+                ended.append(JobOutcome(flight.job.ticket, tokens, logprobs, runs, "abort"))
         return ended
 
     @override
@@ -329,7 +329,7 @@ class ContinuousDecoder(Decoder):
         if accepted is None:
             self._land(name)
             error = Unreachable("the decode loop takes no more requests")
-            self._deliver([Outcome(job.ticket, [], [], [], "abort", error)])
+            self._deliver([JobOutcome(job.ticket, [], [], [], "abort", error)])
 
     def _finished(self, output: Any) -> None:
         """Called in the event loop with the output of a request that ended, or of each step of one with a listener."""
@@ -345,7 +345,7 @@ class ContinuousDecoder(Decoder):
         error = Unreachable(f"the engine could not decode: {output.error}") if output.error is not None else None
         finish: Finish = "stop" if tokens and tokens[-1] in self._stop_tokens else "length"
         runs = flight.spans.runs(len(tokens))
-        self._deliver([Outcome(flight.job.ticket, tokens, logprobs, runs, finish, error)])
+        self._deliver([JobOutcome(flight.job.ticket, tokens, logprobs, runs, finish, error)])
 
     def _went_on(self, output: Any) -> None:
         with self._lock:
@@ -354,7 +354,7 @@ class ContinuousDecoder(Decoder):
             return
         start, flight.told = flight.told, len(output.generated_tokens)
         if start < flight.told:
-            self._tell([Progress(flight.job.ticket, output.generated_tokens[start:], output.logprobs[start:])])
+            self._tell([JobProgress(flight.job.ticket, output.generated_tokens[start:], output.logprobs[start:])])
 
     def _land(self, name: str) -> _Flight | None:
         """Forget a request; None when it ended before."""

@@ -10,7 +10,7 @@ import torch
 
 from streamrl.errors import Refused, WeightsError
 from streamrl.producers.engines.contract import MemoryTag, PauseMode
-from streamrl.producers.engines.decoder import Decoder, Outcome
+from streamrl.producers.engines.decoder import Decoder, JobOutcome
 from streamrl.weight_sync.adapter import Names, adapted, merge
 from streamrl.weight_sync.manifest import Adapter, Pair
 from streamrl.weight_sync.tensors import Version
@@ -37,12 +37,12 @@ class Control:
         self._freed = False
         self.pair: Pair = (0, 0)
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """End jobs (all when None) and return what they have."""
         with self._decoder.exclusive():
             return self._decoder.take(tickets)
 
-    def close(self) -> list[Outcome]:
+    def close(self) -> list[JobOutcome]:
         """End all jobs and let go of the loop."""
         try:
             return self.take(None)
@@ -51,7 +51,7 @@ class Control:
                 hold.close()
             self._holds.clear()
 
-    def pause(self, mode: PauseMode) -> list[Outcome]:
+    def pause(self, mode: PauseMode) -> list[JobOutcome]:
         """Stop the loop; return the jobs that ended by that."""
         self._hold("pause")
         self._recompute = self._recompute or mode == "recompute"

@@ -26,7 +26,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class JobOutcome:
     """How a job ended; with `error` the other fields mean nothing."""
 
     ticket: int
@@ -38,7 +38,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Progress:
+class JobProgress:
     """What a job with `streams` has sampled since the last one of these."""
 
     ticket: int
@@ -81,8 +81,8 @@ class Spans:
         return [run for run in self._runs if run[0] < sampled]
 
 
-Deliver: TypeAlias = Callable[[list[Outcome]], None]
-Tell: TypeAlias = Callable[[list[Progress]], None]
+Deliver: TypeAlias = Callable[[list[JobOutcome]], None]
+Tell: TypeAlias = Callable[[list[JobProgress]], None]
 
 
 class Decoder(Protocol):
@@ -117,7 +117,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """Inside `exclusive`: end these jobs (all when None) and return what they have, `finish="abort"`."""
         ...
 

@@ -35,7 +35,7 @@ from streamrl.producers.engines.contract import (
     RequestLimits,
 )
 from streamrl.producers.engines.control import Control
-from streamrl.producers.engines.decoder import Decoder, Job, Outcome, Progress
+from streamrl.producers.engines.decoder import Decoder, Job, JobOutcome, JobProgress
 from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slots import SlotBatch, SlotDecoder
 from streamrl.weight_sync.tensors import Version
@@ -80,7 +80,7 @@ class HfEngine(Engine):
         self._closed = False
         self._tickets = itertools.count(1)
         self._named: dict[str, int] = {}
-        self._open: dict[int, asyncio.Future[Outcome]] = {}
+        self._open: dict[int, asyncio.Future[JobOutcome]] = {}
         self._arrived: list[Job] = []
         self._ears: dict[int, _Ear] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
@@ -131,7 +131,7 @@ class HfEngine(Engine):
         if request.id in self._named:
             raise ValueError(f"a request {request.id!r} is in flight")
         ticket = next(self._tickets)
-        future: asyncio.Future[Outcome] = self._loop.create_future()
+        future: asyncio.Future[JobOutcome] = self._loop.create_future()
         self._named[request.id], self._open[ticket] = ticket, future
         if not self._arrived:
             self._loop.call_soon(self._flush)
@@ -252,7 +252,7 @@ class HfEngine(Engine):
             jobs, self._arrived = self._arrived, []
             self._decoder.submit(jobs)
 
-    def _resolve(self, outcomes: list[Outcome]) -> int:
+    def _resolve(self, outcomes: list[JobOutcome]) -> int:
         """Complete futures; return how many still waited."""
         count = 0
         for outcome in outcomes:
@@ -272,7 +272,7 @@ class HfEngine(Engine):
                 future.set_result(outcome)
         return count
 
-    def _hear(self, news: list[Progress]) -> None:
+    def _hear(self, news: list[JobProgress]) -> None:
         """Pass on what requests with a listener have sampled."""
         for progress in news:
             ear = self._ears.get(progress.ticket)
@@ -399,16 +399,16 @@ class HfEngine(Engine):
         self._control = Control(model, decoder, self._fail)
         self._decoder = decoder
 
-    def _deliver(self, outcomes: list[Outcome]) -> None:
+    def _deliver(self, outcomes: list[JobOutcome]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._resolve, outcomes)
 
-    def _tell(self, news: list[Progress]) -> None:
+    def _tell(self, news: list[JobProgress]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._hear, news)
 
-    def _tear_down(self) -> list[Outcome]:
-        ended: list[Outcome] = []
+    def _tear_down(self) -> list[JobOutcome]:
+        ended: list[JobOutcome] = []
         if self._decoder is None:
             return ended
         try:

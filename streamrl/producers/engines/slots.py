@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable, WeightsError
 from streamrl.producers.engines.contract import Finish
-from streamrl.producers.engines.decoder import Counts, Decoder, Deliver, Job, Outcome, Progress, Spans, Tell
+from streamrl.producers.engines.decoder import Counts, Decoder, Deliver, Job, JobOutcome, JobProgress, Spans, Tell
 
 logger = logging.getLogger(__name__)
 GRANULE = 16
@@ -205,7 +205,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _Sequence:
     """A sequence in a slot."""
 
     job: Job
@@ -219,13 +219,13 @@ class _Row:
         """Tokens whose keys and values exist after the next step."""
         return len(self.job.prompt) + len(self.tokens)
 
-    def news(self) -> Progress:
+    def news(self) -> JobProgress:
         """Return what has come since the call before."""
         start, self.told = self.told, len(self.tokens)
-        return Progress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
+        return JobProgress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
 
-    def outcome(self, finish: Finish) -> Outcome:
-        return Outcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
+    def outcome(self, finish: Finish) -> JobOutcome:
+        return JobOutcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
 
 
 class SlotBatch:
@@ -256,8 +256,8 @@ class SlotBatch:
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
-        self._rows: list[_Row | None] = [None] * slots
-        self._heard: dict[int, _Row] = {}
+        self._rows: list[_Sequence | None] = [None] * slots
+        self._heard: dict[int, _Sequence] = {}
         self._high = 0
         device = model.device
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
@@ -272,22 +272,22 @@ class SlotBatch:
         return self.slots - self._rows.count(None)
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def admit(self, jobs: Sequence[Job]) -> list[JobOutcome]:
         """Compute the prompts of at most `slots - active` jobs, sample their first tokens; return those that ended."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
-            row = self._rows[slot] = _Row(job, Spans(self.version))
+            row = self._rows[slot] = _Sequence(job, Spans(self.version))
             if job.streams:
                 self._heard[job.ticket] = row
             self._temperature[slot] = job.temperature
             groups.setdefault(job.prompt, []).append(slot)
-        ended: list[Outcome] = []
+        ended: list[JobOutcome] = []
         for prompts in _parts(sorted(groups, key=len)):
             ended += self._prefill(prompts, [groups[prompt] for prompt in prompts])
         return ended
 
-    def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[Outcome]:
+    def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[JobOutcome]:
         """One forward pass over distinct prompts, padded on the right; the causal mask keeps the padding out."""
         device = self._token.device
         flat = [slot for group in groups for slot in group]
@@ -335,7 +335,7 @@ class SlotBatch:
             rows = torch.arange(len(prompts), device=device)
             self._fill(prompts, rows, torch.tensor(slots, device=device), self._ruler[:1])
 
-    def news(self) -> list[Progress]:
+    def news(self) -> list[JobProgress]:
         """Return what sequences with a listener have sampled since the last call."""
         return [row.news() for row in self._heard.values()]
 
@@ -347,7 +347,7 @@ class SlotBatch:
         return min(1.0, used / (self.slots * self.context))
 
     @torch.inference_mode()
-    def step(self) -> list[Outcome]:
+    def step(self) -> list[JobOutcome]:
         """Sample the next token of every sequence; return those that ended."""
         self._compact()
         count = self._high
@@ -371,7 +371,7 @@ class SlotBatch:
         position += self._taken[:count]
         return self._record(range(count), tokens.tolist(), logprobs.tolist())
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """End sequences (all when None) as they are."""
         ending = [(slot, row) for slot, row in self._active() if tickets is None or row.job.ticket in tickets]
         self._free([slot for slot, _ in ending])
@@ -387,7 +387,7 @@ class SlotBatch:
         """Free the keys and values; only without sequences. The next `admit` allocates again."""
         self._cache.free()
 
-    def _active(self) -> Iterator[tuple[int, _Row]]:
+    def _active(self) -> Iterator[tuple[int, _Sequence]]:
         return ((slot, row) for slot, row in enumerate(self._rows) if row is not None)
 
     def _heat(self, slots: torch.Tensor | slice) -> torch.Tensor | None:
@@ -396,9 +396,9 @@ class SlotBatch:
             return None
         return self._temperature[slots]
 
-    def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[Outcome]:
+    def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[JobOutcome]:
         """Append what was sampled and end what is complete."""
-        ended: list[Outcome] = []
+        ended: list[JobOutcome] = []
         freed: list[int] = []
         total = 0.0
         for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
@@ -537,11 +537,11 @@ class SlotDecoder(Decoder):
                 self._changed.notify_all()
 
     @override
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         with self._changed:
             ending = [job for job in self._waiting if tickets is None or job.ticket in tickets]
             self._waiting = deque(job for job in self._waiting if tickets is not None and job.ticket not in tickets)
-        return [Outcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take(tickets)
+        return [JobOutcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take(tickets)
 
     @override
     def swapped(self, version: int) -> None:
