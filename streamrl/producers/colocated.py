@@ -166,8 +166,8 @@ class ColocatedEngine(Engine):
             return len(chosen)
         return await self._engine.abort(request_id)
 
+    @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         await self._engine.pause(mode)
 
     @override

@@ -168,8 +168,8 @@ class HfEngine(Engine):
         tickets = None if request_id is None else {self._named[request_id]}
         return self._resolve(await self._run(self._patience, control.take, tickets))
 
+    @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         control = self._controlling()
         self._flush()
         self._resolve(await self._run(self._patience, control.pause, mode))
@@ -190,8 +190,8 @@ class HfEngine(Engine):
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
         await self._run(self._patience, self._controlling().sleep, level)
 
+    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`."""
         await self._run(self._patience, self._controlling().wake, tags)
 
     @override
