@@ -28,7 +28,7 @@ from facts import machine_facts
 
 from streamrl.config import RunConfig
 from streamrl.producers.engines import Engine, Request, make_engine
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 GROUP = 8
 VOCABULARY = 128

@@ -21,7 +21,7 @@ from spread import ratios, spread
 from streamrl.config import RunConfig
 from streamrl.http import HttpClient
 from streamrl.producers import tiny
-from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import Request
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
@@ -29,7 +29,7 @@ from streamrl.runfile import LoadedConfig, save
 from streamrl.servers.dialect import Dialect, ServerMetrics
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.wire import Prompt, decode
 
 GROUP = 8
@@ -163,7 +163,7 @@ def make_prompts(config: RunConfig, folder: Path) -> list[bytes]:
     ]
     path = folder / "train.jsonl"
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    return load_prompts(path, Tokenizer.load(config.model), Limits(PROMPT_TOKENS, config.model.context)).prompts
+    return load_prompts(path, Tokenizer.load(config.model), PromptLimits(PROMPT_TOKENS, config.model.context)).prompts
 
 
 class Counter:

@@ -33,7 +33,7 @@ import numpy as np
 from facts import write_json
 
 from streamrl.config import LeaseConfig, RedisConfig, RunConfig
-from streamrl.producers.admission import BURST, Admitter, Terms
+from streamrl.producers.admission import BURST, AdmissionTerms, Admitter
 from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
 from streamrl.queues.keys import GROUP
 from streamrl.queues.records import AdmitOutcome
@@ -138,7 +138,7 @@ class Play:
 
     async def feed(self) -> None:
         """Admit while there is room; when the last answers were FULL, mostly one group at a time."""
-        terms = Terms("memory", SAMPLES, 2, BUDGET, HARD_CAP, MAX_DEAD)
+        terms = AdmissionTerms("memory", SAMPLES, 2, BUDGET, HARD_CAP, MAX_DEAD)
         admitter = Admitter(self.train, terms, lambda gid: NOISE[gid % 1000 :][:PROMPT])
         while not self.over.is_set():
             await self.open.wait()
@@ -186,7 +186,7 @@ class Play:
     async def evaluate(self) -> None:
         """A round of held-out prompts every twenty steps, retired as they close."""
         ledger, nonce, end, due = self.held_out, uuid4().hex, 0, 1
-        terms = Terms("held out", 1, 1, HELD_OUT_BUDGET, HELD_OUT_BUDGET, MAX_DEAD)
+        terms = AdmissionTerms("held out", 1, 1, HELD_OUT_BUDGET, HELD_OUT_BUDGET, MAX_DEAD)
         admitter = Admitter(ledger, terms, lambda gid: NOISE[gid % 1000 :][:PROMPT])
         await ledger.fence(nonce, 0)
         while not self.over.is_set() or await ledger.oldest_live(1):

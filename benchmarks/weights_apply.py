@@ -29,10 +29,10 @@ import streamrl.producers.engines.control as control
 from streamrl.config import RunConfig
 from streamrl.producers.engines import Engine, Request
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.weight_sync import Follower, Publisher
-from streamrl.weight_sync.buckets import Named, buckets
-from streamrl.weight_sync.safetensors_file import raw
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.follower import Follower
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.rank_writer import Named, buckets
+from streamrl.weight_sync.tensors import Version, raw_bytes
 
 SHM = Path("/dev/shm")
 NEW = 2
@@ -131,7 +131,7 @@ class PlainCopy:
         for number, bucket in enumerate(self._buckets):
             with (folder / str(number)).open("xb", buffering=0) as file:
                 for _, tensor in bucket:
-                    write(file.fileno(), raw(tensor))
+                    write(file.fileno(), raw_bytes(tensor))
         for number, bucket in enumerate(self._buckets):
             with (folder / str(number)).open("rb", buffering=0) as file:
                 take = self._read if way == "read" else self._mapped
@@ -148,7 +148,7 @@ class PlainCopy:
 
     def _read(self, descriptor: int, bucket: list[Named]) -> None:
         for name, _ in bucket:
-            view = raw(self._targets[name])
+            view = raw_bytes(self._targets[name])
             while view.nbytes:
                 view = view[os.readv(descriptor, [view]) :]
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from spread import spread
 
-from streamrl.weight_sync import delta, safetensors_file
+from streamrl.weight_sync import delta
+from streamrl.weight_sync.tensors import write_tensors
 
 DENSITY = 0.012
 ELEMENTS = 1 << 24
@@ -47,7 +48,7 @@ def measure(folder: Path, size: int, rounds: int) -> dict[str, Any]:
         seconds["decode"].append(decoded - written)
         old = new
     full = time.perf_counter()
-    safetensors_file.write(path, list(old.items()), durable=False)
+    write_tensors(path, list(old.items()), durable=False)
     full = time.perf_counter() - full
     path.unlink()
     speeds = {

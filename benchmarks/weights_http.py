@@ -24,11 +24,11 @@ import torch
 from spread import ratios, spread
 
 from streamrl.config import WeightsConfig
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.bearer import make_token
+from streamrl.weight_sync.files import StagingFolder, make_token
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.shard_server import ShardServer, listen
-from streamrl.weight_sync.sources import open_source
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.transports import open_source
 
 SHARDS = 4
 CONNECTIONS = 4
@@ -100,12 +100,14 @@ async def measure(run_dir: Path, size: int, rounds: int) -> dict[str, Any]:
     for server in servers:
         server.start()
     place = Path(f"/dev/shm/streamrl-bench-{os.getpid()}")
+    staging = StagingFolder(run_dir, "bench")
+    staging.open()
     try:
         url, bare_url = told.get(timeout=60), told_bare.get(timeout=60)
         manifest = msgspec.structs.replace(manifest, sources=[url])
         paths = [f"/{manifest.folder}/{shard.file}" for shard in manifest.shards]
         ours, bare = [], []
-        async with open_source(config, run_dir, name="bench") as (source, spool):
+        async with open_source(config, run_dir, staging, name="bench") as source:
             for number in range(rounds + 1):
                 place.mkdir()
                 bare.append(await asyncio.to_thread(fetch_bare, bare_url, paths, place))
@@ -115,12 +117,13 @@ async def measure(run_dir: Path, size: int, rounds: int) -> dict[str, Any]:
                 ours.append(time.perf_counter() - begin)
                 if not number:
                     compare(folder, publisher.root / manifest.folder, [shard.file for shard in manifest.shards])
-                spool.drop(folder)
+                staging.drop(folder)
     finally:
         for server in servers:
             server.kill()
             server.join()
         shutil.rmtree(place, ignore_errors=True)
+        staging.close()
         publisher.close(unlink=True)
     total = manifest.total_bytes
     return {

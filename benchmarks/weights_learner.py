@@ -27,7 +27,7 @@ from streamrl.learner.batch import TrainSample
 from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 
 GROUP = 8
 LARGE = 25_000_000

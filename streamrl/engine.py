@@ -17,7 +17,7 @@ from streamrl.errors import DataError
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
@@ -141,8 +141,8 @@ class Engine(Protocol):
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
     died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own is
-    its death as well, also when its caller has left. An engine that died stays dead: its process ends and is started
-    again by whoever supervises it.
+    its death as well, also when its caller has left. An engine that died stays dead: its process ends and the
+    supervisor starts it again.
     """
 
     async def start(self) -> None:
@@ -161,7 +161,7 @@ class Engine(Protocol):
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         """Sample one response.
 
-        Waits for as long as it takes, also while the engine is paused or asleep: whoever calls sets the deadline.
+        Waits for as long as it takes, also while the engine is paused or asleep: the caller sets the deadline.
         Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
         death fails every call that is waiting.
 

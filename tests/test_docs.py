@@ -13,11 +13,11 @@ from pathlib import Path
 
 import orjson
 import pytest
-from streamrl.consumers.built_in import BUILT_IN
 from typer.main import get_command
 
 from streamrl.cli import app
 from streamrl.config import RunConfig
+from streamrl.consumers.plugins import BUILT_IN
 from streamrl.demo import prepare
 from streamrl.runfile import load
 from tests.cli.run_kit import cli

@@ -98,8 +98,8 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
     The copy is plain safetensors files, in the type that versions travel in (weights.dtype). A version can be pinned
     only while its files are there: the newest two, and with deltas all since the last full one. A repeat does nothing.
     """
-    from streamrl.weight_sync.catalog import find
-    from streamrl.weight_sync.pinned import pin as copy
+    from streamrl.weight_sync.chain import pin as copy
+    from streamrl.weight_sync.manifest import find
 
     target = find_run(run)
     number, root = _number(target, version), _root(target)
@@ -116,8 +116,8 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
 @app.command("unpin")
 def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
     """Remove the pinned copy of a version. Exit code 2 if it is not pinned."""
-    from streamrl.weight_sync.catalog import PINNED, newest_with, versions
-    from streamrl.weight_sync.pinned import unpin as remove
+    from streamrl.weight_sync.chain import unpin as remove
+    from streamrl.weight_sync.manifest import PINNED, newest_with, versions
 
     target = find_run(run)
     number = _number(target, version)
@@ -159,14 +159,14 @@ def _number(run: RunDirectory, version: str) -> int:
 
 def _root(run: RunDirectory) -> Path:
     """Folder on this host in which the learner's host keeps the versions of a run."""
-    from streamrl.weight_sync.transports import make_transport
+    from streamrl.weight_sync.files import store_of
 
-    return make_transport(run.config.weights.transport, run.path).root
+    return store_of(run.config.weights.transport, run.path).root
 
 
 def _places(run: RunDirectory) -> dict[Pair, Manifest]:
     """All manifests that can be read; of a pinned version that of its copy on the transport, which says more."""
-    from streamrl.weight_sync.catalog import PINNED, versions
+    from streamrl.weight_sync.manifest import PINNED, versions
 
     return versions(run.path / PINNED) | versions(_root(run))
 
@@ -174,7 +174,7 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     """What is known of each version, newest first, from manifests, the log of versions, records and replicas."""
     from streamrl.learner.lineage import read_versions
-    from streamrl.weight_sync.catalog import PINNED, versions
+    from streamrl.weight_sync.manifest import PINNED, versions
 
     root = _root(run)
     present, pinned = versions(root), versions(run.path / PINNED)
@@ -204,8 +204,7 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
 
 def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:
     """When a version was published, in seconds since 1970; None when nothing of it is left but its number."""
-    from streamrl.weight_sync.catalog import PINNED
-    from streamrl.weight_sync.manifest import MANIFEST_FILE, folder_name
+    from streamrl.weight_sync.manifest import MANIFEST_FILE, PINNED, folder_name
 
     for folder in (root, run.path / PINNED):
         try:

@@ -193,6 +193,11 @@ class WeightsConfig(Section):
     port: Natural = Field(0, description="port of the http transport; 0: any free one")
     relay: bool = Field(False, description="a replica's host serves what it has pulled to its neighbours (http)")
 
+    @property
+    def pulled(self) -> bool:
+        """Replicas fetch versions over the network, instead of reading the files of the learner's host."""
+        return self.transport not in ("shm", "directory")
+
 
 class EvaluationConfig(Section):
     """Held-out accuracy while training goes on."""

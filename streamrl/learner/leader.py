@@ -38,8 +38,8 @@ from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import Role
-from streamrl.weight_sync.outlets import open_outlet
 from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.transports import open_server
 
 logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
@@ -171,7 +171,7 @@ class Leader:
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
             async with (
-                open_outlet(self._config, self._role.run_dir, publisher.root) as outlet,
+                open_server(self._config, self._role.run_dir, publisher.root) as outlet,
                 asyncio.TaskGroup() as tasks,
             ):
                 self._saver = Saver(

@@ -13,8 +13,8 @@ from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.snapshot import Snapshot
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.weight_sync.manifest import Manifest, Pair
-from streamrl.weight_sync.outlets import Outlet
 from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.transports import WeightServer
 
 logger = logging.getLogger(__name__)
 _MAX_FAILURES: Final = 3
@@ -52,7 +52,7 @@ class Publishing:
     def __init__(
         self,
         publisher: Publisher,
-        outlet: Outlet,
+        outlet: WeightServer,
         log: VersionsLog,
         buffer: TrainBuffer,
         *,

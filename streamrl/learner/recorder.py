@@ -30,8 +30,8 @@ from streamrl.learner.lineage import Lineage, TrainedDigest, VersionsLog
 from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.records import ClosedGroup
 from streamrl.queues.role import Role
-from streamrl.weight_sync.outlets import Outlet, open_outlet
 from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.transports import WeightServer, open_server
 
 logger = logging.getLogger(__name__)
 _DOORBELL_SECONDS: Final = 0.5
@@ -95,7 +95,7 @@ class Recorder:
         try:
             publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
             try:
-                async with open_outlet(self._config, self._role.run_dir, publisher.root) as outlet:
+                async with open_server(self._config, self._role.run_dir, publisher.root) as outlet:
                     versions.note(self._version, 0)
                     await self._publish(publisher, outlet)
                     self._role.ready()
@@ -107,7 +107,7 @@ class Recorder:
             self._lineage.close()
             versions.close()
 
-    async def _publish(self, publisher: Publisher, outlet: Outlet) -> None:
+    async def _publish(self, publisher: Publisher, outlet: WeightServer) -> None:
         """The model of the run is its only version."""
         from streamrl.learner.sharding import load_model
 

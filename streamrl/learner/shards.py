@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, Shard, describe, shard_name
 from streamrl.learner.ranks import Ranks
-from streamrl.weight_sync import safetensors_file
+from streamrl.weight_sync.tensors import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     """
     path.unlink(missing_ok=True)
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
-    entry = safetensors_file.write(path, plain, durable=True)
+    entry = write_tensors(path, plain, durable=True)
     with path.open("rb") as file:
         # Without the pages in memory the checksum is that of the disk, where the system does as we ask.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""How the feeder fills one ledger with prompts, in order and without a gap, whatever happens to it or to Redis.
+"""How the feeder fills one ledger with prompts, in order and without a gap, also across restarts of either.
 
 The cursor lives in Redis. What is here only guesses it; each `admit` says where it really is. So a restart neither
 skips nor repeats, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
@@ -14,13 +14,15 @@ from typing import Final
 
 from streamrl.errors import Refused
 from streamrl.queues import Ledger
+from streamrl.queues.ledgers import WeightsStream
 from streamrl.queues.records import Admission, AdmitOutcome, by_cause
 
 BURST: Final = 32
+_LOOK_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Terms:
+class AdmissionTerms:
     """What one ledger is asked to take: fingerprint of the data, and the bounds (see `Ledger.admit`)."""
 
     fingerprint: str
@@ -34,13 +36,10 @@ class Terms:
 class Admitter:
     """Admits group after group; the id of a group is the cursor at which it was admitted.
 
-    Args:
-        ledger: training or held-out ledger.
-        terms: fingerprint and bounds.
-        prompt: bytes of the prompt of a group, a pure function of its id.
+    `prompt` gives the bytes of the prompt of a group, a pure function of its id.
     """
 
-    def __init__(self, ledger: Ledger, terms: Terms, prompt: Callable[[int], bytes]) -> None:
+    def __init__(self, ledger: Ledger, terms: AdmissionTerms, prompt: Callable[[int], bytes]) -> None:
         self._ledger = ledger
         self._terms = terms
         self._prompt = prompt
@@ -58,7 +57,7 @@ class Admitter:
             call again.
 
         Raises:
-            Refused: the ledger holds groups of other data, or so many dead letters that somebody has to look at them;
+            Refused: the ledger holds groups of other data, or so many dead letters that a person has to look at them;
                 the groups in flight are untouched.
         """
         last = self.cursor + min(limit, BURST)
@@ -100,3 +99,39 @@ class Admitter:
             max_dead=terms.max_dead,
             version=version,
         )
+
+
+class VersionBell:
+    """A doorbell for new versions of the weights: the moment a learner's step makes room for more groups.
+
+    All tasks of a process share one blocking read of the weights stream.
+    """
+
+    def __init__(self, stream: WeightsStream) -> None:
+        self._stream = stream
+        self._rung = asyncio.Condition()
+        self.version = 0
+
+    async def look(self) -> None:
+        """Learn the newest version there is, without waiting for one."""
+        newest = await self._stream.newest()
+        if newest is not None:
+            self.version = newest[0]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Watch the stream until `stop` is set; owned by the caller's task group."""
+        while not stop.is_set():
+            found = await self._stream.after(self.version, _LOOK_SECONDS)
+            if found is not None:
+                async with self._rung:
+                    self.version = found[0]
+                    self._rung.notify_all()
+
+    async def wait(self, version: int, seconds: float) -> bool:
+        """Return True as soon as a version above `version` is known, False after `seconds`. Cancelling is harmless."""
+        try:
+            async with asyncio.timeout(seconds), self._rung:
+                await self._rung.wait_for(lambda: self.version > version)
+        except TimeoutError:
+            return False
+        return True

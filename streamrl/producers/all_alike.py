@@ -17,11 +17,8 @@ GROUPS: Final = 4
 class AllAlike:
     """Looks at the groups that died since this feeder began, until the first score; then it looks no more.
 
-    A failure is often faster than a score. So a dead group counts only when no older group is live any more: whatever
-    was admitted before it has had the time that it needs.
-
-    Args:
-        ledger: of the training groups.
+    A failure is often faster than a score. So a dead group counts only when no older group is live any more: all
+    groups admitted before it have had their time.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -31,17 +28,13 @@ class AllAlike:
         self._over = False
 
     async def begin(self) -> None:
-        """What died before now does not count: somebody may have mended the cause."""
+        """Do not count what died before now: the cause may be fixed."""
         letters = await self._ledger.dead_letters()
         self._after = letters[-1].entry if letters else "-"
         self._seen = (len(letters), [])
 
     async def check(self) -> None:
-        """See that not all fail alike.
-
-        Raises:
-            Refused: they do; the message names the cause.
-        """
+        """Raise `Refused`, which names the cause, when all fail alike."""
         if self._over:
             return
         oldest = await self._ledger.oldest_live(1)  # read first: what is older than this is over in all reads below

@@ -1,4 +1,6 @@
-"""An engine that shares its devices with the learner: it leaves them when asked, and nothing that was sampled is lost.
+"""A rollout replica on devices that it shares with the learner (`rollout.placement: colocated`).
+
+It leaves the devices when it is asked to, and nothing that was sampled is lost.
 
 ```
 leave:  abort (what was sampled stays) -> sleep
@@ -10,13 +12,15 @@ return: wake the weights -> apply the version that came meanwhile -> wake keys a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
 
+import torch
 from typing_extensions import override
 
+from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
     Engine,
@@ -27,11 +31,40 @@ from streamrl.engine import (
     Request,
 )
 from streamrl.errors import Refused
+from streamrl.producers.group.fleet import stop_tokens_of
 from streamrl.producers.group.request import PartialResponse
-from streamrl.weight_sync.version import Version
+from streamrl.queues import Role
+from streamrl.queues.device_lock import EngineDevices
+from streamrl.weight_sync.tensors import Version
 
 _ABORTS: Final = 20
 _ABORT_PAUSE: Final = 0.05
+
+
+@asynccontextmanager
+async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+    """Start an engine when it is its turn, and for the length of the block let it leave and come back.
+
+    An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
+    """
+    config = role.config
+    stops = await asyncio.to_thread(stop_tokens_of, config.model.path)
+    shared = ColocatedEngine(engine, stops=stops, context=config.model.context, level=1 if _has_devices(config) else 0)
+    switch = EngineDevices(role.ledgers.device_lock, role.name, wake=shared.come_back, sleep=shared.leave)
+    try:
+        await switch.start(shared.start)
+        async with asyncio.TaskGroup() as tasks:
+            switching = tasks.create_task(switch.run(), name="turn on the devices")
+            yield shared
+            switching.cancel()
+    finally:
+        await shared.close()
+        await role.ledgers.device_lock.leave(role.name)
+
+
+def _has_devices(config: RunConfig) -> bool:
+    """Whether there is memory of a device to be given back; on a CPU the two share only its cores."""
+    return config.engine.device != "cpu" and torch.cuda.is_available()
 
 
 class ColocatedEngine(Engine):
@@ -62,12 +95,7 @@ class ColocatedEngine(Engine):
         self._applied.set()
 
     async def leave(self) -> None:
-        """Get off the devices. A repeat does nothing.
-
-        Raises:
-            Unreachable: the engine died; what it had is lost with it.
-            Refused: requests go on being decoded although they were aborted.
-        """
+        """Get off the devices; `Refused` when requests go on being decoded although they were aborted. Repeatable."""
         self._leaves += 1
         self._serving.clear()
         await self._applied.wait()
@@ -145,7 +173,7 @@ class ColocatedEngine(Engine):
 
     @override
     async def apply(self, version: Version) -> None:
-        """Off the devices it waits for the return, and is part of that."""
+        # Off the devices it waits for the return, and is part of that.
         self._applying += 1
         self._applied.clear()
         try:
@@ -162,7 +190,7 @@ class ColocatedEngine(Engine):
 
     @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Off the devices it does nothing: the turn decides."""
+        # Off the devices it does nothing: the switch decides.
         if self._serving.is_set():
             await self._engine.wake(tags)
 

@@ -28,7 +28,7 @@ class Sighting:
 
     Attributes:
         in_flight: requests that it was given and that have not ended, now.
-        peak: the most of them at one time since the sighting before.
+        peak: the most of them at the same time since the last sighting.
         running: those that it decodes.
         waiting: those that it queues.
         preemptions: of all times; the first sighting tells where they stood, a smaller number is that of a new start.

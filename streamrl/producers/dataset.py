@@ -26,7 +26,7 @@ _CHUNK: Final = 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class PromptLimits:
     """Longest prompt in tokens (`max_prompt_tokens`), of prompt plus response (`context`); `vocabulary` of the model.
 
     Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
@@ -78,7 +78,7 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable").astype(np.int64)
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, limits: Limits, *, evaluation: bool = False) -> PromptSet:
+def load_prompts(path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False) -> PromptSet:
     """Read, check and encode all prompts of a JSONL file. Memory: about the file plus 4 bytes a token.
 
     A line is an object with `prompt` (text) or `messages` (a list of objects with `role` and `content`), perhaps
@@ -90,7 +90,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: Limits, *, evaluation
     """
     digest = hashlib.blake2b(digest_size=16)
     prompts: list[bytes] = []
-    chunk: list[_Row] = []
+    chunk: list[_Line] = []
     for row in _rows(path, digest):
         chunk.append(row)
         if len(chunk) == _CHUNK:
@@ -103,20 +103,20 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: Limits, *, evaluation
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Line:
     """One line: its number from 0, and the object in it."""
 
     line: int
     record: dict[str, Any]
 
 
-def _rows(path: Path, digest: hashlib.blake2b) -> Iterator[_Row]:
+def _rows(path: Path, digest: hashlib.blake2b) -> Iterator[_Line]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file):
                 digest.update(raw)
                 if raw.strip():
-                    yield _Row(number, _parse(raw, f"{path}:{number + 1}"))
+                    yield _Line(number, _parse(raw, f"{path}:{number + 1}"))
     except OSError as error:
         raise DataError(
             f"cannot read the prompts {path}: {error.strerror}", "set data.train (and data.held_out)"
@@ -155,9 +155,9 @@ def _is_chat(messages: Any) -> bool:
 
 
 def _encode_chunk(
-    rows: Sequence[_Row],
+    rows: Sequence[_Line],
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: PromptLimits,
     digest: hashlib.blake2b,
     path: Path,
     *,
@@ -183,7 +183,7 @@ def _encode_chunk(
     return encoded
 
 
-def _check_tokens(tokens: Int32Array, limits: Limits, where: str) -> None:
+def _check_tokens(tokens: Int32Array, limits: PromptLimits, where: str) -> None:
     if tokens.size == 0:
         raise DataError(f"{where}: the prompt has no tokens")
     if tokens.size > limits.max_prompt_tokens:
@@ -203,7 +203,7 @@ def _check_tokens(tokens: Int32Array, limits: Limits, where: str) -> None:
         )
 
 
-def _encode_prompt(row: _Row, text: str, tokens: Int32Array, where: str, *, evaluation: bool) -> bytes:
+def _encode_prompt(row: _Line, text: str, tokens: Int32Array, where: str, *, evaluation: bool) -> bytes:
     record = row.record
     prompt = Prompt(
         tokens=pack_int32(tokens),

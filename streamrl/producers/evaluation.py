@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
+import msgspec
+
 from streamrl.archive.writer import Archive
+from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, WireError
-from streamrl.producers.admission import Admitter, Terms
+from streamrl.producers.admission import AdmissionTerms, Admitter, VersionBell
 from streamrl.producers.dataset import PromptSet, fingerprint_of
-from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
-from streamrl.producers.versions import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
 from streamrl.wire import Prompt, Sample, Score, decode
 
 logger = logging.getLogger(__name__)
+LOG_NAME: Final = "evaluation.jsonl"
+ROUND_NAME: Final = "evaluation-round.json"
 _LOOK_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
 _GATHER_SECONDS: Final = 0.02
@@ -38,15 +46,10 @@ def evaluation_budget(config: RunConfig) -> int:
 
 
 class Evaluation:
-    """Rounds of held-out prompts; one in the feeder.
+    """Rounds of held-out prompts; one in the feeder. `bell` tells the newest version.
 
     Status fields of the role: `evaluated` (groups so far), and of the last complete round `accuracy` (share of its
     scored responses that are right) and `accuracy_version`.
-
-    Args:
-        role: the feeder's role.
-        data: held-out prompts.
-        bell: tells the newest version.
     """
 
     def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
@@ -57,7 +60,7 @@ class Evaluation:
         self._bell = bell
         self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
-        terms = Terms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
+        terms = AdmissionTerms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
         self._admitter = Admitter(self._ledger, terms, lambda gid: data.prompts[gid % len(data)])
         self._data = data
         self._budget = budget
@@ -66,15 +69,11 @@ class Evaluation:
         self._checkpoint = ""
         self._log: EvaluationLog
         self._archive = Archive(config, role.run_dir, evaluation=True)
-        self._round: Round | None = None
+        self._round: EvaluationRound | None = None
         self._open = False
 
     async def start(self) -> None:
-        """Take over the held-out ledger and the round that an earlier feeder left.
-
-        Raises:
-            Refused: the ledger holds groups of other held-out data.
-        """
+        """Take over the held-out ledger and the round that an earlier feeder left; `Refused` if its data is other."""
         state = await self._ledger.state()
         if state.fingerprint not in (None, self._fingerprint):
             raise Refused(
@@ -94,9 +93,7 @@ class Evaluation:
     async def run(self) -> None:
         """Admit, collect and publish until the role stops.
 
-        Raises:
-            Fenced: a newer feeder took over.
-            Refused: `max_dead` held-out letters.
+        `Fenced`: a newer feeder took over; `Refused`: `max_dead` held-out letters.
         """
         try:
             await self._run_rounds()
@@ -132,7 +129,7 @@ class Evaluation:
         await self._ledger.lift(self._nonce, self._log.watermark)
         await self._admitter.locate()
         first = self._admitter.cursor
-        begun = Round(version, first, self._log.end_of(first, self._config.prompts))
+        begun = EvaluationRound(version, first, self._log.end_of(first, self._config.prompts))
         if not await asyncio.to_thread(self._log.write_round, begun):
             return False
         self._round, self._open, self._room = begun, True, self._budget
@@ -227,6 +224,137 @@ class Evaluation:
             status["accuracy"] = self._log.rounds[version].right / self._log.rounds[version].scored
 
     @property
-    def _current(self) -> Round:
+    def _current(self) -> EvaluationRound:
         assert self._round is not None
         return self._round
+
+
+# ---- files: a line for each evaluated group, and the round that is under way
+
+
+class EvaluatedGroup(msgspec.Struct, frozen=True):
+    """One line of `evaluation.jsonl`.
+
+    `line` is the line of the held-out file (from 0), `round` the version that the round was started for; the tokens
+    themselves were sampled by versions `version_min` to `version_max`. `right` counts the scores above the threshold,
+    `dead` the responses without a score, which count neither as right nor as wrong.
+    """
+
+    gid: int
+    line: int
+    round: int
+    version_min: int
+    version_max: int
+    scores: list[float]
+    right: int
+    dead: int = 0
+
+
+class EvaluationRound(msgspec.Struct, frozen=True):
+    """One pass over some held-out prompts: groups `first` to `end - 1`, admitted for `version`."""
+
+    version: int
+    first: int
+    end: int
+
+
+@dataclass
+class Tally:
+    """Scored responses of one round, and how many of them are right."""
+
+    scored: int = 0
+    right: int = 0
+
+
+class EvaluationLog:
+    """Appends evaluated groups durably and remembers which are there, so that none is written twice.
+
+    `gids` are the groups in the file, `rounds` the tally of each round by its version. A line that a crash cut off at
+    the end of the file is removed.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOG_NAME
+        self._round_path = run_dir / ROUND_NAME
+        self.gids: set[int] = set()
+        self.rounds: dict[int, Tally] = {}
+        self._read()
+
+    @property
+    def watermark(self) -> int:
+        """The lowest group that is not in the file."""
+        return next(gid for gid in count() if gid not in self.gids)
+
+    def end_of(self, first: int, prompts: int) -> int:
+        """The lowest end for which `first` to `end - 1` have so many groups that are not in the file."""
+        new = (gid for gid in count(first) if gid not in self.gids)
+        return next(islice(new, prompts - 1, None)) + 1
+
+    def append(self, groups: Sequence[EvaluatedGroup]) -> bool:
+        """Write the groups that are not there yet and return when they are on disk. A repeat writes nothing.
+
+        False when they cannot be written (full disk): then the file is as before, and the call may be repeated.
+        """
+        new = [group for group in groups if group.gid not in self.gids]
+        if not new:
+            return True
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(group) + b"\n" for group in new))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            _complain(self._path, error)
+            if self._path.exists():
+                os.truncate(self._path, size)
+            return False
+        for group in new:
+            self._count(group)
+        return True
+
+    def read_round(self) -> EvaluationRound | None:
+        """Return the round that was begun last; None when there was none, or its file is unreadable."""
+        try:
+            return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            logger.warning("evaluation round unreadable", extra={"file": str(self._round_path), "error": str(error)})
+            return None
+
+    def write_round(self, current: EvaluationRound) -> bool:
+        """Remember the round that begins, before its first prompt is admitted; False when it cannot be written."""
+        try:
+            write_durably(self._round_path, msgspec.json.encode(current))
+        except OSError as error:
+            _complain(self._round_path, error)
+            return False
+        return True
+
+    def _read(self) -> None:
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            os.truncate(self._path, whole)
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                self._count(msgspec.json.decode(line, type=EvaluatedGroup))
+            except msgspec.DecodeError as error:
+                logger.warning("line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
+
+    def _count(self, group: EvaluatedGroup) -> None:
+        if group.gid in self.gids:
+            return
+        self.gids.add(group.gid)
+        tally = self.rounds.setdefault(group.round, Tally())
+        tally.scored += len(group.scores)
+        tally.right += group.right
+
+
+def _complain(path: Path, error: OSError) -> None:
+    extra = {"file": str(path), "error": str(error), "hint": "make room: it is tried again"}
+    logger.warning("evaluation cannot be written", extra=extra)

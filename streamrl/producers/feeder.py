@@ -6,7 +6,7 @@ FULL  -> wait for a new version (a step has made room) or a short pause, then as
 MOVED -> go on where Redis says
 waste -> more groups are dropped than trained: admit nothing, and say why (`waste.py`)
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
-dead  -> too many dead letters, or all die alike: end with an error; somebody has to look at them
+dead  -> too many dead letters, or all die alike: end with an error, because a person has to look at them
 ```
 """
 
@@ -19,12 +19,11 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrap
-from streamrl.producers.admission import BURST, Admitter, Terms
+from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionBell
 from streamrl.producers.all_alike import AllAlike
-from streamrl.producers.dataset import Limits, PromptSet, fingerprint_of, load_prompts
+from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
-from streamrl.producers.versions import VersionBell
 from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
@@ -55,7 +54,7 @@ async def run_feeder(role: Role) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     await asyncio.to_thread(check_tokenizer, tokenizer, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
-    limits = Limits(config.data.max_prompt_tokens, config.model.context, vocabulary)
+    limits = PromptLimits(config.data.max_prompt_tokens, config.model.context, vocabulary)
     data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)
     bell = VersionBell(role.ledgers.weights)
     training = Training(role, data, bell)
@@ -78,13 +77,7 @@ async def run_feeder(role: Role) -> None:
 
 
 class Training:
-    """Admission to the training ledger.
-
-    Args:
-        role: the feeder's role.
-        data: the training prompts.
-        bell: rings when a step has made room.
-    """
+    """Admission to the training ledger; `bell` rings when a step has made room."""
 
     def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
         config = role.config
@@ -94,7 +87,7 @@ class Training:
         self._bell = bell
         self._fingerprint = train_fingerprint(config, data)
         self._end = None if config.data.epochs is None else config.data.epochs * len(data)
-        terms = Terms(
+        terms = AdmissionTerms(
             fingerprint=self._fingerprint,
             samples=config.sampling.responses,
             min_group=config.sampling.min_responses,
@@ -120,11 +113,7 @@ class Training:
         self._show("starting")
 
     async def run(self) -> None:
-        """Admit until the role stops.
-
-        Raises:
-            Refused: as `Admitter.admit` and `AllAlike.check`.
-        """
+        """Admit until the role stops; raises like `Admitter.admit` and `AllAlike.check`."""
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version

@@ -15,17 +15,12 @@ RECORD_SECONDS: Final = 1.0
 
 
 class Meter:
-    """Reads the load of an engine every 50 ms and reports once a second.
+    """Reads the load of an engine every 50 ms and reports once a second, with the figures of `weights`.
 
     Status fields: `version`, `tokens`, `tokens_per_second` (last second), `idle` (share of the
     time since the start). Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic seconds, tokens sampled
     in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far. Both: `running`, `waiting`, `capacity`
     (requests that the engine can make use of), `servers` (that take prompts), `cache_use` (0 to 1), `preemptions`.
-
-    Args:
-        role: where to report.
-        load: the engine's load.
-        weights: figures of the weights, for both.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_hea
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrap
-from streamrl.producers.versions import VersionBell
+from streamrl.producers.admission import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
@@ -86,13 +86,8 @@ def check_recording(config: RunConfig) -> Header:
 def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> None:
     """Hold a run with several passes to the length of its recording: a group is found by its id modulo that length.
 
-    A run with one pass may go on with a recording that has grown, until it is given more passes.
-
-    Args:
-        path: the file that remembers the length; it is written when there is none and passes follow each other.
-        header: of the recording.
-        count: of its groups.
-        epochs: `data.epochs`.
+    A run with one pass may go on with a recording that has grown, until it is given more passes. The file at `path`
+    remembers the length; it is written when there is none and passes follow each other.
 
     Raises:
         Refused: the recording has another length than the one that is remembered.
@@ -120,12 +115,7 @@ class _Length(msgspec.Struct, frozen=True):
 
 
 class Recorded:
-    """The groups of a recording by their place, read in order; after the last one the first comes again.
-
-    Args:
-        path: of the recording.
-        count: of its groups.
-    """
+    """The groups of a recording by their place, read in order; after the last one the first comes again."""
 
     def __init__(self, path: Path, count: int) -> None:
         self.count = count
@@ -135,10 +125,9 @@ class Recorded:
         self._held: tuple[int, RecordedGroup] | None = None
 
     def group(self, place: int) -> RecordedGroup:
-        """The group at a place, from 0; going back means reading from the first one again.
+        """Return the group at a place, from 0; going back means reading from the first one again.
 
-        Raises:
-            WireError: the recording is damaged, or has become shorter.
+        `WireError`: the recording is damaged, or has become shorter.
         """
         index = place % self.count
         if self._held is not None and self._held[0] == index:
@@ -153,13 +142,7 @@ class Recorded:
 
 
 class Player:
-    """Admission of recorded groups.
-
-    Args:
-        role: its role.
-        header: of the recording.
-        recorded: its groups.
-    """
+    """Admission of recorded groups."""
 
     def __init__(self, role: Role, header: Header, recorded: Recorded) -> None:
         self._role, self._config, self._ledger = role, role.config, role.ledgers.train
@@ -171,12 +154,7 @@ class Player:
         self._cursor = 0
 
     async def run(self) -> None:
-        """Admit until the role stops.
-
-        Raises:
-            Refused: as of `run_player`.
-            WireError: the recording is damaged.
-        """
+        """Admit until the role stops; raises like `run_player`."""
         state = await self._ledger.state()
         if state.fingerprint not in (None, self._fingerprint):
             raise Refused("this run was started with other data than this recording", "--fresh, or another name")

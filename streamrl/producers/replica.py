@@ -6,7 +6,7 @@ prompts        -> lease -> the samples that are missing -> Engine.generate -> em
 engines        -> Membership -> EngineGroup.add, remove
 ```
 The engine's death is the replica's death: it exits with an error, others take over its leases, and the supervisor
-starts it again. A response that was emitted is never generated again, whoever dies. An engine whose weights are more
+starts it again. A response that was emitted is never generated again. An engine whose weights are more
 than `max_staleness` steps old takes no more prompts until it has newer ones.
 """
 
@@ -24,20 +24,21 @@ from typing import Final
 
 from streamrl.engine import Completion, Engine, Request
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
+from streamrl.producers.colocated import taking_turns
 from streamrl.producers.engines import make_engine
 from streamrl.producers.group.fleet import Fleet
 from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.membership import Membership
+from streamrl.producers.group.state import Source
 from streamrl.producers.meter import Meter
-from streamrl.producers.sharing import taking_turns
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
-from streamrl.weight_sync import Follower
+from streamrl.weight_sync.follower import Follower
 from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
+_LOOK_SECONDS: Final = 1.0
 _LOOKAHEAD: Final = 4
 """One more sample is leased for each so many slots: the next ones are there before a slot is free."""
 _DRAIN_SHARE: Final = 0.25
@@ -113,14 +114,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
 
 
 class Replica:
-    """One engine at work for two ledgers, training and held-out.
-
-    Args:
-        role: the replica's role.
-        engine: started.
-        tokenizer: turns sampled ids into the text that rewards read.
-        membership: keeps the servers of the engine; None for an engine in this process.
-    """
+    """One engine, started, at work for two ledgers, training and held-out; `membership` keeps its servers."""
 
     def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer, membership: Membership | None = None) -> None:
         config = role.config
@@ -179,11 +173,8 @@ class Replica:
     async def answer(self, lease: Lease) -> None:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
 
-        Cancelling gives up what is in flight; a repeat, by whoever, generates only what is missing then.
-
-        Raises:
-            Unreachable: the engine died.
-            NotNow: the weights stay too old, or are so when the role stops.
+        Cancelling gives up what is in flight; a repeat, in any replica, generates only what is missing then. `NotNow`:
+        the weights stay too old, or are so when the role stops.
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -239,13 +230,10 @@ class Replica:
         return stale
 
     async def _wait_for_weights(self) -> None:
-        """Wait while the weights are too old.
+        """Wait while the weights are too old: a read may return prompts that were admitted after a newer version.
 
-        A blocking read may return prompts that were admitted after a newer version.
-
-        Raises:
-            NotNow: no newer version was applied within `weights.deadline`, when another replica may have it, or before
-                the role stopped.
+        `NotNow`: no newer version was applied within `weights.deadline`, when another replica may have it, or before
+        the role stopped.
         """
         if not self._is_stale():
             return
@@ -270,10 +258,10 @@ class Replica:
                 why, detail = error.message, ""
                 break
             except DeadlineExceeded as error:
-                await self._engine.health()  # an engine that hangs must not make dead letters of whatever it is given
+                await self._engine.health()  # a hanging engine must not turn prompts into dead letters
                 why, detail = error.message, ""
                 break
-            except Exception as error:  # noqa: BLE001  (whatever an engine raises is the request's, if it is well itself)
+            except Exception as error:  # noqa: BLE001  (a healthy engine's error belongs to the request)
                 await self._engine.health()
                 why, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
             else:
@@ -333,3 +321,38 @@ class Replica:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+class Membership:
+    """Keeps the servers of a replica to the list of the run, and reports how they are.
+
+    A replica does within a second what `streamrl engines add|remove` say.
+    """
+
+    def __init__(self, role: Role, group: EngineGroup, fleet: Fleet) -> None:
+        self._servers = role.ledgers.servers
+        self._name = role.name
+        self._group = group
+        self._fleet = fleet
+
+    def follow(self, source: Source) -> None:
+        """Say where the servers get the newest weights; see `EngineGroup.follow`."""
+        self._group.follow(source)
+
+    async def run(self) -> None:
+        """Look and report once a second until cancelled."""
+        while True:
+            await self.look()
+            await self._servers.report(self._name, self._group.rows())
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Add and remove what the list says now.
+
+        A server that was given up stays in the group, and so it is not tried again before it is removed and added.
+        """
+        wanted, present = set(self._fleet.wanted(await self._servers.enlisted())), set(self._group.rows())
+        for name in sorted(wanted - present):
+            self._group.add(self._fleet.spec(name))
+        for name in sorted(present - wanted):
+            self._group.remove(name)

@@ -29,7 +29,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 OnAbort: TypeAlias = Literal["keep", "continue"]
 
 _CONTINUATIONS: Final = 32
-"""Times that one response is gone on with after an abort that nobody here asked for."""
+"""Times that one response is continued after an abort that came from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

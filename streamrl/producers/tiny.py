@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.engine import Completion
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 VOCABULARY: Final = 320
 CONTEXT: Final = 4096

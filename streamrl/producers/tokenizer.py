@@ -125,7 +125,7 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
 def vocabulary_of(config: ModelConfig) -> int | None:
     """Return how many token ids the model knows, from its configuration alone; None when that does not say.
 
-    A model that cannot be found is for those who load it to report.
+    A missing model is reported where it is loaded.
     """
     from transformers import AutoConfig
 

@@ -4,11 +4,10 @@
 RUNNING  -> for a minute more groups dropped than trained, by now by more than a budget -> STOPPED
 STOPPED  -> after a pause that doubles (1 to 10 minutes), the groups of one step are admitted: a trial
          -> at least as many groups were trained as dropped since the stop or the last trial -> RUNNING
-```
-A budget is what may be in flight at one time. A run that drops more than that drops what it has just admitted, so a
-burst of stale groups after a pause or a restart stops nothing, however long a step takes. A trial is all that a run
-loses per pause while the cause lasts; the run goes on by itself when the cause is gone. Groups with equal rewards do
-not count, because `learner.advantage.zero_variance` asks for dropping them, nor do those that a person threw away.
+``` A budget is what may be in flight at the same time. A run that drops more than that drops what it has just admitted,
+so a burst of stale groups after a pause or a restart stops nothing, however long a step takes. A trial is all that a
+run loses per pause while the cause lasts; the run goes on by itself when the cause is gone. Groups with equal rewards
+do not count, because `learner.advantage.zero_variance` asks for dropping them, nor do those that a person threw away.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _WANTED: Final = frozenset({DROPPED_BY_HAND, ZERO_VARIANCE})
 
 
 def wasted(dropped_for: Mapping[str, int]) -> int:
-    """Groups that were dropped although somebody wanted to train them, from the counts by reason."""
+    """Count the groups that were dropped against the user's wish, from the counts by reason."""
     return sum(count for why, count in dropped_for.items() if why not in _WANTED)
 
 
@@ -61,12 +60,9 @@ class Waste:
         return self.allowed is not None
 
     def look(self, now: float, dropped: int, trained: int) -> None:
-        """Take in the counts of the ledger. They may go back with Redis or with a learner: only growth counts.
+        """Take in how many groups were ever dropped (by `wasted`) and trained; `now` never goes back.
 
-        Args:
-            now: seconds of a clock that never goes back.
-            dropped: groups ever dropped, by `wasted`.
-            trained: groups ever trained.
+        The counts may go back with Redis or with a learner: only growth counts.
         """
         if self._counts is None:
             self._begin(now)

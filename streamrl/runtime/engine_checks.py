@@ -119,7 +119,7 @@ def look_at_way(config: RunConfig) -> str:
         CannotCreate: the port is taken.
     """
     weights = config.weights
-    if weights.transport in {"http", "collective"}:
+    if weights.pulled:
         _bindable(weights.host, weights.port)
     if weights.relay and weights.transport != "http":
         raise ConfigError(f"weights.relay has no meaning with transport {weights.transport}", "leave it out")
@@ -151,6 +151,5 @@ def shared_memory_copies(config: RunConfig) -> int:
     where somebody may still be pulling, and two in the spool of each replica that fetches versions or completes deltas.
     """
     weights = config.weights
-    pulled = weights.transport in {"http", "collective"}
-    spools = config.rollout.replicas if pulled or weights.delta.enabled else 0
-    return (0 if weights.transport == "directory" else 3) + (2 if pulled else 0) + 2 * spools
+    spools = config.rollout.replicas if weights.pulled or weights.delta.enabled else 0
+    return (0 if weights.transport == "directory" else 3) + (2 if weights.pulled else 0) + 2 * spools

@@ -15,7 +15,7 @@ from streamrl.runfile import RUNS, LoadedConfig, read_saved, save
 from streamrl.runtime.lock import supervisor_lock
 from streamrl.runtime.plan import plan
 from streamrl.runtime.preflight import Check, preflight
-from streamrl.weight_sync.bearer import make_token
+from streamrl.weight_sync.files import make_token
 
 FIXED: Final = (
     "name",
@@ -97,7 +97,7 @@ def prepare_run(
         for name in ("logs", "metrics", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         save(loaded, folder / "run.json")
-    if config.weights.transport in {"http", "collective"}:
+    if config.weights.pulled:
         make_token(folder)  # here, so that no replica has to wait for the learner, wherever it was copied to
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
 

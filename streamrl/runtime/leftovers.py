@@ -15,7 +15,7 @@ from pathlib import Path
 from streamrl.queues import embedded
 from streamrl.queues.embedded import end_orphan
 from streamrl.runtime.plan import RENDEZVOUS
-from streamrl.weight_sync.transports import memory_of, release_memory
+from streamrl.weight_sync.files import memory_of, release_memory
 
 
 async def sweep(run_dir: Path) -> list[str]:

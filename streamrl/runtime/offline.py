@@ -16,7 +16,7 @@ from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import StreamrlError, unwrap
-from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import Engine, Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-    limits = Limits(config.data.max_prompt_tokens, config.model.context)
+    limits = PromptLimits(config.data.max_prompt_tokens, config.model.context)
     data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)

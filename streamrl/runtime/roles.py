@@ -28,7 +28,7 @@ from streamrl.restarts import ExitClass, classify
 from streamrl.runfile import read_saved
 from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.status import StatusPipe
-from streamrl.weight_sync.descriptors import allow_many_files
+from streamrl.weight_sync.files import allow_many_files
 
 if TYPE_CHECKING:
     from streamrl.queues import Role

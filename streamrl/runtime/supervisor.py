@@ -27,8 +27,7 @@ from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, UnitSpec
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.roles import stop_signals
 from streamrl.runtime.unit import KILL_SECONDS, Unit
-from streamrl.weight_sync.descriptors import allow_many_files
-from streamrl.weight_sync.transports import release_memory
+from streamrl.weight_sync.files import allow_many_files, release_memory
 
 logger = logging.getLogger(__name__)
 

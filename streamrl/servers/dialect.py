@@ -20,7 +20,7 @@ from streamrl.http import Call
 from streamrl.servers.launch import Launch
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 """Text whose token ids tell whether a server has the tokenizer of the run."""

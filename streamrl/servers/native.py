@@ -20,7 +20,7 @@ from streamrl.servers.dialect import Chunk, Dialect, ServerInfo, ServerMetrics, 
 from streamrl.servers.launch import Launch
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 SOFTWARE: Final = "streamrl"
 _PASSED_ON: Final = ("decode", "slots", "attention", "dtype", "device", "threads", "kv_cache")

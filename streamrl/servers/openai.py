@@ -36,7 +36,7 @@ from streamrl.servers.dialect import (
 )
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 _COMPLETIONS: Final = "/v1/completions"
 _FLAGS: Final = frozenset({"model", "processed-logprobs", "reload", "reload-body"})

@@ -39,7 +39,7 @@ from streamrl.servers.environments import find_environment, on_cpu
 from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, adapters_in_flight, merged, python_path, words
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)

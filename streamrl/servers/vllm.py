@@ -29,7 +29,7 @@ from streamrl.servers.environments import find_environment, on_cpu
 from streamrl.servers.launch import PLUGIN, Launch, adapters_in_flight, merged, python_path, words
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
-    from streamrl.weight_sync.version import Version
+    from streamrl.weight_sync.tensors import Version
 
 BACKEND: Final = "streamrl"
 EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"

@@ -28,9 +28,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from streamrl.errors import WeightsError
-from streamrl.weight_sync import safetensors_file
-from streamrl.weight_sync.checksums import CHUNK_BYTES
+from streamrl.weight_sync.files import CHUNK_BYTES
 from streamrl.weight_sync.manifest import Shard
+from streamrl.weight_sync.tensors import encode_tensors, parse_tensors, write_pieces
 
 _ESCAPE: Final = 255
 _CHUNK: Final = 1 << 22
@@ -45,12 +45,7 @@ _Words: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The changes of one tensor part.
-
-    Attributes:
-        gaps: uint8 [any], see the module.
-        values: uint8 [width, count], width being the bytes of one element.
-    """
+    """The changes of one tensor part: `gaps` uint8 [any] and `values` uint8 [width, count], see the module."""
 
     gaps: _Bytes
     values: _Bytes
@@ -69,12 +64,7 @@ class Encoded:
 def encode(old: torch.Tensor, new: torch.Tensor) -> Encoded | None:
     """Return what turns the bits of `old` into those of `new`, None when they are the same.
 
-    Args:
-        old: contiguous CPU tensor of any dtype of 1, 2, 4 or 8 bytes.
-        new: the same shape and dtype.
-
-    Raises:
-        WeightsError: shapes or dtypes differ.
+    Both are contiguous CPU tensors of one shape and dtype, of 1, 2, 4 or 8 bytes an element; `WeightsError` otherwise.
     """
     before, after = _pair(old, new)
     gaps: list[_Bytes] = []
@@ -105,14 +95,10 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> int:
 
 
 def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
-    """Overwrite the changed elements of `target`; everything is checked before the first write. A repeat is harmless.
+    """Overwrite the changed elements of `target`, which holds the bits of the version before. A repeat is harmless.
 
-    Args:
-        target: contiguous CPU tensor that holds the bits of the version before.
-        encoded: the changes, from anywhere.
-
-    Raises:
-        WeightsError: the changes are not of a part with this many elements of this width; `target` is untouched.
+    Everything is checked before the first write: `WeightsError` when the changes, from anywhere, are not those of a
+    part with this many elements of this width; `target` is untouched then.
     """
     words = _words(target)
     gaps, values = encoded.gaps, encoded.values
@@ -132,30 +118,20 @@ def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
 def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool = False) -> Shard:
     """Write the changes of one rank's parts as one new file and return its entry for the manifest.
 
-    Args:
-        path: a file that must not exist.
-        parts: by tensor name; parts that did not change are left out.
-        durable: fsync before returning.
-
-    Raises:
-        OSError: from the file system, among them `ENOSPC`; the file may be left behind in part.
+    Parts that did not change are left out of `parts`. `OSError` may leave the file behind in part.
     """
     arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in parts.items()]
     arrays += [(f"values/{name}", encoded.values) for name, encoded in parts.items()]
-    pieces = safetensors_file.encode([(name, torch.from_numpy(array)) for name, array in arrays])
+    pieces = encode_tensors([(name, torch.from_numpy(array)) for name, array in arrays])
     size = sum(piece.nbytes for piece in pieces)
-    return safetensors_file.write_pieces(path, _compressed(pieces, size), durable=durable, kind="delta")
+    return write_pieces(path, _compressed(pieces, size), durable=durable, kind="delta")
 
 
 def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) -> dict[str, Encoded]:
     """Read a file of `write_delta_shard`, checked against its entry; parts that did not change are not in it.
 
-    The arrays are checked by `decode_into`, which knows the part they are for.
-
-    Args:
-        path: the file.
-        shard: its entry in the manifest.
-        limit: bytes after decompression that are too many. Twice the bytes of the parts are always enough.
+    `decode_into` checks the arrays, because it knows the part they are for. More than `limit` bytes after decompression
+    are refused; twice the bytes of the parts are always enough.
 
     Raises:
         WeightsError: the size, the checksum or the content does not fit.
@@ -175,7 +151,7 @@ def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) ->
             data = _decompressed(file, limit)
         except (zstandard.ZstdError, ValueError) as error:
             raise WeightsError(f"{path} is no delta: {error}") from error
-    return _collect(safetensors_file.parse(data, str(path)), path)
+    return _collect(parse_tensors(data, str(path)), path)
 
 
 def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[_Words, _Words]:

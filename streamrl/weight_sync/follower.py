@@ -12,11 +12,15 @@ from typing import Final, Protocol, TypeAlias
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
-from streamrl.weight_sync.arrivals import Arrivals, Fetched, open_arrivals
-from streamrl.weight_sync.hosts import Board
+from streamrl.listening import own_address
+from streamrl.weight_sync.chain import Fetched, Staging
+from streamrl.weight_sync.files import StagingFolder, allow_many_files, read_token
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
-from streamrl.weight_sync.sources import Traffic
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.pull import RELAY_FIELD, RelayBoard
+from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.source import Traffic
+from streamrl.weight_sync.tensors import Version
+from streamrl.weight_sync.transports import open_source
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
@@ -99,12 +103,12 @@ class Follower:
         run: str,
         run_dir: Path,
         name: str = "rollout",
-        board: Board | None = None,
+        board: RelayBoard | None = None,
         status: MutableMapping[str, int | float | str] | None = None,
     ) -> None:
         self._stream, self._config, self._apply, self._run, self._run_dir = stream, config, apply, run, run_dir
         self._name, self._board, self._status = name, board, status
-        self._arrivals: Arrivals | None = None
+        self._staging: Staging | None = None
         self._one_at_a_time = asyncio.Lock()
         self._news = asyncio.Event()
         self._took = asyncio.Condition()
@@ -129,12 +133,12 @@ class Follower:
     @property
     def bytes_fetched(self) -> int:
         """Bytes that came over the network since the start; only grows."""
-        return self._before.bytes + (self._arrivals.traffic.bytes if self._arrivals else 0)
+        return self._before.bytes + (self._staging.traffic.bytes if self._staging else 0)
 
     @property
     def fetch_seconds(self) -> float:
         """Seconds spent fetching since the start; only grows. The engine generated meanwhile."""
-        return self._before.seconds + (self._arrivals.traffic.seconds if self._arrivals else 0.0)
+        return self._before.seconds + (self._staging.traffic.seconds if self._staging else 0.0)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop` is set; `first` is set after the first version was applied.
@@ -143,24 +147,24 @@ class Follower:
         `apply` makes it. It may be run again afterwards.
 
         Raises:
-            CannotCreate: the spool cannot be made, or a relay cannot listen.
-            ConfigError: no token for the http transport, or an engine that refuses whatever comes, from the first
-                version on: it has another model.
+            CannotCreate: the staging folder cannot be made, or a relay cannot listen.
+            ConfigError: no token for the http transport, or an engine that has refused every version since the
+                first: it has another model.
         """
-        opened = open_arrivals(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
+        opened = open_staging(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
         try:
-            async with opened as arrivals, asyncio.TaskGroup() as group:
-                self._arrivals = arrivals
+            async with opened as staging, asyncio.TaskGroup() as group:
+                self._staging = staging
                 watching = group.create_task(self._watch(stop), name="watch weights")
-                await self._take_all(arrivals, stop)
+                await self._take_all(staging, stop)
                 watching.cancel()
         except BaseExceptionGroup as error:
             raise unwrap(error) from error
         finally:
-            if self._arrivals is not None:
-                traffic = self._arrivals.traffic
+            if self._staging is not None:
+                traffic = self._staging.traffic
                 self._before = Traffic(self._before.bytes + traffic.bytes, self._before.seconds + traffic.seconds)
-            self._arrivals = None
+            self._staging = None
 
     async def next_applied(self) -> None:
         """Return when one more version was applied. Cancelling is harmless."""
@@ -183,17 +187,17 @@ class Follower:
             WeightsError: the version is refused, or no files of any version are here.
         """
         async with self._one_at_a_time:
-            if self._made is None or self._arrivals is None:
+            if self._made is None or self._staging is None:
                 return False
-            version = await self._once_more(self._arrivals, self._made)
+            version = await self._once_more(self._staging, self._made)
         with version.readers:
             await (apply or self._apply)(version)
         return True
 
-    async def _once_more(self, arrivals: Arrivals, manifest: Manifest) -> Version:
+    async def _once_more(self, staging: Staging, manifest: Manifest) -> Version:
         for attempt in range(_AGAIN):
             try:
-                version = await arrivals.make(await arrivals.fetch(manifest))
+                version = await staging.make(await staging.fetch(manifest))
             except (OSError, WeightsError) as error:
                 newest = await self._stream.newest()
                 if attempt == _AGAIN - 1 or newest is None:
@@ -224,7 +228,7 @@ class Follower:
             self._news.set()
         self._news.set()
 
-    async def _take_all(self, arrivals: Arrivals, stop: asyncio.Event) -> None:
+    async def _take_all(self, staging: Staging, stop: asyncio.Event) -> None:
         pause = 0.0  # until the same version is tried again; 0: not at all
         failures, told = 0, False  # of this version
         while not stop.is_set():
@@ -238,7 +242,7 @@ class Follower:
                 continue
             number, data = self._known
             try:
-                await self._take(arrivals, number, data)
+                await self._take(staging, number, data)
                 pause = 0.0
             except _Overtaken:
                 logger.debug("weights overtaken", extra={"version": number})
@@ -251,13 +255,13 @@ class Follower:
                     told = True
                 pause = min(max(2 * pause, _REFUSED_PAUSE if fetched else _FIRST_PAUSE), _LONGEST_PAUSE)
 
-    async def _take(self, arrivals: Arrivals, number: int, data: bytes) -> None:
+    async def _take(self, staging: Staging, number: int, data: bytes) -> None:
         manifest = decode(data)
         self._check(number, manifest)
         async with self._reading(number):
-            fetched = await self._fetch(arrivals, manifest)
+            fetched = await self._fetch(staging, manifest)
         async with self._one_at_a_time, self._reading(number):
-            version = await arrivals.make(fetched)
+            version = await staging.make(fetched)
             self._made = manifest
         began = time.monotonic()
         try:
@@ -280,11 +284,11 @@ class Follower:
             self._took.notify_all()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
 
-    async def _fetch(self, arrivals: Arrivals, manifest: Manifest) -> Fetched:
+    async def _fetch(self, staging: Staging, manifest: Manifest) -> Fetched:
         """Fetch a version, until a newer learner publishes: the host of the older one may be gone for good."""
         self._fetching = manifest
         self._newer_learner.clear()
-        fetching = asyncio.create_task(arrivals.fetch(manifest))
+        fetching = asyncio.create_task(staging.fetch(manifest))
         overtaken = asyncio.create_task(self._newer_learner.wait())
         try:
             await asyncio.wait({fetching, overtaken}, return_when=asyncio.FIRST_COMPLETED)
@@ -336,3 +340,38 @@ class Follower:
             "weights refused",
             extra={"version": number, "stays": self.version, "error": error.message, "hint": error.hint},
         )
+
+
+@contextlib.asynccontextmanager
+async def open_staging(
+    config: WeightsConfig,
+    run_dir: Path,
+    *,
+    name: str,
+    board: RelayBoard | None,
+    status: MutableMapping[str, int | float | str] | None,
+) -> AsyncIterator[Staging]:
+    """Open what the configured transport needs on a replica's host, a relay included, for the length of the block.
+
+    Relays announce themselves on `board` by a field of `status`; without a board, files come from the learner's host
+    alone.
+
+    Raises:
+        CannotCreate: the staging folder cannot be made, or a relay cannot listen.
+        ConfigError: no token for the http transport.
+    """
+    allow_many_files()
+    async with contextlib.AsyncExitStack() as stack:
+        folder = StagingFolder(run_dir, name)
+        if config.delta.enabled or config.pulled:
+            folder.open()
+            stack.callback(folder.close)
+        source = await stack.enter_async_context(open_source(config, run_dir, folder, name=name, board=board))
+        relays = config.relay and source.proves
+        staging = Staging(config, source, folder, keep=relays)
+        stack.callback(staging.close)
+        if relays and status is not None:
+            app = ShardServer(folder.root, read_token(run_dir)).app()
+            status[RELAY_FIELD] = await stack.enter_async_context(listen(app, own_address(config.host), 0))
+            stack.callback(status.pop, RELAY_FIELD, None)
+        yield staging

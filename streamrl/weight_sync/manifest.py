@@ -1,24 +1,28 @@
-"""The manifest of one version: what was published, where it lies, and how a receiver proves that it is whole."""
+"""The manifest of one version (what was published, and how a receiver proves that it is whole), and where to find it.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from streamrl.errors import WeightsError
+from streamrl.errors import UsageError, WeightsError
 
 SCHEMA: Final = 2
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MANIFEST_FILE: Final = "manifest.json"
+PINNED: Final = "pinned"
+"""Folder in the run directory with the versions that a person wants to keep, whole and durable."""
 
 # A name of one file or folder: no path, so that a manifest cannot point outside of the folder of its transport.
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
 _Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Pair: TypeAlias = tuple[int, int]
-
-
 _Hash: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 _Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,500}$")]
 
@@ -102,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     epoch: _Count
     step: _Count
     base: tuple[_Count, _Count] | None = None
-    transport: Literal["shm", "directory", "http", "collective"]
+    transport: _FileName
     folder: _FileName
     sources: list[_Url] = []
     shards: list[Shard]
@@ -178,3 +182,43 @@ def parse_folder(name: str) -> Pair | None:
     if len(parts) != 3 or parts[0] != "v" or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
     return int(parts[1]), int(parts[2])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of the version in a folder; `WeightsError` when it is none, `OSError` when unreadable."""
+    return decode((folder / MANIFEST_FILE).read_bytes())
+
+
+def versions(root: Path) -> dict[Pair, Manifest]:
+    """Return the versions in a folder, ascending, without those that cannot be read; a missing folder has none."""
+    found: dict[Pair, Manifest] = {}
+    if not root.is_dir():
+        return found
+    pairs = sorted(pair for entry in root.iterdir() if (pair := parse_folder(entry.name)) is not None)
+    for pair in pairs:
+        try:
+            found[pair] = read_manifest(root / folder_name(*pair))
+        except (OSError, WeightsError):
+            continue
+    return found
+
+
+def newest_with(number: int, among: dict[Pair, Manifest]) -> Manifest | None:
+    """Return the version with this number, of the newest epoch that has one; None when there is none."""
+    return next((among[pair] for pair in sorted(among, reverse=True) if pair[1] == number), None)
+
+
+def find(number: int, root: Path, run_dir: Path) -> tuple[Manifest, Path]:
+    """Return the version with this number and the folder that holds it: pinned, else on the transport.
+
+    Raises:
+        UsageError: it is not here (any more).
+    """
+    for folder in (run_dir / PINNED, root):
+        manifest = newest_with(number, versions(folder))
+        if manifest is not None:
+            return manifest, folder
+    raise UsageError(
+        f"version {number} is neither in {root} nor pinned",
+        "`streamrl weights ls` shows what is here; a version goes when newer ones come, unless it is pinned in time",
+    )

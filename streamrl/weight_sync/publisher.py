@@ -23,22 +23,23 @@ from typing import Literal
 from streamrl.atomic import fsync_directory
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
-from streamrl.weight_sync.buckets import Named
+from streamrl.weight_sync.files import create_root, store_of
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
     Adapter,
     Manifest,
     Pair,
     TensorEntry,
-    decode,
     encode,
     folder_name,
     parse_folder,
+    read_manifest,
 )
 from streamrl.weight_sync.rank_writer import (
     DRAFT,
+    Named,
+    RankReport,
     RankWriter,
-    Report,
     draft_name,
     out_of_time,
     report_name,
@@ -46,20 +47,13 @@ from streamrl.weight_sync.rank_writer import (
     take_report,
     wait_for,
 )
-from streamrl.weight_sync.transports import Transport, create_root, make_transport
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What the newest version cost.
-
-    Attributes:
-        bytes: of all its files.
-        density: share of values that changed since the version before; None when nobody compared.
-        kind: `full`, `delta` when at least one file is one, or `adapter`.
-    """
+class VersionFigures:
+    """What the newest version cost: bytes of all files, and the share of values that changed (None: not known)."""
 
     bytes: int
     density: float | None
@@ -83,8 +77,8 @@ class Publisher:
     """Publishes versions of the weights; rank 0 of the learner has one, and uses it from one thread.
 
     At start, temporaries of a publisher that died and all versions but the newest of earlier epochs, with what that one
-    builds on, are removed; it stays for late joiners until this publisher has two of its own. Removing is safe for
-    whoever has the files mapped. A publisher only ever removes what was there when it started and what it published
+    builds on, are removed; it stays for late joiners until this publisher has two of its own. A process that
+    has the files mapped keeps them. A publisher only ever removes what was there when it started and what it published
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
     Attributes:
@@ -103,22 +97,22 @@ class Publisher:
     def __init__(self, config: WeightsConfig, run: str, run_dir: Path) -> None:
         self._config = config
         self._run = run
-        self._transport: Transport = make_transport(config.transport, run_dir)
+        self._store = store_of(config.transport, run_dir)
         self._writer = RankWriter(config, run_dir, 0)
         self._stopped = threading.Event()
         # What goes out by sendfile may be on its way long after the file was closed.
         self._spares = config.transport == "shm" and not config.delta.enabled
-        create_root(self._transport)
+        create_root(self._store)
         self._kept: list[_Kept] = self._leftover()
         self._deltas = 0
         self._chained = False
         self.manifest: Manifest
-        self.figures: Figures
+        self.figures: VersionFigures
 
     @property
     def root(self) -> Path:
         """Folder that holds the folders of the versions."""
-        return self._transport.root
+        return self._store.root
 
     def next_base(self) -> Pair | None:
         """The version that the next one may be a delta against; None: every rank must write all of its values.
@@ -174,7 +168,7 @@ class Publisher:
         self._chained = False  # until this version is there
         draft = self.root / draft_name(pair)
         until = time.monotonic() + self._config.deadline
-        create_root(self._transport)  # somebody may have cleaned up the shared memory
+        create_root(self._store)  # a clean-up may have removed it from the shared memory
         spare = spare_of(draft)
         self._remove_older(spare if self._spares else None)
         try:
@@ -199,7 +193,7 @@ class Publisher:
         return data
 
     def begin_anew(self) -> None:
-        """Have the next version written whole, whatever it could be a delta against."""
+        """Have the next version written whole, even if it could be a delta."""
         self._chained = False
 
     def holds_newest(self) -> bool:
@@ -207,7 +201,7 @@ class Publisher:
         return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
 
     def close(self, *, unlink: bool) -> None:
-        """End the publisher and any wait for other ranks. With `unlink` its versions go too: nobody can join then."""
+        """End the publisher and any wait for other ranks; `unlink` removes its versions, so no engine can join."""
         self._stopped.set()
         self._writer.stop()
         if unlink:
@@ -218,7 +212,7 @@ class Publisher:
             except OSError as error:
                 logger.debug("weights folder not empty", extra={"folder": str(self.root), "error": str(error)})
 
-    def _report(self, draft: Path, rank: int, until: float) -> Report:
+    def _report(self, draft: Path, rank: int, until: float) -> RankReport:
         wait_for(draft, report_name(rank), until, self._stopped)
         if time.monotonic() > until:
             raise out_of_time(draft, self._config.deadline)
@@ -229,7 +223,7 @@ class Publisher:
         pair: Pair,
         base: Pair | None,
         step: int,
-        reports: Sequence[Report],
+        reports: Sequence[RankReport],
         *,
         sources: Sequence[str],
         adapter: Adapter | None,
@@ -249,14 +243,14 @@ class Publisher:
             adapter=adapter,
         )
 
-    def _note(self, manifest: Manifest, reports: Sequence[Report]) -> None:
+    def _note(self, manifest: Manifest, reports: Sequence[RankReport]) -> None:
         self._kept.append(_Kept(manifest.pair, manifest.base, manifest.total_bytes))
         self._deltas = 0 if manifest.base is None else self._deltas + 1
         self._chained = True
         counts = [report.changed for report in reports if report.changed is not None]
         elements = sum(report.elements for report in reports)
         density = sum(counts) / elements if elements and len(counts) == len(reports) else None
-        self.figures = Figures(manifest.total_bytes, density, manifest.kind)
+        self.figures = VersionFigures(manifest.total_bytes, density, manifest.kind)
 
     def _finish(self, draft: Path, folder: str, data: bytes) -> None:
         """Give the draft its name; from here on readers may see it."""
@@ -268,17 +262,17 @@ class Publisher:
             self._remove(folder)
         with (draft / MANIFEST_FILE).open("xb") as file:
             file.write(data)
-            if self._transport.durable:
+            if self._store.durable:
                 file.flush()
                 os.fsync(file.fileno())
-        if self._transport.durable:
+        if self._store.durable:
             fsync_directory(draft)
         draft.rename(target)
-        if self._transport.durable:
+        if self._store.durable:
             fsync_directory(self.root)
 
     def _cannot(self, draft: Path, error: OSError) -> CannotCreate:
-        hint = self._transport.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        hint = self._store.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return CannotCreate(f"cannot write the weights to {draft}: {error}", hint)
 
     def _leftover(self) -> list[_Kept]:
@@ -326,13 +320,13 @@ class Publisher:
 def _look(folder: Path, pair: Pair) -> _Kept:
     """What a manifest of an earlier publisher says; one that cannot be read builds on nothing."""
     try:
-        manifest = decode((folder / MANIFEST_FILE).read_bytes())
+        manifest = read_manifest(folder)
     except (OSError, WeightsError):
         return _Kept(pair, None, 0)
     return _Kept(pair, manifest.base, manifest.total_bytes)
 
 
-def _table(reports: Sequence[Report]) -> list[TensorEntry]:
+def _table(reports: Sequence[RankReport]) -> list[TensorEntry]:
     """Put the parts of all ranks together: their rows follow each other in the order of the ranks.
 
     Raises:

@@ -14,45 +14,38 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import torch
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, StreamrlError, WeightsError
-from streamrl.weight_sync import delta, safetensors_file
-from streamrl.weight_sync.buckets import Named, buckets
-from streamrl.weight_sync.checksums import short_hash
+from streamrl.weight_sync import delta
+from streamrl.weight_sync.files import SLACK_BYTES, check_room, short_hash, store_of, take_spare
 from streamrl.weight_sync.manifest import Pair, Shard
-from streamrl.weight_sync.spare import take_spare
-from streamrl.weight_sync.transports import Transport, check_room, make_transport
+from streamrl.weight_sync.tensors import DTYPE_NAMES, raw_bytes, write_tensors
 
 logger = logging.getLogger(__name__)
 DRAFT: Final = ".draft-"
-SLACK_BYTES: Final = 1 << 20
 _LONGEST_LOOK: Final = 0.05
 
-Kind = Literal["", "CannotCreate", "DeadlineExceeded", "WeightsError"]
-_ERRORS: Final[Mapping[Kind, type[StreamrlError]]] = {
+Named: TypeAlias = tuple[str, torch.Tensor]
+ErrorKind = Literal["", "CannotCreate", "DeadlineExceeded", "WeightsError"]
+_ERRORS: Final[Mapping[ErrorKind, type[StreamrlError]]] = {
     "CannotCreate": CannotCreate,
     "DeadlineExceeded": DeadlineExceeded,
     "WeightsError": WeightsError,
 }
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The rows of one tensor that one rank holds.
+class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The rows of one tensor that one rank holds: of `shape`, in the rank's file number `shard`.
 
-    Attributes:
-        name: Hugging Face name.
-        dtype: safetensors dtype.
-        shape: of the rows; the first number is how many, a tensor without dimensions has none.
-        whole: shape of the whole tensor.
-        shard: index into the rank's shards.
-        hash: xxh3-64 of the bytes, empty in a run without deltas.
+    `whole` is the shape of the whole tensor, `dtype` the safetensors dtype, `hash` the xxh3-64 of the bytes, empty in a
+    run without deltas.
     """
 
     name: str
@@ -63,48 +56,31 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     hash: str
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank wrote of one version, or why it could not.
+class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank wrote of one version, or why it could not (`error`: kind of the error, empty when all is written).
 
-    Attributes:
-        rank: of the learner.
-        shards: its files, in order.
-        parts: its rows of each tensor.
-        elements: values it holds.
-        changed: values that differ from the version before; None when it did not compare.
-        error: kind of the error, empty when all is written.
-        message: of the error.
-        hint: of the error.
+    `elements` are the values it holds, `changed` those that differ from the version before; None: it did not compare.
     """
 
     rank: int
     shards: list[Shard] = []
-    parts: list[Part] = []
+    parts: list[RankPart] = []
     elements: int = 0
     changed: int | None = None
-    error: Kind = ""
+    error: ErrorKind = ""
     message: str = ""
     hint: str = ""
 
 
-_decoder: Final = msgspec.json.Decoder(Report)
+_decoder: Final = msgspec.json.Decoder(RankReport)
 
 
 class RankWriter:
-    """Writes what one rank holds of each version; used from one thread, but for `stop`.
-
-    With deltas it keeps the bytes it wrote last, as many as its share of the weights: the tensors it is given must not
-    be changed afterwards.
-
-    Args:
-        config: transport, dtype, size of shards, deltas and deadline.
-        run_dir: run directory.
-        rank: of the learner.
-    """
+    """Writes what one rank holds of each version; used from one thread, but for `stop`."""
 
     def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
         self._config, self._rank = config, rank
-        self._transport: Transport = make_transport(config.transport, run_dir)
+        self._store = store_of(config.transport, run_dir)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._written: Pair | None = None
         self._last: dict[str, torch.Tensor] = {}
@@ -122,7 +98,7 @@ class RankWriter:
         shapes: Mapping[str, Sequence[int]],
         *,
         until: float,
-    ) -> Report:
+    ) -> RankReport:
         """Write this rank's files into the draft folder of a version.
 
         Floating tensors are cast to the configured dtype. Without deltas tensors are taken one by one, and at most one
@@ -133,22 +109,21 @@ class RankWriter:
             base: version that a delta may be against; None: everything is written whole.
             tensors: Hugging Face names and this rank's rows.
             shapes: shapes of the whole tensors; one that is left out is whole here.
-            until: `time.monotonic()` after which it gives up; looked at between shards only.
+            until: `time.monotonic()` after which it gives up with `DeadlineExceeded`; looked at between shards only.
 
         Raises:
             CannotCreate: no room.
             OSError: anything else that the file system says; the draft may be gone.
             WeightsError: a name comes twice, or a dtype is unknown.
-            DeadlineExceeded: out of time.
         """
-        draft = self._transport.root / draft_name(pair)
+        draft = self._store.root / draft_name(pair)
         cast = self._cast(tensors)
         whole = dict(cast) if self._config.delta.enabled else {}
         changed = self._changed(base, whole)
         as_delta = changed is not None and changed <= self._config.delta.max_density * _elements(whole)
         self._written = None  # until all of it is
         shards: list[Shard] = []
-        parts: list[Part] = []
+        parts: list[RankPart] = []
         for bucket in buckets(whole.items() if self._config.delta.enabled else cast, self._config.shard_bytes):
             if time.monotonic() > until or self._stopped.is_set():
                 raise out_of_time(draft, self._config.deadline)
@@ -158,19 +133,18 @@ class RankWriter:
         self._last = whole
         self._written = pair
         count = sum(math.prod(part.shape) for part in parts)
-        return Report(rank=self._rank, shards=shards, parts=parts, elements=count, changed=changed)
+        return RankReport(rank=self._rank, shards=shards, parts=parts, elements=count, changed=changed)
 
     def deliver(
         self, pair: Pair, base: Pair | None, tensors: Iterable[Named], shapes: Mapping[str, Sequence[int]]
     ) -> bool:
         """As `write`, for a rank other than 0: waits for the draft folder, and reports to rank 0, errors too.
 
-        Returns:
-            False when the version was not written; that is logged, and no error of the weights ends this rank.
+        Returns False when the version was not written; that is logged, and no error of the weights ends this rank.
         """
         until = time.monotonic() + self._config.deadline
         try:
-            wait_for(self._transport.root, draft_name(pair), until, self._stopped)
+            wait_for(self._store.root, draft_name(pair), until, self._stopped)
         except (OSError, StreamrlError) as error:
             return self._failed(pair, error)
         try:
@@ -180,21 +154,21 @@ class RankWriter:
             self.refuse(pair, error)
             return self._failed(pair, error)
         try:
-            write_report(self._transport.root / draft_name(pair), report)
+            write_report(self._store.root / draft_name(pair), report)
         except OSError as error:
             return self._failed(pair, error)
         return True
 
     def refuse(self, pair: Pair, error: Exception) -> None:
         """Tell rank 0 not to wait for this rank's files of a version. Safe in any thread."""
-        kind: Kind = "CannotCreate"
+        kind: ErrorKind = "CannotCreate"
         for name, family in _ERRORS.items():
             if isinstance(error, family):
                 kind = name
         message, hint = (error.message, error.hint) if isinstance(error, StreamrlError) else (str(error), "")
-        report = Report(rank=self._rank, error=kind, message=f"rank {self._rank}: {message}", hint=hint)
+        report = RankReport(rank=self._rank, error=kind, message=f"rank {self._rank}: {message}", hint=hint)
         try:
-            write_report(self._transport.root / draft_name(pair), report)
+            write_report(self._store.root / draft_name(pair), report)
         except OSError as problem:
             logger.warning("rank 0 not told", extra={"version": pair[1], "error": str(problem)})
 
@@ -210,19 +184,19 @@ class RankWriter:
     def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
         here = take_spare(spare_of(path.parent) / path.name, path)
         need = sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES
-        check_room(self._transport, max(SLACK_BYTES, need - (here or 0)))
-        return safetensors_file.write(path, bucket, durable=self._transport.durable, over=here is not None)
+        check_room(self._store, max(SLACK_BYTES, need - (here or 0)))
+        return write_tensors(path, bucket, durable=self._store.durable, over=here is not None)
 
     def _delta(self, path: Path, bucket: Sequence[Named]) -> Shard:
         encoded = {name: delta.encode(self._last[name], tensor) for name, tensor in bucket}
         found = {name: changes for name, changes in encoded.items() if changes is not None}
-        check_room(self._transport, sum(changes.bytes for changes in found.values()) + SLACK_BYTES)
-        return delta.write_delta_shard(path, found, durable=self._transport.durable)
+        check_room(self._store, sum(changes.bytes for changes in found.values()) + SLACK_BYTES)
+        return delta.write_delta_shard(path, found, durable=self._store.durable)
 
-    def _part(self, name: str, tensor: torch.Tensor, shapes: Mapping[str, Sequence[int]], shard: int) -> Part:
-        proof = short_hash(safetensors_file.raw(tensor)) if self._config.delta.enabled else ""
+    def _part(self, name: str, tensor: torch.Tensor, shapes: Mapping[str, Sequence[int]], shard: int) -> RankPart:
+        proof = short_hash(raw_bytes(tensor)) if self._config.delta.enabled else ""
         whole = list(shapes.get(name, tensor.shape))
-        return Part(name, safetensors_file.DTYPE_NAMES[tensor.dtype], list(tensor.shape), whole, shard, proof)
+        return RankPart(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), whole, shard, proof)
 
     def _cast(self, tensors: Iterable[Named]) -> Iterable[Named]:
         names: set[str] = set()
@@ -230,20 +204,38 @@ class RankWriter:
             if name in names:
                 raise WeightsError(f"tensor {name} was given twice")
             names.add(name)
-            if tensor.dtype not in safetensors_file.DTYPE_NAMES:
+            if tensor.dtype not in DTYPE_NAMES:
                 raise WeightsError(f"tensor {name} has dtype {tensor.dtype}, which cannot be published")
             cast = tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
             yield name, cast.cpu().contiguous()
 
     def _remove_own(self, pair: Pair) -> None:
         """Give the room back that rank 0 needs to hear of it."""
-        for path in (self._transport.root / draft_name(pair)).glob(f"r{self._rank:03}-*"):
+        for path in (self._store.root / draft_name(pair)).glob(f"r{self._rank:03}-*"):
             path.unlink(missing_ok=True)
 
     def _failed(self, pair: Pair, error: Exception) -> bool:
         extra = {"version": pair[1], "rank": self._rank, "error": str(error)}
         logger.warning("part of a version not written", extra=extra)
         return False
+
+
+def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
+    """Group tensors, in their order, so that each group has at most `limit` bytes of values: one file each.
+
+    A group may have exactly `limit` bytes; a tensor with more is a group of its own and never cut. Tensors are taken
+    one by one, and at most one group and one tensor are held. The same shapes give the same groups.
+    """
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def draft_name(pair: Pair) -> str:
@@ -261,19 +253,15 @@ def report_name(rank: int) -> str:
     return f"part-{rank:03}.json"
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: RankReport) -> None:
     """Write a report so that a reader sees all of it or nothing."""
     draft = folder / f".{report_name(report.rank)}"
     draft.write_bytes(msgspec.json.encode(report))
     draft.replace(folder / report_name(report.rank))
 
 
-def take_report(folder: Path, rank: int) -> Report:
-    """Read the report of a rank and remove it; raises the error that it tells of.
-
-    Raises:
-        CannotCreate, DeadlineExceeded, WeightsError: the rank could not write its part, or reports nonsense.
-    """
+def take_report(folder: Path, rank: int) -> RankReport:
+    """Read the report of a rank and remove it; raises the error that it tells of, `WeightsError` for nonsense."""
     path = folder / report_name(rank)
     data = path.read_bytes()
     path.unlink()
@@ -289,12 +277,9 @@ def take_report(folder: Path, rank: int) -> Report:
 
 
 def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) -> None:
-    """Return when `folder` has an entry called `name`.
+    """Return when `folder` has an entry called `name`; `DeadlineExceeded` when it has none until then, or on `stopped`.
 
     The folder is listed, because a network file system may remember for long that a single name was not there.
-
-    Raises:
-        DeadlineExceeded: not until then, or the wait was given up.
     """
     pause = 0.001
     while not _has(folder, name):
@@ -309,7 +294,7 @@ def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) ->
 def _has(folder: Path, name: str) -> bool:
     try:
         return name in os.listdir(folder)  # noqa: PTH208  only the names are wanted
-    except FileNotFoundError:  # somebody cleaned up, and rank 0 makes it anew
+    except FileNotFoundError:  # a clean-up removed it, and rank 0 makes it again
         return False
 
 

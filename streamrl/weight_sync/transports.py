@@ -1,109 +1,101 @@
-"""Where the shards lie: shared memory of this host, or a directory that publisher and followers both see.
+"""The transports: for each kind, how replicas get the files of a version and what the learner's host does for that.
 
-A transport is only a root folder and what makes a write there last. Everything else is the same files and manifest.
+A new transport is a kind in `WeightsConfig.transport`, a module, and an entry in each of the two functions here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
-import shutil
-import stat
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
 
-from streamrl.errors import CannotCreate
+from streamrl.config import RunConfig, WeightsConfig
+from streamrl.weight_sync.broadcast import Broadcaster, CollectiveSource
+from streamrl.weight_sync.files import StagingFolder, make_token, store_of
+from streamrl.weight_sync.manifest import Manifest
+from streamrl.weight_sync.pull import RelayBoard, open_http_source
+from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.source import FolderSource, WeightSource
 
-_SPOOL = "-spool-"
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder below it is private, see `create_root`)
-
-
-@dataclass(frozen=True)
-class ShmTransport:
-    """Same host: /dev/shm/streamrl-UID-HASH, where HASH comes from the path of the run directory."""
-
-    kind: ClassVar[Literal["shm"]] = "shm"
-    durable: ClassVar[bool] = False
-    root: Path
-    hint: ClassVar[str] = (
-        "give the host (or container: --shm-size) a larger /dev/shm, or set weights.transport=directory"
-    )
-
-    @classmethod
-    def of_run(cls, run_dir: Path) -> ShmTransport:
-        """Return the transport of a run; equal for every process of one user that sees the run under one path."""
-        digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
-        return cls(_SHARED_MEMORY / f"streamrl-{os.getuid()}-{digest}")
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DirectoryTransport:
-    """A shared file system, or debugging: RUN_DIR/weights; every version is made durable before it has its name."""
+@contextlib.asynccontextmanager
+async def open_source(
+    config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, name: str, board: RelayBoard | None = None
+) -> AsyncIterator[WeightSource]:
+    """Open the source of the configured transport on a replica's host, for the length of the block.
 
-    kind: ClassVar[Literal["directory"]] = "directory"
-    durable: ClassVar[bool] = True
-    root: Path
-    hint: ClassVar[str] = "make room on the disk of the run directory"
-
-    @classmethod
-    def of_run(cls, run_dir: Path) -> DirectoryTransport:
-        """Return the transport of a run."""
-        return cls(run_dir.resolve() / "weights")
-
-
-TransportKind: TypeAlias = Literal["shm", "directory", "http", "collective"]
-Transport: TypeAlias = ShmTransport | DirectoryTransport
-
-
-def make_transport(kind: TransportKind, run_dir: Path) -> Transport:
-    """Return where the learner's host keeps the files of the transport that the configuration names."""
-    return DirectoryTransport.of_run(run_dir) if kind == "directory" else ShmTransport.of_run(run_dir)
-
-
-def create_root(transport: Transport) -> None:
-    """Make the root of a transport, private to its user.
-
-    Raises:
-        CannotCreate: no permission, or somebody else put something of that name into the shared folder.
+    `staging` must be open, unless the transport is a folder. `board` is where neighbours that relay announce
+    themselves. `ConfigError`: no token for the http transport.
     """
-    try:
-        transport.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = transport.root.lstat()
-    except OSError as error:
-        raise CannotCreate(f"cannot make {transport.root} for the weights: {error}", transport.hint) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise CannotCreate(f"{transport.root} belongs to somebody else", f"remove {transport.root}")
+    if not config.pulled:
+        yield FolderSource(store_of(config.transport, run_dir).root)
+        return
+    async with open_http_source(staging, run_dir, config.deadline, name=name, board=board) as pulled:
+        if config.transport == "http":
+            yield pulled
+            return
+        source = CollectiveSource(pulled, pulled.session, staging, config.deadline, name=name)
+        try:
+            yield source
+        finally:
+            await source.close()
 
 
-def spool_of_run(run_dir: Path, name: str) -> Path:
-    """Return the folder in the shared memory of this host that holds what the replica `name` fetched."""
-    root = ShmTransport.of_run(run_dir).root
-    return root.with_name(f"{root.name}{_SPOOL}{re.sub('[^A-Za-z0-9._-]', '_', name)}")
+class WeightServer:
+    """How versions leave the learner's host; rank 0 of the learner has one.
 
-
-def release_memory(run_dir: Path) -> None:
-    """Give back the shared memory of a run that ended; whoever has a version mapped keeps it. A repeat does nothing.
-
-    For the supervisor, when no role is left: a run that is resumed publishes its weights again.
+    For `shm` and `directory` the files are the transport and nothing happens here; `http` serves them; `collective`
+    serves and broadcasts them.
     """
-    for folder in memory_of(run_dir):
-        shutil.rmtree(folder, ignore_errors=True)
+
+    def __init__(self, url: str = "", broadcaster: Broadcaster | None = None) -> None:
+        self._url, self._broadcaster = url, broadcaster
+
+    def sources(self) -> list[str]:
+        """Return the URLs for `Manifest.sources`; constant, empty for `shm` and `directory`."""
+        return [self._url] if self._url else []
+
+    async def announce(self, manifest: Manifest) -> None:
+        """Say that the files of a version are there, under their final names.
+
+        Returns at once: a broadcast goes on in a task of the server, and a version that is
+        announced before the one before it was sent takes its place. A repeat of the newest version does nothing.
+        """
+        if self._broadcaster is not None:
+            self._broadcaster.announce(manifest)
 
 
-def memory_of(run_dir: Path) -> list[Path]:
-    """The folders in the shared memory of this host that processes of a run have made."""
-    root = ShmTransport.of_run(run_dir).root
-    return [folder for folder in (root, *root.parent.glob(f"{root.name}{_SPOOL}*")) if folder.exists()]
+@contextlib.asynccontextmanager
+async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIterator[WeightServer]:
+    """Open the learner host's side of the configured transport for the length of the block.
+
+    `root` holds the folders of the versions. `CannotCreate`: the port is taken, or the token cannot be written.
+    """
+    weights = config.weights
+    if not weights.pulled:
+        yield WeightServer()
+        return
+    server = ShardServer(root, make_token(run_dir))
+    if weights.transport == "http":
+        async with listen(server.app(), weights.host, weights.port) as url:
+            yield WeightServer(url)
+        return
+    broadcaster = Broadcaster(root, weights.host, weights.deadline)
+    async with listen(server.app(broadcaster.routes()), weights.host, weights.port) as url:
+        running = asyncio.create_task(broadcaster.run(), name="broadcast weights")
+        running.add_done_callback(_tell)
+        try:
+            yield WeightServer(url, broadcaster)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
 
 
-def check_room(transport: Transport, need: int) -> None:
-    """Raise `CannotCreate` when the file system of a transport has fewer than `need` bytes left."""
-    free = os.statvfs(transport.root)
-    left = free.f_bavail * free.f_frsize
-    if left < need:
-        raise CannotCreate(
-            f"no room for the weights in {transport.root}: {need >> 20} MiB needed, {left >> 20} MiB left",
-            transport.hint,
-        )
+def _tell(running: asyncio.Task[None]) -> None:
+    """Log at once what ended the broadcasts; replicas pull from then on, and training goes on."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        logger.error("weights broadcast ended: replicas pull from now on", exc_info=error)

@@ -9,7 +9,7 @@ import pytest
 from streamrl.queues import open_ledgers
 from streamrl.runfile import read_saved
 from streamrl.runtime.lock import supervisor_lock
-from streamrl.weight_sync.transports import ShmTransport, release_memory
+from streamrl.weight_sync.files import release_memory, shm_store
 from tests.cli.run_kit import cli, data_of, make_run
 from tests.runtime.test_supervisor import Run, unit
 
@@ -19,7 +19,7 @@ def littered(tmp_path: Path):
     """A stopped run whose processes were killed in the middle of everything, and what is left of them."""
     run_dir = tmp_path / "run"
     make_run(run_dir)
-    memory = ShmTransport.of_run(run_dir).root
+    memory = shm_store(run_dir).root
     left = [
         run_dir / "redis" / "temp-rewriteaof-4711.aof",
         run_dir / "redis" / "temp-rewriteaof-bg-4711.aof",
@@ -57,7 +57,7 @@ def test_a_running_run_is_left_alone(littered):
 
 
 async def test_roles_that_nobody_supervises_here_keep_what_they_use(live_run: Path):
-    weights = ShmTransport.of_run(live_run).root / "e1-v7" / "model.safetensors"
+    weights = shm_store(live_run).root / "e1-v7" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"bytes")
     try:

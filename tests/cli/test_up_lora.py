@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from streamrl.weight_sync.adapter import adapted, merge
-from streamrl.weight_sync.catalog import versions
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.manifest import versions
+from streamrl.weight_sync.tensors import map_version
 
 from .run_kit import cli, data_of, process
 from .test_up import tiny  # noqa: F401  (a fixture)

@@ -13,9 +13,9 @@ import torch
 
 from streamrl.queues import embedded, open_ledgers
 from streamrl.runfile import read_saved
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.catalog import read_manifest
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.manifest import read_manifest
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.tensors import map_version
 
 from .run_kit import cli, data_of, make_run
 
@@ -127,7 +127,7 @@ def test_pin_makes_whole_files_of_a_delta_and_unpin_removes_them(stopped: Path):
 
 
 def test_a_disk_without_room_is_73_and_leaves_nothing(stopped: Path, monkeypatch):
-    monkeypatch.setattr("streamrl.weight_sync.pinned._SLACK_BYTES", 1 << 60)
+    monkeypatch.setattr("streamrl.weight_sync.chain._SLACK_BYTES", 1 << 60)
     done = cli("weights", "pin", "4", "--run", str(stopped))
     assert (done.returncode, "no room for version 4" in done.stderr) == (73, True)
     assert list((stopped / "pinned").iterdir()) == []

@@ -17,7 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Engine, Request
 from streamrl.producers import tiny
 from streamrl.servers.process import ManagedServer
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""

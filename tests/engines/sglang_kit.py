@@ -26,7 +26,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request
 from streamrl.http import Call
 from streamrl.servers.sglang import SglangDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 VOCABULARY = 128
 EOS = 1

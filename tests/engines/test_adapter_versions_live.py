@@ -19,7 +19,7 @@ from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 from tests.engines.conformance_kit import BF16, Heard, prompt, run_config
 
 pytestmark = [

@@ -12,9 +12,10 @@ import torch
 
 from streamrl.config import RunConfig
 from streamrl.producers import tiny
-from streamrl.weight_sync import Follower, Publisher
+from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import Manifest, decode
-from streamrl.weight_sync.outlets import Outlet, open_outlet
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.transports import WeightServer, open_server
 from tests.engines.conformance_kit import INTERVAL, Bench, prompt
 from tests.weight_sync.sync_kit import Stream
 
@@ -29,8 +30,10 @@ pytestmark = [
 class Road:
     """A learner's side and a replica's side of one transport, with the engine at its end."""
 
-    def __init__(self, bench: Bench, config: RunConfig, run_dir: Path, outlet: Outlet, publisher: Publisher) -> None:
-        self._bench, self._outlet, self._publisher = bench, outlet, publisher
+    def __init__(
+        self, bench: Bench, config: RunConfig, run_dir: Path, server: WeightServer, publisher: Publisher
+    ) -> None:
+        self._bench, self._server, self._publisher = bench, server, publisher
         self._stream = Stream()
         self.follower = Follower(
             self._stream, config.weights, self._apply, run=config.name, run_dir=run_dir, name="rollout.0"
@@ -53,10 +56,10 @@ class Road:
             version=number,
             step=number,
             tensors=list(weights.items()),
-            sources=self._outlet.sources(),
+            sources=self._server.sources(),
         )
         manifest = decode(data)
-        await self._outlet.announce(manifest)
+        await self._server.announce(manifest)
         await self._stream.put(data)
         return manifest
 
@@ -73,8 +76,8 @@ async def road(bench: Bench, run_dir: Path, **weights: object) -> AsyncIterator[
     publisher = Publisher(config.weights, config.name, run_dir)
     stop = asyncio.Event()
     try:
-        async with open_outlet(config, run_dir, publisher.root) as outlet:
-            made = Road(bench, config, run_dir, outlet, publisher)
+        async with open_server(config, run_dir, publisher.root) as server:
+            made = Road(bench, config, run_dir, server, publisher)
             async with asyncio.TaskGroup() as group:
                 group.create_task(made.follower.run(stop))
                 yield made

@@ -25,7 +25,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request
 from streamrl.http import Call
 from streamrl.servers.vllm import VllmDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 VOCABULARY = 400
 CONTEXT = 1024

@@ -15,7 +15,7 @@ from streamrl.archive.writer import Archive
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
 from streamrl.queues import open_role
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 from tests.archive_kit import closed, configured
 from tests.producers.producer_kit import Hands, tiny_model, until
 

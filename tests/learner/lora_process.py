@@ -19,7 +19,7 @@ from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.step import Models
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
 
 # A rank below the number of its rows, and one that leaves the second rank without rows of A.

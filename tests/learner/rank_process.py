@@ -21,7 +21,7 @@ from streamrl.learner.batch import TrainSample
 from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.snapshot import Copies
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
 
 STEPS = 3

@@ -16,10 +16,10 @@ from streamrl.learner.lora import Lora
 from streamrl.learner.policy import Actor
 from streamrl.learner.sharding import load_model
 from streamrl.learner.snapshot import Copies
-from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.adapter import write_adapter
-from streamrl.weight_sync.catalog import read_manifest
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.manifest import read_manifest
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.tensors import map_version
 
 LORA = {"rank": 4, "alpha": 8.0}
 FAMILIES = ["Qwen2", "Qwen3", "Llama", "Gemma2", "GPTNeoX"]

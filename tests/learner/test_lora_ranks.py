@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tiny_policy import without_key_biases
 
 from streamrl.learner.ranks import RENDEZVOUS
-from streamrl.weight_sync.catalog import read_manifest
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.manifest import read_manifest
+from streamrl.weight_sync.tensors import map_version
 
 SCRIPT = Path(__file__).parent / "lora_process.py"
 KINDS = [f"{name}-{units}" for name in lora_process.KINDS for units in ("whole", "layers")]

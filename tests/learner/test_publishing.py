@@ -12,14 +12,14 @@ import pytest
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.snapshot import Snapshot
-from streamrl.weight_sync.publisher import Figures
+from streamrl.weight_sync.publisher import VersionFigures
 
 
 class Shelf:
     """Publisher, outlet, version log and intake at once; `full` refuses every version, `slow` one."""
 
     manifest = None
-    figures = Figures(bytes=10, density=None, kind="full")
+    figures = VersionFigures(bytes=10, density=None, kind="full")
 
     def __init__(self) -> None:
         self.full = False

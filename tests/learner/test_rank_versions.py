@@ -17,12 +17,12 @@ from streamrl.learner.rank_group import PartWriter
 from streamrl.learner.shards import open_shards
 from streamrl.learner.snapshot import Snapshot
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.weight_sync import Follower
-from streamrl.weight_sync.bearer import make_token
-from streamrl.weight_sync.catalog import versions
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.chain import pin
+from streamrl.weight_sync.files import make_token
+from streamrl.weight_sync.follower import Follower
+from streamrl.weight_sync.manifest import versions
 from streamrl.weight_sync.rank_writer import draft_name, take_report
+from streamrl.weight_sync.tensors import map_version
 
 
 def start(run, meeting, faults=(None, None)):

@@ -13,8 +13,8 @@ from world_kit import one_and_two, start
 
 from streamrl.errors import ConfigError
 from streamrl.learner.ranks import Ranks, choose_device
-from streamrl.weight_sync.catalog import read_manifest
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.manifest import read_manifest
+from streamrl.weight_sync.tensors import map_version
 
 SCRIPT = Path(__file__).parent / "rank_process.py"
 

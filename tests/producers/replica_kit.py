@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from producer_kit import Hands, tiny_model
 
-from streamrl.producers.admission import Admitter, Terms
-from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.admission import AdmissionTerms, Admitter
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 
 
 class Learner:
@@ -30,8 +30,10 @@ class Learner:
 async def admit(run, ledger, count, samples=2):
     config = run.config
     path = run.held_out if ledger.evaluation else run.train
-    data = load_prompts(path, Tokenizer.load(config.model), Limits(16, config.model.context))
-    admitter = Admitter(ledger, Terms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)])
+    data = load_prompts(path, Tokenizer.load(config.model), PromptLimits(16, config.model.context))
+    admitter = Admitter(
+        ledger, AdmissionTerms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)]
+    )
     await admitter.locate()
     await admitter.admit(1, limit=count)
 

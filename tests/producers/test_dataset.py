@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.producers.dataset import Limits, fingerprint_of, load_prompts, permutation
+from streamrl.producers.dataset import PromptLimits, fingerprint_of, load_prompts, permutation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer
 from streamrl.wire import Prompt, decode
 
@@ -18,7 +18,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-LIMITS = Limits(max_prompt_tokens=20, context=24)
+LIMITS = PromptLimits(max_prompt_tokens=20, context=24)
 
 
 def make_backend(template=None):
@@ -70,7 +70,9 @@ def test_text_prompts_carry_answer_metadata_line_and_ids(tmp_path, tokenizer):
 def test_chat_prompts_go_through_the_template_once(tmp_path, chat_tokenizer):
     messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "b"}]
     path = write(tmp_path / "p.jsonl", {"messages": messages, "answer": 1}, {"prompt": "x"})
-    chat, text = (decode(prompt, Prompt) for prompt in load_prompts(path, chat_tokenizer, Limits(99, 100)).prompts)
+    chat, text = (
+        decode(prompt, Prompt) for prompt in load_prompts(path, chat_tokenizer, PromptLimits(99, 100)).prompts
+    )
     assert chat.text == "[system]A[user]b[assistant]"
     assert chat.token_ids.tolist() == characters(chat.text)  # the template alone says what is special
     assert chat.messages == messages
@@ -120,7 +122,7 @@ def test_a_bad_line_is_named_in_a_later_chunk_too(tmp_path, tokenizer):
 def test_a_prompt_as_long_as_the_context_and_a_chat_the_template_refuses(tmp_path, chat_tokenizer):
     path = write(tmp_path / "p.jsonl", {"prompt": "a" * 23})
     with pytest.raises(DataError, match=r":1: .*no room in model.context 24"):
-        load_prompts(path, chat_tokenizer, Limits(30, 24))
+        load_prompts(path, chat_tokenizer, PromptLimits(30, 24))
     path = write(tmp_path / "q.jsonl", {"messages": [{"role": "robot", "content": "a"}]})
     with pytest.raises(DataError, match=r":1: .*no robots"):
         load_prompts(path, chat_tokenizer, LIMITS)
@@ -219,8 +221,8 @@ def test_a_prompt_that_is_a_list_of_messages_is_read_as_verl_reads_it(tmp_path, 
         "reward_model": {"ground_truth": "4"},
         "extra_info": {"index": 1},
     }
-    data = load_prompts(write(tmp_path / "p.jsonl", verl), chat_tokenizer, Limits(60, 64))
-    ours = load_prompts(write(tmp_path / "q.jsonl", {"messages": messages}), chat_tokenizer, Limits(60, 64))
+    data = load_prompts(write(tmp_path / "p.jsonl", verl), chat_tokenizer, PromptLimits(60, 64))
+    ours = load_prompts(write(tmp_path / "q.jsonl", {"messages": messages}), chat_tokenizer, PromptLimits(60, 64))
     prompt, other = decode(data.prompts[0], Prompt), decode(ours.prompts[0], Prompt)
     assert (prompt.messages, prompt.tokens, prompt.text) == (messages, other.tokens, other.text)
     assert prompt.metadata == {name: value for name, value in verl.items() if name != "prompt"}

@@ -8,12 +8,11 @@ from producer_kit import Hands, kill, payload, until, write_prompts
 
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
-from streamrl.producers.dataset import Limits, load_prompts
-from streamrl.producers.evaluation import Evaluation, evaluation_budget
-from streamrl.producers.evaluation_log import EvaluatedGroup, EvaluationLog, Round
+from streamrl.producers.admission import VersionBell
+from streamrl.producers.dataset import PromptLimits, load_prompts
+from streamrl.producers.evaluation import EvaluatedGroup, Evaluation, EvaluationLog, EvaluationRound, evaluation_budget
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.producers.versions import VersionBell
 from streamrl.queues.records import ReplayOutcome
 from tests.queues.ledger_kit import replay
 
@@ -216,7 +215,7 @@ async def test_a_restart_in_mid_round_finishes_that_round(run, hands_of):
 
 async def make_evaluation(run, ledgers):
     config = run.config
-    data = load_prompts(config.data.held_out, Tokenizer.load(config.model), Limits(16, 64), evaluation=True)
+    data = load_prompts(config.data.held_out, Tokenizer.load(config.model), PromptLimits(16, 64), evaluation=True)
     evaluation = Evaluation(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
     await evaluation.start()
     return evaluation
@@ -285,11 +284,11 @@ def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
     groups = [EvaluatedGroup(gid, gid, 7, 7, 8, [1.0, 0.0], 1) for gid in (0, 1, 3)]
     log.append(groups[:2])
     log.append(groups)
-    log.write_round(Round(7, 0, 4))
+    log.write_round(EvaluationRound(7, 0, 4))
     for known in (log, EvaluationLog(tmp_path)):
         assert (known.gids, known.watermark) == ({0, 1, 3}, 2)
         assert (known.rounds[7].right, known.rounds[7].scored) == (3, 6)
-        assert known.read_round() == Round(7, 0, 4)
+        assert known.read_round() == EvaluationRound(7, 0, 4)
     (tmp_path / "evaluation-round.json").write_text("{")
     assert log.read_round() is None
 

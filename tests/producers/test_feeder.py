@@ -18,11 +18,11 @@ from streamrl.errors import DataError, Refused
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.screen import render
 from streamrl.producers import feeder, waste
+from streamrl.producers.admission import VersionBell
 from streamrl.producers.all_alike import AllAlike
-from streamrl.producers.dataset import Limits, load_prompts
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.feeder import Training, run_feeder
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.producers.versions import VersionBell
 from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
 from streamrl.wire import Score, encode
@@ -31,7 +31,7 @@ from streamrl.wire import Score, encode
 def expected(run, count):
     """What each group must ask, from the pure function alone."""
     config = run.config
-    data = load_prompts(config.data.train, Tokenizer.load(config.model), Limits(16, 64))
+    data = load_prompts(config.data.train, Tokenizer.load(config.model), PromptLimits(16, 64))
     return {gid: [f"p{data.index(gid, config.seed, shuffle=config.data.shuffle)}"] for gid in range(count)}
 
 
@@ -356,7 +356,7 @@ async def test_a_replay_that_admits_nothing_uses_up_no_trial_of_a_run_that_drops
 
 def make_training(run, ledgers):
     tokenizer = Tokenizer.load(run.config.model)
-    data = load_prompts(run.config.data.train, tokenizer, Limits(16, run.config.model.context))
+    data = load_prompts(run.config.data.train, tokenizer, PromptLimits(16, run.config.model.context))
     return Training(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
 
 

@@ -15,7 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.producers.group.fleet import Fleet, stop_tokens_of
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.producers.group.server import ServerEngine
-from streamrl.producers.membership import Membership
+from streamrl.producers.replica import Membership
 from streamrl.queues.registry import Enlisted
 
 

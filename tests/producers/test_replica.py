@@ -15,7 +15,7 @@ from replica_kit import Faulty, Learner, admit, check_sample, emitted, samples_o
 
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers import replica as replica_module
-from streamrl.producers.admission import Admitter, Terms
+from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.engines import make_engine
 from streamrl.producers.replica import Replica, lease_width, replica_seed, run_rollout
 from streamrl.producers.tokenizer import Tokenizer
@@ -325,7 +325,7 @@ async def test_a_prompt_that_is_no_message_is_a_dead_letter(small):
         learner = Learner(small, ledgers)
         await learner.hands.fence()
         await learner.publish(1)
-        terms = Terms("f", 2, 1, 100, 100, 100)
+        terms = AdmissionTerms("f", 2, 1, 100, 100, 100)
         await Admitter(ledgers.train, terms, lambda gid: payload(1) if gid else b"\x00garbage").admit(1, limit=2)
         async with small.running(run_rollout, "rollout.0", ledgers):
             await until(lambda: settled(ledgers.train))

@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.producers.engines import Completion, make_engine
 from streamrl.producers.sequences import PromptBatch, generate_sequences, pad
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 
 def completion(tokens, runs, finish="length"):

@@ -18,7 +18,7 @@ from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import WAITS_FOR, UnitSpec, starts_after
 from streamrl.runtime.process import RoleCommand
 from streamrl.runtime.supervisor import supervise
-from streamrl.weight_sync.transports import ShmTransport
+from streamrl.weight_sync.files import shm_store
 
 STANDIN = Path(__file__).parent / "standin.py"
 
@@ -449,7 +449,7 @@ async def test_a_terminal_that_does_not_read_blocks_no_role(tmp_path):
 
 
 async def test_cancelling_the_supervisor_leaves_no_process_and_no_shared_memory(tmp_path):
-    memory = ShmTransport.of_run(tmp_path).root
+    memory = shm_store(tmp_path).root
     (memory / "v-1-1").mkdir(parents=True)
     async with Run(tmp_path, *whole_run(tmp_path)) as run:
         await run.until(run.all_ready)

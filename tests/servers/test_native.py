@@ -20,7 +20,7 @@ from streamrl.producers.serve.app import PauseLeases
 from streamrl.runfile import load
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.native import NativeDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

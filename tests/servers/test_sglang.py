@@ -22,7 +22,7 @@ from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireE
 from streamrl.servers import environments, sglang
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import LOADER, SglangDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 TRIPLES = [[-4.690021514892578, 2, None], [-4.580459117889404, 22, None], [-4.856745719909668, 74, None]]
 LOGPROBS = [triple[0] for triple in TRIPLES]

@@ -20,7 +20,7 @@ from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireE
 from streamrl.servers import environments
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.vllm import VllmDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 FIRST = orjson.loads(
     b'{"request_id":"generate-tokens-r1","usage":{"prompt_tokens":4,"total_tokens":5,"completion_tokens":1},'

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sync_kit import Replica, Stream
 
 from streamrl.config import WeightsConfig
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 
 
 @pytest.fixture(params=["shm", "directory"])

@@ -1,4 +1,4 @@
-"""A learner's host with an outlet, a board of roles in memory, and a proxy between the two that breaks on purpose."""
+"""A learner's host with its server, a board of roles in memory, and a proxy between the two that breaks on purpose."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,10 @@ from sync_kit import Replica, Stream
 from sync_kit import tensors as some_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.files import StagingFolder, release_memory
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.outlets import open_outlet
-from streamrl.weight_sync.transports import release_memory
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.transports import open_server, open_source
 
 
 def http_config(**changes):
@@ -31,24 +31,24 @@ class Board:
 
 
 class Learner:
-    """Publisher, outlet and stream of one run."""
+    """Publisher, server of weights and stream of one run."""
 
-    def __init__(self, config, run_dir, outlet):
-        self.config, self.run_dir, self.outlet = config, run_dir, outlet
+    def __init__(self, config, run_dir, server):
+        self.config, self.run_dir, self.server = config, run_dir, server
         self.publisher = Publisher(config, "r", run_dir)
         self.stream = Stream()
-        self.via = None  # URL to put into the manifests instead of the outlet's own
+        self.via = None  # URL to put into the manifests instead of the server's own
 
     def write(self, version, epoch=1, tensors=None):
         given = some_tensors(version) if tensors is None else tensors
-        sources = [self.via] if self.via else self.outlet.sources()
+        sources = [self.via] if self.via else self.server.sources()
         return self.publisher.publish(
             epoch=epoch, version=version, step=version, tensors=given.items(), sources=sources
         )
 
     async def publish(self, version, **options):
         data = await asyncio.to_thread(self.write, version, **options)
-        await self.outlet.announce(decode(data))
+        await self.server.announce(decode(data))
         await self.stream.put(data)
         return decode(data)
 
@@ -56,8 +56,8 @@ class Learner:
 @contextlib.asynccontextmanager
 async def open_learner(config, run_dir):
     root = Publisher(config, "r", run_dir).root
-    async with open_outlet(RunConfig(name="r", weights=config), run_dir, root) as outlet:
-        learner = Learner(config, run_dir, outlet)
+    async with open_server(RunConfig(name="r", weights=config), run_dir, root) as server:
+        learner = Learner(config, run_dir, server)
         try:
             yield learner
         finally:
@@ -78,6 +78,18 @@ async def following(learner, name="rollout.0", config=None, **options):
             stop.set()
             async with asyncio.timeout(30):
                 await asyncio.wait([task])
+
+
+@contextlib.asynccontextmanager
+async def staged_source(config, run_dir, name, board=None):
+    """A source and the staging folder that it fills."""
+    folder = StagingFolder(run_dir, name)
+    folder.open()
+    try:
+        async with open_source(config, run_dir, folder, name=name, board=board) as source:
+            yield source, folder
+    finally:
+        folder.close()
 
 
 class Proxy:

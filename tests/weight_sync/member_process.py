@@ -11,21 +11,24 @@ import orjson
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import StreamrlError
+from streamrl.weight_sync.files import StagingFolder
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.sources import open_source
+from streamrl.weight_sync.tensors import map_version
+from streamrl.weight_sync.transports import open_source
 
 
 async def main(run_dir, name, deadline):
     config = WeightsConfig(transport="collective", deadline=deadline)
-    async with open_source(config, run_dir, name=name) as (source, spool):
+    staging = StagingFolder(run_dir, name)
+    staging.open()
+    async with open_source(config, run_dir, staging, name=name) as source:
         while line := await asyncio.to_thread(sys.stdin.readline):
             manifest = decode(line.encode())
             try:
                 folder = await source.fetch(manifest)
                 map_version(folder, manifest)
                 answer = {"version": manifest.version, "broadcasts": source.broadcasts, "bytes": source.traffic.bytes}
-                spool.trim({manifest.folder})
+                staging.trim({manifest.folder})
             except (StreamrlError, OSError) as error:
                 answer = {"version": manifest.version, "error": str(error)}
             sys.stdout.write(orjson.dumps(answer).decode() + "\n")

@@ -5,7 +5,7 @@ import asyncio
 import orjson
 import torch
 
-from streamrl.weight_sync import Follower
+from streamrl.weight_sync.follower import Follower
 
 
 class Stream:

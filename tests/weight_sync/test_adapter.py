@@ -13,12 +13,12 @@ from sync_kit import until
 
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
-from streamrl.weight_sync import Follower, Publisher
 from streamrl.weight_sync.adapter import adapted, merge, names_of, write_adapter
-from streamrl.weight_sync.catalog import read_manifest
-from streamrl.weight_sync.manifest import Adapter, decode, encode
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.pinned import pin
+from streamrl.weight_sync.chain import pin
+from streamrl.weight_sync.follower import Follower
+from streamrl.weight_sync.manifest import Adapter, decode, encode, read_manifest
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.tensors import map_version
 
 ABOUT = Adapter(base="models/base", rank=2, alpha=4.0, targets=["q_proj"])
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -124,8 +124,8 @@ async def test_every_transport_brings_it(tmp_path, transport):
         stop = asyncio.Event()
         task = asyncio.create_task(follower.run(stop))
         for number in (1, 2):
-            data = await asyncio.to_thread(publish, learner.publisher, number, sources=learner.outlet.sources())
-            await learner.outlet.announce(decode(data))
+            data = await asyncio.to_thread(publish, learner.publisher, number, sources=learner.server.sources())
+            await learner.server.announce(decode(data))
             await learner.stream.put(data)
             await until(lambda number=number: applied and applied[-1][0] == number)
         stop.set()

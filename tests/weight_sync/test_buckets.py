@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from sync_kit import tensors
 
 from streamrl.config import WeightsConfig
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.buckets import buckets
 from streamrl.weight_sync.manifest import decode
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.rank_writer import buckets
 
 
 def cut(sizes, limit):

@@ -1,4 +1,4 @@
-"""A broadcast reaches all that live; one that is killed or stopped in its middle costs the others a round at most."""
+"""A broadcast reaches all that live; when one is killed or stopped in its middle, the others pull."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,19 @@ from sync_kit import same, tensors, until
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import Unreachable, WireError
-from streamrl.weight_sync import collective
-from streamrl.weight_sync.collective import Membership, Party, Rendezvous
+from streamrl.weight_sync import broadcast
+from streamrl.weight_sync.broadcast import (
+    BroadcastGroup,
+    Done,
+    Go,
+    GroupPlace,
+    Hello,
+    Rendezvous,
+    pack,
+    unpack_from_host,
+    unpack_from_member,
+)
 from streamrl.weight_sync.manifest import encode
-from streamrl.weight_sync.rounds import Done, Go, Hello, pack, unpack_from_host, unpack_from_member
 
 DEADLINE = 20.0
 
@@ -103,16 +112,16 @@ async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monk
     """The others get this version and the next, and the learner's loop has never waited."""
     async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
         victim, *others = found
-        broadcaster = learner.outlet._broadcaster
-        before, struck = collective._Gloo.broadcast, []
+        broadcaster = learner.server._broadcaster
+        before, struck = broadcast._Gloo.broadcast, []
 
         def strike(group, piece):
-            if not struck and broadcaster._party[1].progress >= 32 << 20:
+            if not struck and broadcaster._group[1].progress >= 32 << 20:
                 struck.append(blow)
                 victim.signal(blow)
             before(group, piece)
 
-        monkeypatch.setattr(collective._Gloo, "broadcast", strike)
+        monkeypatch.setattr(broadcast._Gloo, "broadcast", strike)
         longest, manifest = 0.0, await learner.publish(2, tensors=some(2))
         for member in others:
             member.want(manifest)
@@ -124,25 +133,30 @@ async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monk
         answers = await answering
         assert struck == [blow]
         assert [answer["version"] for answer in answers] == [2, 2]
-        assert [answer["broadcasts"] for answer in answers] == [1, 1]  # by the second round
+        assert [answer["broadcasts"] for answer in answers] == [0, 0]  # pulled
+        assert longest < 5  # nothing waits in the event loop; the group waits for 2 s
+        await take(learner, 3, others, broadcasts=[1, 1])
         assert len(broadcaster._members) == 2
-        assert longest < 5  # nothing waits in the event loop; a round waits for 2 s
         if blow == signal.SIGSTOP:
             victim.signal(signal.SIGCONT)
             await until(lambda: len(broadcaster._members) == 3)  # it comes back by itself
-            others = found
-        manifest = await learner.publish(3, tensors=some(3))
-        for member in others:
-            member.want(manifest)
-        for member in others:
-            answer = await member.answer()
-            assert (answer["version"], answer["broadcasts"]) == (3, 2 if member is not victim else 1)
+            await take(learner, 4, found, broadcasts=[1, 2, 2])
+
+
+async def take(learner, version, found, broadcasts):
+    """Have a version taken, and see how many each member got by broadcast so far."""
+    manifest = await learner.publish(version, tensors=some(version))
+    for member in found:
+        member.want(manifest)
+    answers = [await member.answer() for member in found]
+    assert [answer["version"] for answer in answers] == [version] * len(found)
+    assert [answer["broadcasts"] for answer in answers] == broadcasts
 
 
 async def test_followers_by_broadcast_and_by_pull(tmp_path):
     """In one process: the first version is pulled, what comes after is broadcast, a late one pulls."""
     async with open_learner(config(), tmp_path) as learner, contextlib.AsyncExitStack() as stack:
-        broadcaster = learner.outlet._broadcaster
+        broadcaster = learner.server._broadcaster
         replicas = [
             await stack.enter_async_context(following(learner, f"rollout.{index}", board=Board())) for index in range(2)
         ]
@@ -156,7 +170,7 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
             assert same(replica.applied[-1][1], tensors(3))
             assert replica.follower.refused == 0
         await until(lambda: broadcaster._done == (1, 3))
-        assert [replica.follower._arrivals._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
+        assert [replica.follower._staging._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
 
 
 async def test_the_learner_announces_and_goes_on(tmp_path, monkeypatch):
@@ -168,7 +182,7 @@ async def test_the_learner_announces_and_goes_on(tmp_path, monkeypatch):
             sent.append(manifest.version)
             await free.wait()
 
-        monkeypatch.setattr(learner.outlet._broadcaster, "_spread", spread)
+        monkeypatch.setattr(learner.server._broadcaster, "_spread", spread)
         for version in (1, 2, 3, 4):
             await learner.publish(version)
             await until(lambda: sent)
@@ -180,15 +194,15 @@ async def test_the_learner_announces_and_goes_on(tmp_path, monkeypatch):
 
 async def test_a_group_that_nobody_joins_fails_in_time():
     rendezvous = Rendezvous("127.0.0.1")
-    party = Party(Membership("g1", 0, 2, "gloo", 0.5, "127.0.0.1"), rendezvous.store)
+    group = BroadcastGroup(GroupPlace("g1", 0, 2, "gloo", 0.5, "127.0.0.1"), rendezvous.store)
     with pytest.raises(Unreachable, match="g1"):
-        await asyncio.wait_for(party.send([Path(__file__)]), 30)
-    party.leave()
+        await asyncio.wait_for(group.send([Path(__file__)]), 30)
+    group.leave()
 
 
 async def test_bytes_and_edges_in_one_group(tmp_path, monkeypatch):
     """Files of no byte, one byte, one piece and one more; three groups in one process, the trainer's none of them."""
-    monkeypatch.setattr(collective, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(broadcast, "PIECE_BYTES", 4096)
     default_group = torch.distributed.group.WORLD
     rendezvous = Rendezvous("127.0.0.1")
     sizes = [0, 1, 4095, 4096, 4097, 3 * 4096]
@@ -196,18 +210,20 @@ async def test_bytes_and_edges_in_one_group(tmp_path, monkeypatch):
     for index, size in enumerate(sizes):
         sent.append(tmp_path / f"s{index}")
         sent[-1].write_bytes(os.urandom(size))
-    parties = [Party(Membership("g1", 0, 3, "gloo", 20, "127.0.0.1"), rendezvous.store)]
+    groups = [BroadcastGroup(GroupPlace("g1", 0, 3, "gloo", 20, "127.0.0.1"), rendezvous.store)]
     receiving = []
     for rank in (1, 2):
         got.append([tmp_path / f"r{rank}-{index}" for index in range(len(sizes))])
         for path, size in zip(got[-1], sizes, strict=True):
             path.write_bytes(bytes(size))
-        parties.append(Party(Membership("g1", rank, 3, "gloo", 20, "127.0.0.1"), ("127.0.0.1", rendezvous.port)))
-        receiving.append(parties[-1].receive(got[-1]))
-    await asyncio.wait_for(asyncio.gather(parties[0].send(sent), *receiving), 60)
-    for party in parties:
-        assert party.progress == sum(sizes)
-        party.leave()
+        groups.append(
+            BroadcastGroup(GroupPlace("g1", rank, 3, "gloo", 20, "127.0.0.1"), ("127.0.0.1", rendezvous.port))
+        )
+        receiving.append(groups[-1].receive(got[-1]))
+    await asyncio.wait_for(asyncio.gather(groups[0].send(sent), *receiving), 60)
+    for group in groups:
+        assert group.progress == sum(sizes)
+        group.leave()
     for files in got:
         assert [path.read_bytes() for path in files] == [path.read_bytes() for path in sent]
     assert torch.distributed.group.WORLD is default_group

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.weight_sync import delta as delta_module
-from streamrl.weight_sync.checksums import checksum
 from streamrl.weight_sync.delta import Encoded, changed, decode_into, encode, read_delta_shard, write_delta_shard
+from streamrl.weight_sync.files import checksum
 from streamrl.weight_sync.manifest import Shard
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]

@@ -12,12 +12,11 @@ from sync_kit import Replica, Stream, folders, same
 
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import CannotCreate, UsageError, WeightsError
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync.catalog import find, newest_with, read_manifest, versions
-from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.pinned import pin, unpin
+from streamrl.weight_sync.chain import pin, unpin
+from streamrl.weight_sync.manifest import decode, find, newest_with, read_manifest, versions
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
+from streamrl.weight_sync.tensors import map_version
 
 
 class Training:
@@ -249,7 +248,7 @@ def test_what_a_killed_pin_left_is_removed_by_the_next_one(tmp_path):
 def test_a_full_disk_leaves_nothing_pinned(tmp_path, monkeypatch):
     publisher, training = Publisher(configure(), "r", tmp_path), Training()
     publish(publisher, 1, training.weights())
-    monkeypatch.setattr("streamrl.weight_sync.pinned.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+    monkeypatch.setattr("streamrl.weight_sync.chain.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(CannotCreate, match="no room for version 1"):
         pin(publisher.root, tmp_path, (1, 1))
     monkeypatch.undo()
@@ -257,7 +256,7 @@ def test_a_full_disk_leaves_nothing_pinned(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("streamrl.weight_sync.pinned.safetensors_file.write", full)
+    monkeypatch.setattr("streamrl.weight_sync.chain.shutil.copyfile", full)
     with pytest.raises(CannotCreate, match="No space left"):
         pin(publisher.root, tmp_path, (1, 1))
     assert list((tmp_path / "pinned").iterdir()) == []

@@ -11,12 +11,13 @@ from sync_kit import Replica, Stream, folders, publish, same, tensors, until
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import ConfigError, Unreachable, WeightsError
-from streamrl.weight_sync import Follower, Manifest, Publisher
-from streamrl.weight_sync.arrivals import Arrivals
-from streamrl.weight_sync.bearer import make_token
-from streamrl.weight_sync.manifest import decode, encode
+from streamrl.weight_sync.chain import Staging
+from streamrl.weight_sync.files import make_token
+from streamrl.weight_sync.follower import Follower
+from streamrl.weight_sync.manifest import Manifest, decode, encode
+from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.pull import HttpSource
-from streamrl.weight_sync.shard_server import ShardServer, listen
+from streamrl.weight_sync.serve import ShardServer, listen
 
 
 async def test_newest_only_and_old_versions_go(publisher, stream, config, tmp_path):
@@ -149,7 +150,7 @@ async def test_files_that_cannot_be_read_in_time_are_refused(tmp_path, stream, m
     config = WeightsConfig(transport="directory", deadline=0.2)
     publisher = Publisher(config, "r", tmp_path)
     free = threading.Event()
-    monkeypatch.setattr("streamrl.weight_sync.arrivals.map_version", lambda *_, **__: free.wait(30))
+    monkeypatch.setattr("streamrl.weight_sync.chain.map_version", lambda *_, **__: free.wait(30))
     replica = Replica(stream, config, tmp_path)
     stop = asyncio.Event()
     task = asyncio.create_task(replica.follower.run(stop))
@@ -210,14 +211,14 @@ async def test_files_of_a_learner_that_has_gone_are_no_error_while_the_next_one_
     monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
     monkeypatch.setattr("streamrl.weight_sync.follower._QUIET", 1 << 30)
     tries = 0
-    reading = Arrivals.fetch
+    reading = Staging.fetch
 
     async def counted(self, manifest):
         nonlocal tries
         tries += 1
         return await reading(self, manifest)
 
-    monkeypatch.setattr(Arrivals, "fetch", counted)
+    monkeypatch.setattr(Staging, "fetch", counted)
     await stream.put(foreign(publish(publisher, 1), folder="v-0-1", epoch=0))
     await until(lambda: tries >= 3)
     assert replica.follower.refused == 0

@@ -17,10 +17,10 @@ from sync_kit import folders, publish, same, tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
-from streamrl.weight_sync import Publisher
-from streamrl.weight_sync import transports as transports_module
+from streamrl.weight_sync import files as files_module
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.tensors import map_version
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,7 +86,7 @@ def test_a_holder_cannot_change_the_files(publisher):
 CRASHING = """
 import sys, pathlib, torch
 from streamrl.config import WeightsConfig
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.publisher import Publisher
 publisher = Publisher(WeightsConfig(transport=sys.argv[1], shard_bytes=4096), "r", pathlib.Path(sys.argv[2]))
 first = [(f"t{i}", torch.full((1024,), 1.0)) for i in range(8)]
 sys.stdout.buffer.write(publisher.publish(epoch=1, version=1, step=1, tensors=first) + b"\\n")
@@ -108,7 +108,7 @@ async def test_a_publisher_killed_in_mid_write_leaves_nothing_that_anybody_reads
     )
     data = await asyncio.to_thread(process.stdout.readline)
     assert await asyncio.to_thread(process.stdout.readline) == b"writing\n"
-    root = transports_module.make_transport(config.transport, tmp_path).root
+    root = files_module.store_of(config.transport, tmp_path).root
     draft = [entry for entry in root.iterdir() if entry.name.startswith(".draft-1-2")]
     assert len(draft) == 1
     assert len(list(draft[0].iterdir())) >= 4  # some shards are written
@@ -151,7 +151,7 @@ def test_the_supervisor_gives_the_memory_of_an_ended_run_back_without_torch(tmp_
     mapped = map_version(publisher.root / "v-1-1", manifest)
     program = """
 import pathlib, sys
-from streamrl.weight_sync.transports import release_memory
+from streamrl.weight_sync.files import release_memory
 release_memory(pathlib.Path(sys.argv[1]))
 release_memory(pathlib.Path(sys.argv[1]))
 assert "torch" not in sys.modules
@@ -186,7 +186,7 @@ def tiny_memory(tmp_path):
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_full_shared_memory_is_a_clear_error_and_leaves_nothing(tmp_path, tiny_memory, monkeypatch, checked):
-    monkeypatch.setattr(transports_module, "_SHARED_MEMORY", tiny_memory)
+    monkeypatch.setattr(files_module, "_SHARED_MEMORY", tiny_memory)
     monkeypatch.setattr("streamrl.weight_sync.rank_writer.SLACK_BYTES", 0)
     if not checked:  # the check is a courtesy; the file system has the last word
         monkeypatch.setattr("streamrl.weight_sync.rank_writer.check_room", lambda transport, need: None)
@@ -208,15 +208,15 @@ def test_room_is_checked_without_a_mount_too(publisher, monkeypatch):
     class Full:
         f_bavail, f_frsize = 1, 4096
 
-    monkeypatch.setattr(transports_module.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(files_module.os, "statvfs", lambda path: Full)
     with pytest.raises(CannotCreate, match="no room"):
         publish(publisher, 1)
     assert folders(publisher) == []
 
 
 def test_a_root_of_somebody_else_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(transports_module, "_SHARED_MEMORY", tmp_path)
-    root = transports_module.ShmTransport.of_run(tmp_path).root
+    monkeypatch.setattr(files_module, "_SHARED_MEMORY", tmp_path)
+    root = files_module.shm_store(tmp_path).root
     (tmp_path / "elsewhere").mkdir()
     root.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CannotCreate, match="somebody else"):

@@ -9,10 +9,10 @@ from sync_kit import folders, same, tensors
 
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
-from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.rank_writer import RankWriter, Report, draft_name, report_name, write_report
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.rank_writer import RankReport, RankWriter, draft_name, report_name, write_report
+from streamrl.weight_sync.tensors import map_version
 
 SHAPES = {"embed.weight": (61, 8), "few": (2, 5), "one": (1, 9), "norm": (17,), "empty": (0, 4), "bias": (16,)}
 
@@ -163,7 +163,7 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path, monkeypatch, chang
         report = original(self, *arguments, **options)
         if self._rank == 0:
             return report
-        return Report(rank=1, shards=report.shards, parts=[change(report.parts[0]), *report.parts[1:]])
+        return RankReport(rank=1, shards=report.shards, parts=[change(report.parts[0]), *report.parts[1:]])
 
     monkeypatch.setattr(RankWriter, "write", lies)
     with pytest.raises(WeightsError, match=message):
@@ -192,7 +192,7 @@ def test_a_report_that_is_none_is_refused(tmp_path):
 def test_a_report_of_another_rank_is_refused(tmp_path):
     from streamrl.weight_sync.rank_writer import take_report
 
-    write_report(tmp_path, Report(rank=2))
+    write_report(tmp_path, RankReport(rank=2))
     (tmp_path / report_name(2)).rename(tmp_path / report_name(1))
     with pytest.raises(WeightsError, match="rank 1"):
         take_report(tmp_path, 1)

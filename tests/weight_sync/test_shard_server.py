@@ -11,10 +11,8 @@ import pytest
 
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.listening import own_address, reachable
-from streamrl.weight_sync.bearer import make_token, read_token
-from streamrl.weight_sync.descriptors import allow_many_files
-from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
-from streamrl.weight_sync.shard_server import BUSY_HEADER, ShardServer, listen
+from streamrl.weight_sync.files import allow_many_files, make_token, read_token
+from streamrl.weight_sync.serve import BUSY_HEADER, IDLE_SECONDS, HeldVersions, ShardServer, listen
 
 TOKEN = "0123456789abcdef-token"
 DATA = bytes(range(256)) * 64

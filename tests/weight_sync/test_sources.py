@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp import web
-from fetch_kit import Board, Proxy, following, http_config, open_learner
+from fetch_kit import Board, Proxy, following, http_config, open_learner, staged_source
 from sync_kit import same, tensors, until
 
 from streamrl.errors import CannotCreate, ConfigError, Unreachable, WeightsError
-from streamrl.weight_sync.bearer import read_token
-from streamrl.weight_sync.hosts import RELAY_FIELD, Hosts
+from streamrl.weight_sync.files import read_token, release_memory, staging_root
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.shard_server import ShardServer, listen
-from streamrl.weight_sync.sources import open_source
-from streamrl.weight_sync.transports import release_memory, spool_of_run
+from streamrl.weight_sync.pull import RELAY_FIELD, PeerHosts
+from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.tensors import map_version
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ async def learner(tmp_path):
 
 @contextlib.asynccontextmanager
 async def source_of(learner, name="rollout.0", **options):
-    async with open_source(options.pop("config", learner.config), learner.run_dir, name=name, **options) as opened:
+    async with staged_source(options.pop("config", learner.config), learner.run_dir, name, **options) as opened:
         yield opened
 
 
@@ -44,15 +42,15 @@ def big(count=6):
 
 async def test_a_version_is_pulled_whole_and_once(learner):
     manifest = decode(learner.write(1))
-    async with source_of(learner) as (source, spool):
+    async with source_of(learner) as (source, staging):
         folder = await source.fetch(manifest)
-        assert folder.parent == spool.root
+        assert folder.parent == staging.root
         assert same(read(folder, manifest), tensors(1))
         assert source.traffic.bytes == manifest.total_bytes
         assert await source.fetch(manifest) == folder
         assert source.traffic.bytes == manifest.total_bytes
-        assert spool.root.stat().st_mode & 0o777 == 0o700
-    assert not spool.root.exists()
+        assert staging.root.stat().st_mode & 0o777 == 0o700
+    assert not staging.root.exists()
 
 
 async def test_two_fetches_at_once_do_not_disturb_each_other(learner):
@@ -67,11 +65,11 @@ async def test_two_fetches_at_once_do_not_disturb_each_other(learner):
 
 async def test_what_comes_twice_does_not_take_the_place_of_what_an_engine_reads(learner):
     manifest = decode(learner.write(1))
-    async with source_of(learner) as (source, spool):
+    async with source_of(learner) as (source, staging):
         folder = await source.fetch(manifest)
         before = folder.stat().st_ino
-        again = spool.draft(manifest, "b1")
-        assert spool.finish(manifest, again) == folder
+        again = staging.draft(manifest, "b1")
+        assert staging.finish(manifest, again) == folder
         assert folder.stat().st_ino == before
         assert not again.exists()
 
@@ -87,7 +85,7 @@ async def test_a_manifest_names_each_file_once(learner):
 
 
 async def test_broken_transfers_are_gone_on_with(learner):
-    async with Proxy(learner.outlet.sources()[0]) as proxy:
+    async with Proxy(learner.server.sources()[0]) as proxy:
         learner.via = proxy.url
         proxy.cut, proxy.times = 1 << 20, 9
         manifest = decode(learner.write(1, tensors=big()))
@@ -120,11 +118,11 @@ async def test_a_server_that_dies_in_mid_file_and_comes_back(tmp_path):
 
 
 async def test_a_fetch_that_ran_out_of_time_or_was_cancelled_is_gone_on_with(learner):
-    async with Proxy(learner.outlet.sources()[0]) as proxy:
+    async with Proxy(learner.server.sources()[0]) as proxy:
         learner.via = proxy.url
         proxy.cut, proxy.times, proxy.silent_after = 1 << 20, 10_000, 3
         manifest = decode(learner.write(1, tensors=big()))
-        async with source_of(learner, config=http_config(deadline=3)) as (source, spool):
+        async with source_of(learner, config=http_config(deadline=3)) as (source, staging):
             cancelled = asyncio.create_task(source.fetch(manifest))
             await until(lambda: proxy.broken >= 3)
             cancelled.cancel()
@@ -134,7 +132,7 @@ async def test_a_fetch_that_ran_out_of_time_or_was_cancelled_is_gone_on_with(lea
             with pytest.raises(Unreachable, match="within 3 s"):
                 await source.fetch(manifest)
             assert source.traffic.bytes < manifest.total_bytes
-            assert [entry.name for entry in spool.root.iterdir()] == [".draft-v-1-1+"]
+            assert [entry.name for entry in staging.root.iterdir()] == [".draft-v-1-1+"]
             proxy.times = 0
             assert same(read(await source.fetch(manifest), manifest), big())
             assert source.traffic.bytes == manifest.total_bytes
@@ -144,10 +142,10 @@ async def test_a_corrupt_shard_is_refused(learner):
     manifest = decode(learner.write(1))
     path = learner.publisher.root / manifest.folder / manifest.shards[0].file
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    async with source_of(learner) as (source, spool):
+    async with source_of(learner) as (source, staging):
         with pytest.raises(WeightsError, match="checksums"):
             await source.fetch(manifest)
-        assert spool.holds(manifest) is None
+        assert staging.holds(manifest) is None
         learner.publisher._remove(manifest.folder)
         manifest = decode(learner.write(2))
         assert same(read(await source.fetch(manifest), manifest), tensors(2))
@@ -202,17 +200,17 @@ async def test_a_disk_that_is_full_is_said_and_nothing_stays(learner, monkeypatc
     if libc.mount(b"none", str(small).encode(), b"tmpfs", 0, b"size=1m") != 0:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        monkeypatch.setattr("streamrl.weight_sync.spool.spool_of_run", lambda *_: small / "spool")
+        monkeypatch.setattr("streamrl.weight_sync.files.staging_root", lambda *_: small / "staging")
         manifest = decode(learner.write(1, tensors=big(1)))
         tiny = decode(learner.write(2))
-        async with source_of(learner) as (source, spool):
+        async with source_of(learner) as (source, staging):
             with pytest.raises(CannotCreate, match="no room"):
                 await source.fetch(manifest)
             # the room goes between the look and the writing
-            monkeypatch.setattr("streamrl.weight_sync.spool.check_room", lambda *_: None)
+            monkeypatch.setattr("streamrl.weight_sync.files.check_room", lambda *_: None)
             with pytest.raises(CannotCreate, match="No space left"):
                 await source.fetch(manifest)
-            assert list(spool.root.iterdir()) == []
+            assert list(staging.root.iterdir()) == []
             assert same(read(await source.fetch(tiny), tiny), tensors(2))
     finally:
         assert libc.umount2(str(small).encode(), 2) == 0
@@ -272,11 +270,11 @@ async def test_answers_that_are_not_what_was_asked_for_are_never_written(learner
 async def test_a_neighbour_with_a_corrupt_copy_is_not_asked_again(learner, tmp_path):
     board = Board()
     manifest = decode(learner.write(1))
-    async with source_of(learner, name="rollout.9") as (other, spool):
+    async with source_of(learner, name="rollout.9") as (other, staging):
         folder = await other.fetch(manifest)
         path = folder / manifest.shards[0].file
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-        async with listen(ShardServer(spool.root, read_token(tmp_path)).app(), "127.0.0.1", 0) as url:
+        async with listen(ShardServer(staging.root, read_token(tmp_path)).app(), "127.0.0.1", 0) as url:
             board.of("rollout.9")[RELAY_FIELD] = url
             async with source_of(learner, board=board) as (source, _):
                 assert same(read(await source.fetch(manifest), manifest), tensors(1))
@@ -325,7 +323,7 @@ async def test_sixteen_followers_at_once(tmp_path, monkeypatch):
 
 
 def test_the_least_busy_neighbour_first_and_the_learners_host_last():
-    hosts = Hosts(["http://learner"], {"http://a": 3, "http://b": 1})
+    hosts = PeerHosts(["http://learner"], {"http://a": 3, "http://b": 1})
     first = hosts.pick(0.0)
     assert first.url == "http://b"
     hosts.failed(first, 0.0)
@@ -343,8 +341,8 @@ def test_the_least_busy_neighbour_first_and_the_learners_host_last():
     assert not hosts.exhausted
 
 
-def test_spools_go_with_the_memory_of_the_run(tmp_path):
-    names = [spool_of_run(tmp_path, name) for name in ("rollout.0", "../../evil", "a/b")]
+def test_staging_folders_go_with_the_memory_of_the_run(tmp_path):
+    names = [staging_root(tmp_path, name) for name in ("rollout.0", "../../evil", "a/b")]
     assert {path.parent for path in names} == {Path("/dev/shm")}
     for path in names:
         path.mkdir()

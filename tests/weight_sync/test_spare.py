@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import WeightsError
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.files import take_spare
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
-from streamrl.weight_sync.spare import take_spare
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.tensors import map_version
 
 SHAPES = {"a": (300, 40), "b": (7,), "c": (200, 60)}
 

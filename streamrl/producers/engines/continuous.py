@@ -18,13 +18,22 @@ from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+from typing_extensions import override
 
 from streamrl.config import EngineConfig
 from streamrl.engine import Finish
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable
-from streamrl.producers.engines.decoder import Counts, Deliver, Job, Outcome, Progress, Tell
+from streamrl.producers.engines.decoder import (
+    Counts,
+    Decoder,
+    Deliver,
+    Job,
+    JobOutcome,
+    JobProgress,
+    Spans,
+    Tell,
+)
 from streamrl.producers.engines.model import cache_bytes_per_token
-from streamrl.producers.engines.spans import Spans
 
 PAGE_TOKENS: Final = 32
 _GREEDY: Final = 1e-4
@@ -58,18 +67,11 @@ class _Flight:
     told: int = 0
 
 
-class ContinuousDecoder:
-    """`decoder.Decoder` on a `ContinuousBatchingManager`.
+class ContinuousDecoder(Decoder):
+    """Decode loop on a `ContinuousBatchingManager`.
 
-    Args:
-        model: causal language model.
-        engine: `slots` requests at the same time, `kv_cache` bytes of paged cache.
-        context: longest prompt plus response.
-        stop: ids that end a response.
-        seed: of torch's global generator, which the manager samples with.
-        deliver: gets the jobs that ended.
-        tell: gets what jobs with a listener have sampled.
-        loop: event loop in which `submit` is called.
+    `engine.slots` requests run at the same time, over `engine.kv_cache` bytes of paged cache. `seed` is that of torch's
+    global generator, which the manager samples with; `loop` is the event loop in which `submit` is called.
     """
 
     def __init__(
@@ -107,17 +109,18 @@ class ContinuousDecoder:
         self._busy = 0.0
         self._busy_since: float | None = None
 
+    @override
     def start(self) -> None:
-        """Begin to decode."""
         self._manager = self._make_manager()
 
+    @override
     def stop(self) -> None:
-        """End the loop; repeatable."""
         self._stopped = True
         if self._manager is not None:
             self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
             self._manager = None
 
+    @override
     def abandon(self) -> None:
         """End the loop without waiting for its step: the manager's thread would keep the process alive."""
         self._stopped = True
@@ -125,8 +128,8 @@ class ContinuousDecoder:
             self._manager.output_router.result_handlers.clear()
             self._manager.background_thread_status.request_stop(_HARD_STOP, 0)
 
+    @override
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand jobs to the manager, or keep them until `restore`."""
         with self._lock:
             if self._manager is None:
                 self._held.extend(jobs)
@@ -134,16 +137,16 @@ class ContinuousDecoder:
             for job in jobs:
                 self._submit(job)
 
+    @override
     def discard(self, ticket: int) -> None:
-        """Drop a job at the next step."""
         with self._lock:
             self._held = [job for job in self._held if job.ticket != ticket]
             if self._land(str(ticket)) is not None:
                 self._manager.cancel_request(str(ticket))
 
+    @override
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the loop between two steps."""
         if self._depth == 0:
             self._park()
         self._depth += 1
@@ -154,10 +157,11 @@ class ContinuousDecoder:
             if self._depth == 0:
                 self._unpark()
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    @override
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """End jobs as they are: the manager says nothing about what it cancels."""
         with self._lock:
-            ended = [Outcome(job.ticket, [], [], [], "abort") for job in self._held if _named(job, tickets)]
+            ended = [JobOutcome(job.ticket, [], [], [], "abort") for job in self._held if _named(job, tickets)]
             self._held = [job for job in self._held if not _named(job, tickets)]
             for name, flight in list(self._flights.items()):
                 if not _named(flight.job, tickets):
@@ -168,9 +172,10 @@ class ContinuousDecoder:
                 tokens, logprobs = _partial(state)
                 self._tokens += len(tokens)
                 runs = flight.spans.runs(len(tokens))
-                ended.append(Outcome(flight.job.ticket, tokens, logprobs, runs, "abort"))
+                ended.append(JobOutcome(flight.job.ticket, tokens, logprobs, runs, "abort"))
         return ended
 
+    @override
     def swapped(self, version: int) -> None:
         """The weights have changed: note where every request stands, forget the blocks that old weights wrote."""
         with self._lock:
@@ -186,6 +191,7 @@ class ContinuousDecoder:
                 allocator.ledger.hash_to_block.clear()
                 allocator.ledger.block_to_hash.clear()
 
+    @override
     def recompute(self) -> None:
         """Put the requests in flight back, ahead of those that wait, as prompts that end with what they have sampled.
 
@@ -204,6 +210,7 @@ class ContinuousDecoder:
             scheduler.waiting_requests_order.rotate(len(states))
             self._stale.clear()
 
+    @override
     def release(self) -> None:
         """Free the cache: only a stopped manager does."""
         with self._lock:
@@ -216,6 +223,7 @@ class ContinuousDecoder:
         self._unpark()
         manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
 
+    @override
     def restore(self) -> None:
         """Start a new manager and give it what has come meanwhile."""
         manager = self._make_manager()
@@ -225,6 +233,7 @@ class ContinuousDecoder:
         self._loop.call_soon_threadsafe(self.submit, held)
         self._park()
 
+    @override
     def counts(self) -> Counts:
         """How busy the loop is: tokens of ended requests, seconds with a request in flight."""
         since = self._busy_since
@@ -241,16 +250,16 @@ class ContinuousDecoder:
         states = tuple(processor.scheduler.active_requests.values())
         return min(1.0, float(sum(-(-state.position_offset // PAGE_TOKENS) for state in states)) / self._pages)
 
+    @override
     def progress(self) -> tuple[bool, int]:
-        """(whether requests wait for steps, steps of the present manager)."""
         manager = self._manager
         if manager is None or self._depth:
             return False, 0
         # the manager's thread makes the counter when it begins
         return bool(self._flights), getattr(manager, "current_batch", 0)
 
+    @override
     def failure(self) -> BaseException | None:
-        """What killed the loop."""
         manager = self._manager
         if manager is None or self._stopped:
             return None
@@ -329,7 +338,7 @@ class ContinuousDecoder:
         if accepted is None:
             self._land(name)
             error = Unreachable("the decode loop takes no more requests")
-            self._deliver([Outcome(job.ticket, [], [], [], "abort", error)])
+            self._deliver([JobOutcome(job.ticket, [], [], [], "abort", error)])
 
     def _finished(self, output: Any) -> None:
         """Called in the event loop with the output of a request that ended, or of each step of one with a listener."""
@@ -345,7 +354,7 @@ class ContinuousDecoder:
         error = Unreachable(f"the engine could not decode: {output.error}") if output.error is not None else None
         finish: Finish = "stop" if tokens and tokens[-1] in self._stop_tokens else "length"
         runs = flight.spans.runs(len(tokens))
-        self._deliver([Outcome(flight.job.ticket, tokens, logprobs, runs, finish, error)])
+        self._deliver([JobOutcome(flight.job.ticket, tokens, logprobs, runs, finish, error)])
 
     def _went_on(self, output: Any) -> None:
         with self._lock:
@@ -354,7 +363,7 @@ class ContinuousDecoder:
             return
         start, flight.told = flight.told, len(output.generated_tokens)
         if start < flight.told:
-            self._tell([Progress(flight.job.ticket, output.generated_tokens[start:], output.logprobs[start:])])
+            self._tell([JobProgress(flight.job.ticket, output.generated_tokens[start:], output.logprobs[start:])])
 
     def _land(self, name: str) -> _Flight | None:
         """Forget a request; None when it ended before."""

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Literal
 
+import torch
+
 from streamrl.engine import MemoryTag, PauseMode
 from streamrl.errors import Refused, WeightsError
-from streamrl.producers.engines.adapted import BaseWeights
-from streamrl.producers.engines.decoder import Decoder, Outcome
-from streamrl.producers.engines.residence import Residence
-from streamrl.producers.engines.weights import copy_weights, match_weights
-from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.producers.engines.decoder import Decoder, JobOutcome
+from streamrl.weight_sync.adapter import Names, adapted, merge
+from streamrl.weight_sync.manifest import Adapter, Pair
+from streamrl.weight_sync.tensors import Version
 
+_HINT: Final = "learner and engine must load the same model (model.path)"
 _ALL: Final[frozenset[MemoryTag]] = frozenset({"weights", "kv_cache"})
 
 
 class Control:
     """The controls of one decode loop. Every method runs on one control thread and may wait for the running step.
 
-    Args:
-        model: that the loop decodes with.
-        decoder: the loop, started.
-        fail: told of an error that leaves the engine unusable, before it is raised.
+    `fail` is told of an error that leaves the engine unusable, before it is raised.
     """
 
     def __init__(self, model: Any, decoder: Decoder, fail: Callable[[BaseException], None]) -> None:
@@ -39,12 +37,12 @@ class Control:
         self._freed = False
         self.pair: Pair = (0, 0)
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """End jobs (all when None) and return what they have."""
         with self._decoder.exclusive():
             return self._decoder.take(tickets)
 
-    def close(self) -> list[Outcome]:
+    def close(self) -> list[JobOutcome]:
         """End all jobs and let go of the loop."""
         try:
             return self.take(None)
@@ -53,7 +51,7 @@ class Control:
                 hold.close()
             self._holds.clear()
 
-    def pause(self, mode: PauseMode) -> list[Outcome]:
+    def pause(self, mode: PauseMode) -> list[JobOutcome]:
         """Stop the loop; return the jobs that ended by that."""
         self._hold("pause")
         self._recompute = self._recompute or mode == "recompute"
@@ -152,3 +150,200 @@ class Control:
         stack = self._holds.pop(why, None)
         if stack is not None:
             stack.close()
+
+
+# ---- a version and the model
+
+
+def match_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair each parameter or buffer of the model, each storage once, with its new values; nothing is written.
+
+    Parameters must all be there; a tied parameter needs one of its names, and several names need equal values. Buffers
+    that the model saves may be there.
+
+    `WeightsError`: unknown or missing names, other shapes, no floating point, not finite, or tied names that differ.
+    """
+    names: dict[int, list[str]] = {}
+    targets: dict[int, torch.Tensor] = {}
+    for name, target in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(target), []).append(name)
+        targets[id(target)] = target
+    known = {name for group in names.values() for name in group}
+    if unknown := sorted(set(tensors) - known):
+        raise WeightsError(f"{len(unknown)} tensors that this model does not have: {_few(unknown)}", _HINT)
+    missing = [
+        group[0]
+        for key, group in names.items()
+        if isinstance(targets[key], torch.nn.Parameter) and not any(name in tensors for name in group)
+    ]
+    if missing:
+        raise WeightsError(f"{len(missing)} parameters of the model are missing: {_few(missing)}", _HINT)
+    pairs = []
+    for key, group in names.items():
+        present = [name for name in group if name in tensors]
+        for name in present:
+            _check(name, tensors[name], targets[key])
+        if any(not torch.equal(tensors[name], tensors[present[0]]) for name in present[1:]):
+            raise WeightsError(
+                f"{' and '.join(present)} are one parameter of this model, but their values differ", _HINT
+            )
+        if present:
+            pairs.append((targets[key], tensors[present[0]]))
+    return pairs
+
+
+def copy_weights(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write what `match_weights` has paired, converting type and device."""
+    with torch.no_grad():
+        for target, values in pairs:
+            target.copy_(values)
+
+
+def _check(name: str, values: torch.Tensor, target: torch.Tensor) -> None:
+    if values.shape != target.shape:
+        raise WeightsError(f"{name} has shape {tuple(values.shape)}, the model's is {tuple(target.shape)}", _HINT)
+    if values.is_floating_point() != target.is_floating_point():
+        raise WeightsError(f"{name} is {values.dtype}, the model's is {target.dtype}", _HINT)
+    if values.is_floating_point() and not is_finite(values):
+        raise WeightsError(f"{name} has values that are not finite", "the training has diverged")
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are finite, in one pass at the speed of memory (`isfinite` takes twenty times as long)."""
+    if not values.numel():
+        return True
+    if values.element_size() == 1:  # torch compares no float8
+        values = values.float()
+    # the least and the greatest value of anything with a NaN are NaN
+    least, greatest = torch.aminmax(values)
+    return bool(torch.isfinite(least) & torch.isfinite(greatest))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+class BaseWeights:
+    """The weights of `model` that adapters are merged into, as they were before the first one came.
+
+    They are kept on the host, as many as the adapter changes, so that nothing adds up from version to version: the
+    weights under version N do not depend on the versions before it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._kept: dict[str, torch.Tensor] = {}
+        self._replaced = False
+
+    def match(self, version: Version) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each weight that the adapter of a version changes with its new values, of the same type and device.
+
+        No weight is written. `WeightsError`: modules that this model does not have, other shapes, values that are not
+        finite, or the engine holds weights of a version that was no adapter.
+        """
+        adapter = version.adapter
+        assert adapter is not None
+        if self._replaced:
+            raise WeightsError(
+                f"version {version.number} is an adapter, and this engine has got whole weights before",
+                "an adapter belongs to the weights of model.path: start the replicas anew",
+            )
+        found = adapted(adapter, version.tensors)
+        parameters = dict(self._model.named_parameters())
+        for module, names in found.items():
+            _check_adapter(module, names, version, adapter, parameters)
+        if self._kept and self._kept.keys() != found.keys():
+            raise WeightsError(f"version {version.number} adapts other modules than the versions before it")
+        for module in found if not self._kept else ():
+            self._kept[module] = parameters[f"{module}.weight"].detach().to("cpu", copy=True)
+        pairs = [
+            (parameters[f"{module}.weight"], self._merged(module, names, version)) for module, names in found.items()
+        ]
+        broken = [module for module, (_, values) in zip(found, pairs, strict=True) if not is_finite(values)]
+        if broken:
+            raise WeightsError(f"{broken[0]} is not finite with its adapter", "the training has diverged")
+        return pairs
+
+    def replaced(self) -> None:
+        """Whole weights were written over all of the model: no adapter can be merged any more."""
+        self._replaced = True
+        self._kept.clear()
+
+    def _merged(self, module: str, names: Names, version: Version) -> torch.Tensor:
+        assert version.adapter is not None
+        target = self._model.get_parameter(f"{module}.weight")
+        tensors = version.tensors
+        merged = merge(
+            self._kept[module].to(target.device),
+            tensors[names.low].to(target.device),
+            tensors[names.high].to(target.device),
+            scale=version.adapter.scale,
+            magnitude=None if names.magnitude is None else tensors[names.magnitude].to(target.device),
+        )
+        return merged.to(target.dtype)
+
+
+def _check_adapter(
+    module: str, names: Names, version: Version, adapter: Adapter, parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    weight = parameters.get(f"{module}.weight")
+    if weight is None or weight.ndim != 2:
+        raise WeightsError(
+            f"the adapter changes {module}, which is no linear layer of this model",
+            _HINT,
+        )
+    rows, columns = weight.shape
+    expected: dict[str, tuple[int, ...]] = {names.low: (adapter.rank, columns), names.high: (rows, adapter.rank)}
+    if names.magnitude is not None:
+        expected[names.magnitude] = (rows,)
+    for name, shape in expected.items():
+        tensor = version.tensors[name]
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise WeightsError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the model wants {shape}",
+                _HINT,
+            )
+
+
+# ---- where the parameters are
+
+
+class Residence:
+    """Moves a model between its device and the host, and can give its parameters up. Not thread-safe.
+
+    A model that has given its parameters up keeps their names, shapes, types and ties, so that a version of the weights
+    can be checked against it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._home: torch.device = model.device
+        self.forgotten = False
+
+    @property
+    def leaves_something(self) -> bool:
+        """Whether `leave` frees memory of an accelerator; on a CPU the host's memory is the device's."""
+        return self._home.type != "cpu"
+
+    def leave(self) -> None:
+        """Move everything to the host."""
+        self._model.to("cpu")
+
+    def forget(self) -> None:
+        """Free the parameters; buffers, which no version brings, move to the host."""
+        for parameter in self._model.parameters():
+            # one number stands for all of them, so the shape stays and the memory goes
+            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        self._model.to("cpu")
+        self.forgotten = True
+
+    def remember(self) -> None:
+        """Make room for the parameters that were given up; their values mean nothing until they are written."""
+        if self.forgotten:
+            for parameter in self._model.parameters():
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            self.forgotten = False
+
+    def come_home(self) -> None:
+        """Move everything back to the device."""
+        self._model.to(self._home)

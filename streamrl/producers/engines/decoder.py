@@ -16,7 +16,7 @@ from streamrl.engine import Finish, Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context; with `streams` somebody listens."""
+    """A checked request: `ticket` is never used again, `limit` fits the context; with `streams` it has a listener."""
 
     ticket: int
     prompt: tuple[int, ...]
@@ -26,7 +26,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class JobOutcome:
     """How a job ended; with `error` the other fields mean nothing."""
 
     ticket: int
@@ -38,7 +38,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Progress:
+class JobProgress:
     """What a job with `streams` has sampled since the last one of these."""
 
     ticket: int
@@ -58,8 +58,31 @@ class Counts:
     preemptions: int
 
 
-Deliver: TypeAlias = Callable[[list[Outcome]], None]
-Tell: TypeAlias = Callable[[list[Progress]], None]
+class Spans:
+    """The version runs of one request, kept up to date at every change of the weights.
+
+    Args:
+        version: version in force when the request began.
+    """
+
+    __slots__ = ("_runs",)
+
+    def __init__(self, version: int) -> None:
+        self._runs: Runs = [(0, version)]
+
+    def swap(self, sampled: int, version: int) -> None:
+        """Note that tokens from index `sampled` on are sampled by `version`; two swaps without a token are one."""
+        if self._runs[-1][0] == sampled:
+            self._runs.pop()
+        self._runs.append((sampled, version))
+
+    def runs(self, sampled: int) -> Runs:
+        """The runs of the first `sampled` tokens: `[(first token, version), ...]`, empty without a token."""
+        return [run for run in self._runs if run[0] < sampled]
+
+
+Deliver: TypeAlias = Callable[[list[JobOutcome]], None]
+Tell: TypeAlias = Callable[[list[JobProgress]], None]
 
 
 class Decoder(Protocol):
@@ -94,7 +117,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """Inside `exclusive`: end these jobs (all when None) and return what they have, `finish="abort"`."""
         ...
 
@@ -102,7 +125,7 @@ class Decoder(Protocol):
         """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
 
     def recompute(self) -> None:
-        """Inside `exclusive`: compute the keys and values of all jobs in flight anew, by the weights in force."""
+        """Inside `exclusive`: compute the keys and values of all jobs in flight again, with the weights in force."""
 
     def release(self) -> None:
         """Inside `exclusive`: free the cache; `Refused` when a job is being decoded, and then nothing has changed."""
@@ -115,7 +138,7 @@ class Decoder(Protocol):
         ...
 
     def progress(self) -> tuple[bool, int]:
-        """(whether there is a step to make and nobody holds the loop, steps so far), from any thread."""
+        """(whether there is a step to make and the loop is not held, steps so far), from any thread."""
         ...
 
     def failure(self) -> BaseException | None:

@@ -19,17 +19,26 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, EngineLoad, Listener, MemoryTag, PauseMode, Request, RequestLimits
+from streamrl.engine import (
+    Completion,
+    Engine,
+    EngineLoad,
+    Listener,
+    MemoryTag,
+    PauseMode,
+    Request,
+    RequestLimits,
+)
 from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
 from streamrl.producers.engines.control import Control
-from streamrl.producers.engines.decoder import Decoder, Job, Outcome, Progress
+from streamrl.producers.engines.decoder import Decoder, Job, JobOutcome, JobProgress
 from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
-from streamrl.producers.engines.slot_decoder import SlotDecoder
-from streamrl.producers.engines.slots import SlotBatch
-from streamrl.weight_sync.version import Version
+from streamrl.producers.engines.slots import SlotBatch, SlotDecoder
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +56,10 @@ class _Ear:
     told: int = 0
 
 
-class HfEngine:
-    """`Engine` on transformers, with either decode loop (`engine.decode`).
+class HfEngine(Engine):
+    """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds.
 
-    Args:
-        config: the run; `engine`, `model`, `weights.deadline`, `lease.max_hold` are read.
-        seed: of the sampling generator; replicas need different ones.
-
-    Attributes:
-        limits: what can be asked of it; known after `start`.
+    `limits` says what can be asked of it; known after `start`.
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -76,7 +80,7 @@ class HfEngine:
         self._closed = False
         self._tickets = itertools.count(1)
         self._named: dict[str, int] = {}
-        self._open: dict[int, asyncio.Future[Outcome]] = {}
+        self._open: dict[int, asyncio.Future[JobOutcome]] = {}
         self._arrived: list[Job] = []
         self._ears: dict[int, _Ear] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
@@ -87,8 +91,8 @@ class HfEngine:
         """Which decode loop runs."""
         return "slots" if isinstance(self._decoder, SlotDecoder) else "continuous"
 
+    @override
     async def start(self) -> None:
-        """See `Engine.start`."""
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
@@ -96,8 +100,8 @@ class HfEngine:
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
         self._watcher.add_done_callback(self._watched)
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`."""
         if self._closed:
             return
         self._closed = True
@@ -118,8 +122,8 @@ class HfEngine:
         self._fail_open(Unreachable("the engine was closed"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`."""
         decoder = self._serving()
         limit = self.limits.check(request)
         if request.adapter is not None:
@@ -127,7 +131,7 @@ class HfEngine:
         if request.id in self._named:
             raise ValueError(f"a request {request.id!r} is in flight")
         ticket = next(self._tickets)
-        future: asyncio.Future[Outcome] = self._loop.create_future()
+        future: asyncio.Future[JobOutcome] = self._loop.create_future()
         self._named[request.id], self._open[ticket] = ticket, future
         if not self._arrived:
             self._loop.call_soon(self._flush)
@@ -155,8 +159,8 @@ class HfEngine:
             seconds=self._loop.time() - start,
         )
 
+    @override
     async def abort(self, request_id: str | None = None) -> int:
-        """See `Engine.abort`."""
         control = self._controlling()
         self._flush()
         if request_id is not None and request_id not in self._named:
@@ -164,47 +168,47 @@ class HfEngine:
         tickets = None if request_id is None else {self._named[request_id]}
         return self._resolve(await self._run(self._patience, control.take, tickets))
 
+    @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `Engine.pause`."""
         control = self._controlling()
         self._flush()
         self._resolve(await self._run(self._patience, control.pause, mode))
 
+    @override
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         await self._run(self._patience, self._controlling().resume)
 
+    @override
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`."""
         work = self._begin(self._patience, self._controlling().apply, version)
         # also when the caller leaves and forgets the version
         version.readers.__enter__()
         work.add_done_callback(lambda _: version.readers.__exit__())
         await self._finish(self._patience, work)
 
+    @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
         await self._run(self._patience, self._controlling().sleep, level)
 
+    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """See `Engine.wake`."""
         await self._run(self._patience, self._controlling().wake, tags)
 
+    @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`; always `Refused`."""
         self._serving()
         raise Refused(
             f"adapter {name!r} of {folder}: the Hugging Face engine serves no LoRA adapters",
             "merge it into the weights, or use engine.kind vllm or sglang",
         )
 
+    @override
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`; every name is unknown."""
         logger.debug("no such adapter", extra={"adapter": name})
         self._serving()
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine.load`."""
         slots = self._config.engine.slots
         if self._decoder is None or self._control is None:
             return EngineLoad(0, 0, 0, 0.0, 0, slots)
@@ -220,8 +224,8 @@ class HfEngine:
             counts.preemptions,
         )
 
+    @override
     async def health(self) -> None:
-        """See `Engine.health`."""
         self._look()
         self._serving()
 
@@ -248,7 +252,7 @@ class HfEngine:
             jobs, self._arrived = self._arrived, []
             self._decoder.submit(jobs)
 
-    def _resolve(self, outcomes: list[Outcome]) -> int:
+    def _resolve(self, outcomes: list[JobOutcome]) -> int:
         """Complete futures; return how many still waited."""
         count = 0
         for outcome in outcomes:
@@ -268,7 +272,7 @@ class HfEngine:
                 future.set_result(outcome)
         return count
 
-    def _hear(self, news: list[Progress]) -> None:
+    def _hear(self, news: list[JobProgress]) -> None:
         """Pass on what requests with a listener have sampled."""
         for progress in news:
             ear = self._ears.get(progress.ticket)
@@ -291,7 +295,7 @@ class HfEngine:
                 future.set_exception(error)
 
     async def _watch(self) -> None:
-        """Fail all requests as soon as the decode loop is dead or hangs; it tells nobody itself."""
+        """Fail all requests as soon as the decode loop is dead or hangs; it cannot say so itself."""
         while True:
             self._look()
             if self._failure is not None:
@@ -301,7 +305,7 @@ class HfEngine:
             await asyncio.sleep(WATCH_SECONDS)
 
     def _watched(self, watcher: asyncio.Task[None]) -> None:
-        """An engine that nobody watches any more must not serve either."""
+        """Without its watcher the engine must not serve."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self._fail(error)
             self._fail_open(_death(error))
@@ -395,16 +399,16 @@ class HfEngine:
         self._control = Control(model, decoder, self._fail)
         self._decoder = decoder
 
-    def _deliver(self, outcomes: list[Outcome]) -> None:
+    def _deliver(self, outcomes: list[JobOutcome]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._resolve, outcomes)
 
-    def _tell(self, news: list[Progress]) -> None:
+    def _tell(self, news: list[JobProgress]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._hear, news)
 
-    def _tear_down(self) -> list[Outcome]:
-        ended: list[Outcome] = []
+    def _tear_down(self) -> list[JobOutcome]:
+        ended: list[JobOutcome] = []
         if self._decoder is None:
             return ended
         try:
@@ -421,6 +425,6 @@ def _death(failure: BaseException) -> Unreachable:
 
 
 def _log_failure(future: asyncio.Future[Any]) -> None:
-    """Read the result of work that nobody waits for any more."""
+    """Log the failure of work whose caller has left."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("control of the engine failed after its caller left", exc_info=error)

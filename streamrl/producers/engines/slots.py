@@ -1,36 +1,221 @@
 """Static-slot decoding of an unmodified Hugging Face causal language model.
 
 Up to `slots` sequences are decoded together, one token each per step. Their keys and values stay where they are
-(`kv.SlotCache`); a step runs over the first slots, as many as needed, and attends over the longest of them rounded up
-to 16. A free slot in between computes something that nobody reads; when an eighth is free and nobody waits, the last
+(`SlotCache`); a step runs over the first slots, as many as needed, and attends over the longest of them rounded up to
+16. A free slot in between computes values that are not read; when an eighth is free and no job waits, the last
 sequences move into the gaps. Prompts that come together and are equal are computed once.
 
 For models whose forward pass is cheap this is three to five times faster than paged batching, whose bookkeeping and
-block mask grow with the batch (docs/internals/servers.md has the figures). No threads here: `slot_decoder` drives it.
+block mask grow with the batch (docs/internals/servers.md has the figures). `SlotBatch` has no threads; `SlotDecoder`
+drives it.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
+import threading
+import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+from typing_extensions import override
 
 from streamrl.engine import Finish
-from streamrl.errors import WeightsError
-from streamrl.producers.engines.decoder import Job, Outcome, Progress
-from streamrl.producers.engines.kv import SlotCache, round_up
-from streamrl.producers.engines.sampling import sample
-from streamrl.producers.engines.spans import Spans
+from streamrl.errors import DeadlineExceeded, Refused, Unreachable, WeightsError
+from streamrl.producers.engines.decoder import (
+    Counts,
+    Decoder,
+    Deliver,
+    Job,
+    JobOutcome,
+    JobProgress,
+    Spans,
+    Tell,
+)
 
+logger = logging.getLogger(__name__)
+GRANULE = 16
 PREFILL_TOKENS = 4096
 
 
+# ---- drawing tokens
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor | None, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row from softmax(logits / temperature); at temperature 0 take the most probable one.
+
+    Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn,
+    and a row costs one random number whatever the vocabulary.
+
+    Args:
+        logits: shape (rows, vocabulary), any floating type.
+        temperature: shape (rows,), at least 0; None for 1 everywhere.
+        generator: source of randomness, on the device of the logits.
+
+    Returns:
+        tokens (int64) and their log-probabilities (fp32; those of temperature 1 where it is 0), both of shape (rows,).
+        NaN logits give a NaN log-probability and a token that means nothing.
+    """
+    scores = logits.float()
+    if temperature is not None:
+        scores = scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    logprobs = torch.log_softmax(scores, dim=-1)
+    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
+    uniform = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator)
+    tokens = torch.searchsorted(cumulative, uniform.mul_(cumulative[:, -1:]), right=True)
+    # rounding may put the product on the last sum itself, one past the end
+    tokens.clamp_(max=logits.shape[-1] - 1)
+    if temperature is not None:
+        tokens = torch.where(temperature[:, None] == 0, scores.argmax(dim=-1, keepdim=True), tokens)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+# ---- keys and values
+
+
+def round_up(length: int) -> int:
+    """Round a length up to the granule of attention: few distinct shapes, little wasted work."""
+    return -(-length // GRANULE) * GRANULE
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer: tensors only, all logic is in `SlotCache`. Sizes are learned from the first forward pass."""
+
+    is_sliding = False
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
+        self.capacity = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate, or grow to `capacity` and keep what is there."""
+        self.keys = self._grown(self.keys, key_states)
+        self.values = self._grown(self.values, value_states)
+        self.is_initialized = True
+
+    def _grown(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        new = like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])
+        if old is not None:
+            new[:, :, : old.shape[2]] = old
+        return new
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Not used: `SlotCache.update` knows the slots."""
+        raise NotImplementedError
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Prefill attends over itself alone (decoding brings its own mask)."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: positions are always given, and a prefill begins at 0."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Rows of a slot."""
+        return int(self.capacity)
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """Keys and values of `slots` sequences in `layers` layers, at most `context` tokens each.
+
+    Each layer holds two tensors of shape (slots, key-value heads, capacity, head size). A sequence lives in one slot,
+    its token at position p in row p. The forward pass of the model writes and reads them through `Cache.update`;
+    `prefill` and `decode` say beforehand which slots it is about. Capacity grows by doubling, so memory follows the
+    longest sequence that was really seen.
+    """
+
+    def __init__(self, layers: int, slots: int, context: int) -> None:
+        super().__init__(layers=[SlotLayer(slots) for _ in range(layers)])
+        self._limit = round_up(context)
+        self._capacity = 0
+        self._sources: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
+        self._rows: dict[int, torch.Tensor] = {}
+        self._count = 0
+        self._span = 0
+
+    def reserve(self, length: int) -> None:
+        """Make room for sequences of `length` tokens."""
+        if length <= self._capacity:
+            return
+        self._capacity = min(self._limit, max(round_up(length), 2 * self._capacity, 4 * GRANULE))
+        for layer in self.layers:
+            layer.capacity = self._capacity
+            if layer.is_initialized:
+                layer.lazy_initialization(layer.keys, layer.values)
+
+    def prefill(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
+        """Announce a forward pass over whole prompts: batch row `sources[i]` is copied into slot `slots[i]`."""
+        self._sources, self._slots = sources, slots
+
+    def decode(self, positions: torch.Tensor, span: int) -> None:
+        """Announce a pass of one token in each of the first slots, at `positions`; attention sees rows 0 to `span`."""
+        self._sources, self._slots = None, positions
+        self._rows.clear()
+        self._count, self._span = len(positions), span
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new keys and values; return all that the attention of this pass may see."""
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+        if self._sources is not None:
+            length = key_states.shape[2]
+            layer.keys[self._slots, :, :length] = key_states[self._sources]
+            layer.values[self._slots, :, :length] = value_states[self._sources]
+            return key_states, value_states
+        rows = self._flat_rows(key_states.shape[1])
+        # a tenth faster for the whole step than assignment to indices
+        for cached, new in ((layer.keys, key_states), (layer.values, value_states)):
+            cached.view(-1, new.shape[3]).index_copy_(0, rows, new.reshape(-1, new.shape[3]))
+        return layer.keys[: self._count, :, : self._span], layer.values[: self._count, :, : self._span]
+
+    def _flat_rows(self, heads: int) -> torch.Tensor:
+        """Rows of this step in the view (slots x heads x capacity, head size); the same for all layers."""
+        rows = self._rows.get(heads)
+        if rows is None:
+            assert self._slots is not None
+            device = self._slots.device
+            first = torch.arange(self._count * heads, device=device).view(-1, heads) * self._capacity
+            rows = self._rows[heads] = (first + self._slots[:, None]).view(-1)
+        return rows
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` rows of slots to other slots; the two lists are disjoint."""
+        for layer in self.layers:
+            layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
+            layer.values[targets, :, :length] = layer.values[sources, :, :length]
+
+    def free(self) -> None:
+        """Give the memory back; the next `reserve` starts again."""
+        self._capacity = 0
+        for layer in self.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+
+
+# ---- the sequences
+
+
 @dataclass(slots=True, eq=False)
-class _Row:
+class _Sequence:
     """A sequence in a slot."""
 
     job: Job
@@ -44,25 +229,20 @@ class _Row:
         """Tokens whose keys and values exist after the next step."""
         return len(self.job.prompt) + len(self.tokens)
 
-    def news(self) -> Progress:
+    def news(self) -> JobProgress:
         """Return what has come since the call before."""
         start, self.told = self.told, len(self.tokens)
-        return Progress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
+        return JobProgress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
 
-    def outcome(self, finish: Finish) -> Outcome:
-        return Outcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
+    def outcome(self, finish: Finish) -> JobOutcome:
+        return JobOutcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
 
 
 class SlotBatch:
     """The sequences being decoded, and the step that moves all of them on by one token. Not thread-safe.
 
-    Args:
-        model: causal language model in evaluation mode; full attention in every layer (`model.slots_obstacle`).
-        slots: sequences decoded together.
-        context: longest prompt plus response.
-        stop_tokens: ids that end a response.
-        generator: source of randomness on the model's device.
-        version: version of the weights at the start.
+    `model` is in evaluation mode and has full attention in every layer (`model.slots_obstacle`). `context` is the
+    longest prompt plus response, `stop_tokens` end a response, `version` is that of the weights at the start.
     """
 
     def __init__(
@@ -86,8 +266,8 @@ class SlotBatch:
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
-        self._rows: list[_Row | None] = [None] * slots
-        self._heard: dict[int, _Row] = {}
+        self._rows: list[_Sequence | None] = [None] * slots
+        self._heard: dict[int, _Sequence] = {}
         self._high = 0
         device = model.device
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
@@ -102,22 +282,22 @@ class SlotBatch:
         return self.slots - self._rows.count(None)
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def admit(self, jobs: Sequence[Job]) -> list[JobOutcome]:
         """Compute the prompts of at most `slots - active` jobs, sample their first tokens; return those that ended."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
-            row = self._rows[slot] = _Row(job, Spans(self.version))
+            row = self._rows[slot] = _Sequence(job, Spans(self.version))
             if job.streams:
                 self._heard[job.ticket] = row
             self._temperature[slot] = job.temperature
             groups.setdefault(job.prompt, []).append(slot)
-        ended: list[Outcome] = []
+        ended: list[JobOutcome] = []
         for prompts in _parts(sorted(groups, key=len)):
             ended += self._prefill(prompts, [groups[prompt] for prompt in prompts])
         return ended
 
-    def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[Outcome]:
+    def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[JobOutcome]:
         """One forward pass over distinct prompts, padded on the right; the causal mask keeps the padding out."""
         device = self._token.device
         flat = [slot for group in groups for slot in group]
@@ -153,7 +333,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute all keys and values anew by the present weights.
+        """Compute all keys and values again with the present weights.
 
         The token sampled last has none yet: the next step makes them, as it would have without this.
         """
@@ -165,8 +345,8 @@ class SlotBatch:
             rows = torch.arange(len(prompts), device=device)
             self._fill(prompts, rows, torch.tensor(slots, device=device), self._ruler[:1])
 
-    def news(self) -> list[Progress]:
-        """What the sequences that somebody listens to have sampled since the last call."""
+    def news(self) -> list[JobProgress]:
+        """Return what sequences with a listener have sampled since the last call."""
         return [row.news() for row in self._heard.values()]
 
     @property
@@ -177,7 +357,7 @@ class SlotBatch:
         return min(1.0, used / (self.slots * self.context))
 
     @torch.inference_mode()
-    def step(self) -> list[Outcome]:
+    def step(self) -> list[JobOutcome]:
         """Sample the next token of every sequence; return those that ended."""
         self._compact()
         count = self._high
@@ -201,7 +381,7 @@ class SlotBatch:
         position += self._taken[:count]
         return self._record(range(count), tokens.tolist(), logprobs.tolist())
 
-    def take(self, tickets: Collection[int] | None) -> list[Outcome]:
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         """End sequences (all when None) as they are."""
         ending = [(slot, row) for slot, row in self._active() if tickets is None or row.job.ticket in tickets]
         self._free([slot for slot, _ in ending])
@@ -217,7 +397,7 @@ class SlotBatch:
         """Free the keys and values; only without sequences. The next `admit` allocates again."""
         self._cache.free()
 
-    def _active(self) -> Iterator[tuple[int, _Row]]:
+    def _active(self) -> Iterator[tuple[int, _Sequence]]:
         return ((slot, row) for slot, row in enumerate(self._rows) if row is not None)
 
     def _heat(self, slots: torch.Tensor | slice) -> torch.Tensor | None:
@@ -226,9 +406,9 @@ class SlotBatch:
             return None
         return self._temperature[slots]
 
-    def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[Outcome]:
+    def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[JobOutcome]:
         """Append what was sampled and end what is complete."""
-        ended: list[Outcome] = []
+        ended: list[JobOutcome] = []
         freed: list[int] = []
         total = 0.0
         for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
@@ -289,3 +469,171 @@ def _parts(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         part.append(prompt)
     if part:
         yield part
+
+
+# ---- the thread
+
+
+class SlotDecoder(Decoder):
+    """Decode loop over static slots.
+
+    Free slots are filled when an eighth of all is free or nothing runs: prompts are computed in batches, and a slot
+    waits a step or two at most. Jobs start in the order of their arrival. The batch belongs to the thread from `start`
+    on, except inside `exclusive`, which gives up when a step takes longer than `patience` seconds.
+    """
+
+    def __init__(self, batch: SlotBatch, deliver: Deliver, tell: Tell, patience: float) -> None:
+        self._batch = batch
+        self._deliver = deliver
+        self._tell = tell
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._discarded: set[int] = set()
+        self._holds = 0
+        self._parked = True
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._busy = 0.0
+        self._steps = 0
+        # a daemon: a step that hangs must not keep a process alive that wants to end
+        self._thread = threading.Thread(target=self._run, name="engine-decode", daemon=True)
+
+    @override
+    def start(self) -> None:
+        self._thread.start()
+
+    @override
+    def stop(self) -> None:
+        self.abandon()
+        if self._thread.is_alive():
+            self._thread.join(self._patience)
+
+    @override
+    def abandon(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    @override
+    def submit(self, jobs: Sequence[Job]) -> None:
+        with self._changed:
+            self._waiting.extend(jobs)
+            self._changed.notify_all()
+
+    @override
+    def discard(self, ticket: int) -> None:
+        with self._changed:
+            self._discarded.add(ticket)
+            self._changed.notify_all()
+
+    @override
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
+            self._holds += 1
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                in_time = self._changed.wait_for(lambda: self._parked or self._failure is not None, self._patience)
+            if self._failure is not None:
+                raise Unreachable(f"the decode loop died: {self._failure!r}") from self._failure
+            if not in_time:
+                raise DeadlineExceeded(f"a decode step takes longer than {self._patience:g} s")
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
+
+    @override
+    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
+        with self._changed:
+            ending = [job for job in self._waiting if tickets is None or job.ticket in tickets]
+            self._waiting = deque(job for job in self._waiting if tickets is not None and job.ticket not in tickets)
+        return [JobOutcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take(tickets)
+
+    @override
+    def swapped(self, version: int) -> None:
+        self._batch.swapped(version)
+
+    @override
+    def recompute(self) -> None:
+        self._batch.recompute()
+
+    @override
+    def release(self) -> None:
+        if self._batch.active:
+            raise Refused(
+                f"{self._batch.active} requests are being decoded: their keys and values would be lost",
+                "abort them or wait for their end, then sleep",
+            )
+        self._batch.release()
+
+    @override
+    def restore(self) -> None:
+        """Nothing to do: the next prompt allocates."""
+
+    @override
+    def counts(self) -> Counts:
+        """How busy the loop is; a slot is never taken away from a request."""
+        batch = self._batch
+        return Counts(batch.active, len(self._waiting), batch.tokens_sampled, self._busy, batch.cache_use, 0)
+
+    @override
+    def progress(self) -> tuple[bool, int]:
+        return not self._parked, self._steps
+
+    @override
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("decode loop died")
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """Wait for work, then refill and step; False to end."""
+        with self._changed:
+            self._parked = True
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_work)
+            if self._stopping:
+                return False
+            self._parked = False
+            self._drop_discarded()
+            jobs = self._next_jobs()
+        start = time.perf_counter()
+        ended = self._batch.admit(jobs) if jobs else []
+        if self._batch.active:
+            ended += self._batch.step()
+        self._busy += time.perf_counter() - start
+        self._steps += 1
+        if news := self._batch.news():
+            self._tell(news)
+        if ended:
+            self._deliver(ended)
+        return True
+
+    def _has_work(self) -> bool:
+        return self._stopping or (not self._holds and bool(self._waiting or self._discarded or self._batch.active))
+
+    def _drop_discarded(self) -> None:
+        if self._discarded:
+            self._waiting = deque(job for job in self._waiting if job.ticket not in self._discarded)
+            self._batch.take(self._discarded)
+            self._discarded = set()
+
+    def _next_jobs(self) -> list[Job]:
+        """Take jobs off the queue when filling slots is worth a forward pass."""
+        active = self._batch.active
+        free = self._batch.slots - active
+        if not self._waiting or not (8 * free >= self._batch.slots or active == 0):
+            return []
+        return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]

@@ -19,7 +19,7 @@ from streamrl.producers.group.flights import InFlightRequest
 from streamrl.servers.dialect import Dialect
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 _ANSWERED: Final = (BadAnswer, DataError, WireError)

@@ -36,7 +36,7 @@ from streamrl.producers.group.placement import Placement
 from streamrl.producers.group.pool import ServerPool, ServerSpec
 from streamrl.producers.group.request import RoutedRequest
 from streamrl.producers.group.state import GroupState, Source
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 __all__ = ["EngineGroup", "ServerSpec"]
 

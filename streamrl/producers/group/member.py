@@ -18,7 +18,7 @@ from streamrl.producers.group.request import RoutedRequest
 from streamrl.producers.group.state import GroupState
 from streamrl.restarts import Deaths, RestartPolicy
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from streamrl.producers.group.member import NOTHING, Member
 from streamrl.producers.group.state import GroupState
 from streamrl.restarts import RestartPolicy
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from streamrl.producers.group.controls import Controls, Tell
 from streamrl.producers.group.flights import InFlightRequest, ServerDied
 from streamrl.servers.dialect import Dialect, ServerMetrics
 from streamrl.servers.process import ManagedServer
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 __all__ = ["ServerDied", "ServerEngine"]
 

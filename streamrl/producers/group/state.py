@@ -10,7 +10,7 @@ from typing import TypeAlias
 from streamrl.engine import Engine, PauseMode
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 Source: TypeAlias = Callable[[Apply], Awaitable[object]]

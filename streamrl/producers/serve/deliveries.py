@@ -17,12 +17,11 @@ import torch
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import StreamrlError, WeightsError
 from streamrl.producers.serve.messages import Weights
-from streamrl.weight_sync.arrivals import Arrivals, Fetched, open_arrivals
-from streamrl.weight_sync.bearer import read_token
+from streamrl.weight_sync.chain import Fetched, Staging
+from streamrl.weight_sync.files import read_token
+from streamrl.weight_sync.follower import open_staging
 from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, decode, folder_name
-from streamrl.weight_sync.mapping import WholeTensors, map_version
-from streamrl.weight_sync.safetensors_file import parse
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version, WholeTensors, map_version, parse_tensors
 
 
 class Deliveries:
@@ -40,7 +39,7 @@ class Deliveries:
         self._place = place
         self._pulls = pulls
         self._open = AsyncExitStack()
-        self._arrivals: Arrivals | None = None
+        self._arrivals: Staging | None = None
         self._near: tuple[Weights, Fetched | Version] | None = None
 
     async def __aenter__(self) -> Self:
@@ -100,7 +99,7 @@ class Deliveries:
         if self._arrivals is None:
             # a server that once saw a delta keeps the full files of its base
             config = WeightsConfig(transport="http", deadline=self._deadline, delta=DeltaConfig(enabled=message.deltas))
-            opened = open_arrivals(config, self._place, name="served", board=None, status=None)
+            opened = open_staging(config, self._place, name="served", board=None, status=None)
             self._arrivals = await self._open.enter_async_context(opened)
         return await self._arrivals.fetch(await self._manifest(message))
 
@@ -176,7 +175,7 @@ def _map(path: Path) -> dict[str, torch.Tensor]:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise WeightsError(f"{path} is empty")
-        return parse(
+        return parse_tensors(
             mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE), str(path)
         )
 

@@ -18,7 +18,7 @@ import transformers
 from streamrl.config import RunConfig
 from streamrl.producers.engines import Completion, Request
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 EOS = 2
 VOCABULARY = 24

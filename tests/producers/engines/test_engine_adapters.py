@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.adapter import names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 PROMPT = [3, 7, 5]
 TARGETS = ["q_proj", "down_proj"]

@@ -11,18 +11,16 @@ from engine_kit import EOS, VOCABULARY, named, random_model, replay
 
 from streamrl.errors import WeightsError
 from streamrl.producers.engines import Completion, slots
-from streamrl.producers.engines.decoder import Job, Outcome
-from streamrl.producers.engines.kv import SlotCache, round_up
-from streamrl.producers.engines.sampling import sample
-from streamrl.producers.engines.slots import SlotBatch
-from streamrl.producers.engines.weights import copy_weights, match_weights
+from streamrl.producers.engines.control import copy_weights, match_weights
+from streamrl.producers.engines.decoder import Job, JobOutcome
+from streamrl.producers.engines.slots import SlotBatch, SlotCache, round_up, sample
 
 
 def batch_of(model, count=5, context=200, stop=frozenset({EOS})):
     return SlotBatch(model, slots=count, context=context, stop_tokens=stop, generator=torch.Generator().manual_seed(1))
 
 
-def completion(outcome: Outcome) -> Completion:
+def completion(outcome: JobOutcome) -> Completion:
     return Completion(
         np.asarray(outcome.tokens, np.int32),
         np.asarray(outcome.logprobs, np.float32),
@@ -46,7 +44,7 @@ def test_random_schedules_are_exact(kind, seed, monkeypatch):
     move = batch._cache.move
     monkeypatch.setattr(batch._cache, "move", lambda *args: (moves.append(args), move(*args)))
     jobs: dict[int, Job] = {}
-    ended: list[Outcome] = []
+    ended: list[JobOutcome] = []
     texts = [tuple(source.randrange(3, VOCABULARY) for _ in range(length)) for length in (1, 2, 9, 30, 70)]
     while len(jobs) < 60 or batch.active:
         free = batch.slots - batch.active

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl import wire
-from streamrl.producers.engines.spans import Spans
+from streamrl.producers.engines.decoder import Spans
 
 
 @given(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3))), st.integers(0, 5))

@@ -15,10 +15,9 @@ from engine_kit import VOCABULARY, gated, held, named, plain, random_model, repl
 
 from streamrl.errors import DataError, Refused, WeightsError
 from streamrl.producers.engines import slots
-from streamrl.producers.engines.decoder import Job, Progress
-from streamrl.producers.engines.residence import Residence
+from streamrl.producers.engines.control import Residence, copy_weights, match_weights
+from streamrl.producers.engines.decoder import Job, JobProgress
 from streamrl.producers.engines.slots import SlotBatch
-from streamrl.producers.engines.weights import copy_weights, match_weights
 
 MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
 LONG = 150
@@ -74,7 +73,7 @@ async def test_a_listener_hears_every_token_once_and_before_the_result(start, de
 @MODES
 async def test_who_does_not_listen_costs_nothing(start, decode):
     engine = await start(decode)
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     engine._hear = told.append
     await asyncio.gather(*(engine.generate(request(str(k), prompt(3), 20)) for k in range(5)))
     assert not told

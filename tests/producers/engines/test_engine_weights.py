@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.producers.engines.weights import match_weights
+from streamrl.producers.engines.control import match_weights
 
 SIZES = (1, 2, 15, 16, 17, 33, 64, 1023, 40_001)
 WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -9,10 +9,10 @@ import numpy as np
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Request
 from streamrl.errors import Unreachable, WeightsError
-from streamrl.producers.engines.spans import Spans
+from streamrl.producers.engines.decoder import Spans
 from streamrl.producers.group.flights import ServerDied
 from streamrl.producers.group.group import EngineGroup, ServerSpec
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 STOP = 9
 

@@ -17,7 +17,7 @@ from streamrl.errors import WeightsError
 from streamrl.producers.group.server import ServerEngine
 from streamrl.weight_sync.adapter import names_of
 from streamrl.weight_sync.manifest import Adapter
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 ABOUT = Adapter(base="model", rank=2, alpha=4.0, targets=["q_proj"])
 NAMES = names_of("model.layers.0.self_attn.q_proj", dora=False)

@@ -21,9 +21,9 @@ from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.native import NativeDialect
 from streamrl.servers.process import ManagedServer, ServerSettings
-from streamrl.weight_sync import Publisher
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.mapping import map_version
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.tensors import map_version
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireE
 from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.dialect import Chunk, ServerMetrics
 from streamrl.servers.openai import OpenaiDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 FLAGS = {"kind": "openai", "url": ["http://x"], "slots": 8}
 MODELS = {"data": [{"id": "policy", "max_model_len": 64}, {"id": "other"}]}

@@ -16,7 +16,7 @@ from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.producers.group import server
 from streamrl.producers.group.server import ServerDied, ServerEngine
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 
 def config(**sections):

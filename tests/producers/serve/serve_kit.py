@@ -23,7 +23,7 @@ from streamrl.producers import tiny
 from streamrl.producers.engines import Completion, Request
 from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.native import NativeDialect
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.tensors import Version
 
 KEY = "a-key-that-only-tests-know"
 

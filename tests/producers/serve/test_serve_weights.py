@@ -12,9 +12,8 @@ from serve_kit import TOKEN, Versions, client_of, completion_of, request, servin
 from streamrl.errors import WeightsError
 from streamrl.producers import tiny
 from streamrl.weight_sync.manifest import Manifest, TensorEntry, encode
-from streamrl.weight_sync.safetensors_file import write
-from streamrl.weight_sync.shard_server import ShardServer, listen
-from streamrl.weight_sync.version import Version
+from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.tensors import Version, write_tensors
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -94,8 +93,8 @@ def _publish(root, number, weights) -> Manifest:
     halves = [weights[name][:100].contiguous(), weights[name][100:].contiguous()]
     rest = [(key, value) for key, value in weights.items() if key != name]
     shards = [
-        write(folder / "a.safetensors", [(name, halves[0]), *rest], durable=False),
-        write(folder / "b.safetensors", [(name, halves[1])], durable=False),
+        write_tensors(folder / "a.safetensors", [(name, halves[0]), *rest], durable=False),
+        write_tensors(folder / "b.safetensors", [(name, halves[1])], durable=False),
     ]
     tensors = [TensorEntry(name, "BF16", list(weights[name].shape), [0, 1])]
     tensors += [TensorEntry(key, "BF16", list(value.shape), [0]) for key, value in rest]

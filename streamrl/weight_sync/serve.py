@@ -1,4 +1,4 @@
-"""The server of the http transport: the files of versions below one folder, to whoever has the token of the run.
+"""The server of the http transport: the files of versions below one folder, for clients with the token of the run.
 
 ```
 GET, HEAD /v-EPOCH-VERSION/manifest.json          200 | 404
@@ -14,11 +14,13 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import re
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -26,27 +28,94 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from streamrl import listening
-from streamrl.weight_sync.held import IDLE_SECONDS, HeldVersions
 from streamrl.weight_sync.manifest import MANIFEST_FILE, parse_folder
 
 logger = logging.getLogger(__name__)
 BUSY_HEADER: Final = "X-Streamrl-Busy"
 DEFAULT_TRANSFERS: Final = 16
-"""Transfers at the same time. Whoever comes later looks for a relay: many replicas become a tree by themselves."""
+"""Transfers at the same time. Later clients look for a relay, so many replicas form a tree by themselves."""
+HELD: Final = 2
+"""Versions held at most: so many times the weights that memory may hold in addition."""
+IDLE_SECONDS: Final = 30.0
+"""A held version without requests for this time is let go."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES: Final = 4 << 20
 
 
+@dataclass
+class Hold:
+    """One version that is held: last used when, transfers that run, a descriptor for each file."""
+
+    used: float
+    transfers: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+
+
+class HeldVersions:
+    """Versions below `root` that a replica is pulling stay readable after the publisher has removed them.
+
+    Otherwise a replica whose pull takes longer than two steps of the learner would find each version gone and get none.
+    Holding is an open descriptor for each file, so a process that dies leaves nothing behind. The clock is an argument.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._holds: dict[str, Hold] = {}
+
+    def begin(self, folder: str, now: float) -> Hold | None:
+        """Hold a version because a transfer of one of its files begins; None when there is no room for one more."""
+        self.expire(now)
+        hold = self._holds.get(folder)
+        if hold is None and len(self._holds) < HELD:
+            hold = self._holds[folder] = Hold(now)
+            try:
+                for entry in os.scandir(self._root / folder):
+                    if entry.is_file(follow_symlinks=False):
+                        hold.files[entry.name] = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as error:  # it is going already, or this process may not open so many files
+                logger.debug("version not held", extra={"folder": folder, "error": str(error)})
+                self._drop(folder)
+                return None
+        if hold is not None:
+            hold.used, hold.transfers = now, hold.transfers + 1
+        return hold
+
+    def end(self, hold: Hold | None, now: float) -> None:
+        """A transfer has ended; `hold` is what `begin` returned."""
+        if hold is not None:
+            hold.used, hold.transfers = now, hold.transfers - 1
+
+    def find(self, folder: str, name: str, now: float) -> Path | None:
+        """Return a path by which a file of a held version can be opened; the version is held for a while from now on.
+
+        The path names a descriptor, whose number may mean any other file once the version is let go.
+        """
+        hold = self._holds.get(folder)
+        if hold is None or name not in hold.files:
+            return None
+        hold.used = now
+        return Path(f"/proc/self/fd/{hold.files[name]}")
+
+    def expire(self, now: float) -> None:
+        """Let go of versions without requests for `IDLE_SECONDS`."""
+        for folder, hold in list(self._holds.items()):
+            if not hold.transfers and now - hold.used >= IDLE_SECONDS:
+                self._drop(folder)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for folder in list(self._holds):
+            self._drop(folder)
+
+    def _drop(self, folder: str) -> None:
+        for descriptor in self._holds.pop(folder).files.values():
+            os.close(descriptor)
+
+
 class ShardServer:
-    """Serves the folders of versions below `root`.
+    """Serves the folders of versions below `root` to bearers of `token`.
 
-    Attributes:
-        transfers: shards that are being sent now.
-
-    Args:
-        root: folder that holds the folders of the versions.
-        token: that requests must bear.
-        limit: transfers at the same time; more are answered 503.
+    `limit` transfers run at the same time, more are answered 503; `transfers` is how many run now.
     """
 
     def __init__(self, root: Path, token: str, *, limit: int = DEFAULT_TRANSFERS) -> None:
@@ -65,7 +134,7 @@ class ShardServer:
         return app
 
     async def _holding(self, app: web.Application) -> AsyncIterator[None]:
-        """Let go of versions that nobody pulls any more; owned by the application."""
+        """Let go of idle versions; owned by the application."""
         del app
         expiring = asyncio.create_task(self._expire(), name="held versions")
         yield

@@ -1,4 +1,4 @@
-"""Deltas are applied to exactly their base, and a mirror that is not bit for bit the version is never used."""
+"""Deltas are applied to exactly their base, and files that are not bit for bit the version are never used."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from sync_kit import Replica, Stream, until
 
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import WeightsError
-from streamrl.weight_sync import Publisher
+from streamrl.weight_sync.chain import Staging
+from streamrl.weight_sync.files import StagingFolder
 from streamrl.weight_sync.manifest import Manifest, decode, encode
-from streamrl.weight_sync.mirror import Mirror
-from streamrl.weight_sync.sources import FolderSource
-from streamrl.weight_sync.spool import Spool
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.weight_sync.source import FolderSource
 
 DELTAS = DeltaConfig(enabled=True, every=50, max_density=0.5)
 
@@ -47,27 +47,28 @@ def exactly(found, version):
 
 
 class Line:
-    """A publisher, its stream, and a mirror of its versions."""
+    """A publisher, and what a replica holds of its versions."""
 
     def __init__(self, run_dir, config=None):
-        self.publisher = Publisher(config or settings(), "r", run_dir)
-        self.spool = Spool(run_dir, "rollout.0")
-        self.spool.open()
-        self.mirror = Mirror(self.spool, FolderSource(self.publisher.root), keep=False)
+        config = config or settings()
+        self.publisher = Publisher(config, "r", run_dir)
+        self.folder = StagingFolder(run_dir, "rollout.0")
+        self.folder.open()
+        self.staging = Staging(config, FolderSource(self.publisher.root), self.folder, keep=False)
 
     def write(self, version, epoch=1):
         tensors = model(version).items()
         return decode(self.publisher.publish(epoch=epoch, version=version, step=version, tensors=tensors))
 
     async def bring(self, manifest):
-        return await self.mirror.patch(await self.mirror.prepare(manifest))
+        return await self.staging.apply(await self.staging.links(manifest))
 
     def file(self, manifest, index=0):
         return self.publisher.root / manifest.folder / manifest.shards[index].file
 
     def close(self):
-        self.mirror.close()
-        self.spool.close()
+        self.staging.close()
+        self.folder.close()
         self.publisher.close(unlink=True)
 
 
@@ -91,11 +92,11 @@ async def test_each_version_bit_for_bit_in_the_same_files(line):
         assert (manifest.base is None) == (version == 1)
         found = await line.bring(manifest)
         assert exactly(found.tensors, version)
-        assert found.folder == line.spool.root / "mirror.0"
+        assert found.folder == line.folder.root / "base.0"
         state = {name: (found.folder / name).stat().st_ino for name in found.files}
         assert files in (None, state)  # patched in place
         files = state
-        again = await line.mirror.patch(await line.mirror.prepare(manifest))
+        again = await line.staging.apply(await line.staging.links(manifest))
         assert exactly(again.tensors, version)
 
 
@@ -107,7 +108,7 @@ async def test_who_reads_a_version_keeps_its_bytes(line):
         third = await line.bring(line.write(3))
         assert exactly(second.tensors, 2)
         assert exactly(third.tensors, 3)
-        assert [entry.name for entry in line.spool.root.iterdir()] == ["mirror.1"]
+        assert [entry.name for entry in line.folder.root.iterdir()] == ["base.1"]
     assert (await line.bring(line.write(4))).folder == third.folder
 
 
@@ -115,32 +116,32 @@ async def test_a_receiver_several_versions_behind_applies_the_chain(line):
     await line.bring(line.write(1))
     for version in range(2, 6):
         manifest = line.write(version)
-    chain = await line.mirror.prepare(manifest)
+    chain = await line.staging.links(manifest)
     assert [link.manifest.version for link in chain] == [2, 3, 4, 5]
-    assert exactly((await line.mirror.patch(chain)).tensors, 5)
+    assert exactly((await line.staging.apply(chain)).tensors, 5)
 
 
 async def test_joining_late_at_version_40(line):
     for version in range(1, 41):
         manifest = line.write(version)
-    chain = await line.mirror.prepare(manifest)
+    chain = await line.staging.links(manifest)
     assert chain[0].manifest.base is None
-    assert exactly((await line.mirror.patch(chain)).tensors, 40)
+    assert exactly((await line.staging.apply(chain)).tensors, 40)
 
 
-async def test_a_wrong_bit_in_the_mirror_is_found_and_healed(line):
+async def test_a_wrong_bit_in_the_base_is_found_and_healed(line):
     for version in (1, 2):
         found = await line.bring(line.write(version))
     found.tensors["still"].view(torch.int16)[7] ^= 1  # no delta ever touches this value
     manifest = line.write(3)
-    chain = await line.mirror.prepare(manifest)
+    chain = await line.staging.links(manifest)
     assert [link.manifest.version for link in chain] == [3]
     with pytest.raises(WeightsError, match="still of version"):
-        await line.mirror.patch(chain)
-    assert line.mirror.pair is None
-    chain = await line.mirror.prepare(manifest)
+        await line.staging.apply(chain)
+    assert line.staging._base.pair is None
+    chain = await line.staging.links(manifest)
     assert [link.manifest.version for link in chain] == [1, 2, 3]
-    assert exactly((await line.mirror.patch(chain)).tensors, 3)
+    assert exactly((await line.staging.apply(chain)).tensors, 3)
 
 
 async def test_a_corrupt_delta_is_refused_until_the_next_full_version(line):
@@ -166,7 +167,7 @@ async def test_a_corrupt_anchor_is_refused(line):
     flip(line.file(manifest))
     with pytest.raises(WeightsError, match="checksum"):
         await line.bring(manifest)
-    assert line.mirror.pair is None
+    assert line.staging._base.pair is None
 
 
 def changed(manifest, **changes):
@@ -176,7 +177,7 @@ def changed(manifest, **changes):
 
 
 async def test_manifests_that_lie_about_the_result(line):
-    """Hashes of another version, no hashes, the wrong base: the mirror never becomes that version."""
+    """Hashes of another version, no hashes, the wrong base: the base never becomes that version."""
     await line.bring(line.write(1))
     second, third = line.write(2), line.write(3)
     no_hashes = [type(entry)(entry.name, entry.dtype, entry.shape, entry.parts, []) for entry in third.tensors]
@@ -187,37 +188,37 @@ async def test_manifests_that_lie_about_the_result(line):
     ):
         with pytest.raises(WeightsError):
             await line.bring(lie)
-        assert line.mirror.pair is None
+        assert line.staging._base.pair is None
         assert exactly((await line.bring(second)).tensors, 2)
     with pytest.raises(WeightsError):
-        await line.mirror.prepare(changed(third, base=(1, 3)))
+        await line.staging.links(changed(third, base=(1, 3)))
     assert exactly((await line.bring(third)).tensors, 3)
 
 
 async def test_a_patch_that_is_cancelled_leaves_no_half_version(line, monkeypatch):
     """Whatever the thread still does, the next version is right."""
     await line.bring(line.write(1))
-    chain = await line.mirror.prepare(line.write(2))
+    chain = await line.staging.links(line.write(2))
     entered, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    before = line.mirror._prove
+    before = line.staging._base._prove
 
     def slow(manifest):
         loop.call_soon_threadsafe(entered.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
         before(manifest)
 
-    monkeypatch.setattr(line.mirror, "_prove", slow)
-    patching = asyncio.create_task(line.mirror.patch(chain))
+    monkeypatch.setattr(line.staging._base, "_prove", slow)
+    patching = asyncio.create_task(line.staging.apply(chain))
     await asyncio.wait_for(entered.wait(), 10)
-    assert line.mirror.pair is None
+    assert line.staging._base.pair is None
     patching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await patching
-    monkeypatch.setattr(line.mirror, "_prove", before)
-    preparing = await line.mirror.prepare(line.write(3))
+    monkeypatch.setattr(line.staging._base, "_prove", before)
+    preparing = await line.staging.links(line.write(3))
     go_on.set()
-    assert exactly((await line.mirror.patch(preparing)).tensors, 3)
+    assert exactly((await line.staging.apply(preparing)).tensors, 3)
 
 
 async def test_mixed_versions_replace_whole_files(line):
@@ -253,7 +254,7 @@ async def test_a_follower_of_deltas_heals_by_itself(tmp_path, transport):
         for version in (1, 2, 3):
             await publish(version)
             await replica.until(version)
-        for path in replica.follower._arrivals._spool.root.glob("mirror.*/*"):
+        for path in replica.follower._staging._folder.root.glob("base.*/*"):
             flip(path)
         await publish(4)
         await replica.until(4)
@@ -282,20 +283,20 @@ async def test_deltas_over_http(tmp_path, relay):
             assert exactly(replica.applied[-1][1], 40)
             assert replica.follower.refused == 0
             assert replica.follower.bytes_fetched == sent
-            kept = replica.follower._arrivals._spool.count()
+            kept = replica.follower._staging._folder.count()
             assert 1 <= kept <= 40 if relay else kept == 0
         await learner.publish(41, tensors=model(41))
         await asyncio.gather(early.until(len(early.applied) + 1), late.until(2))
         assert exactly(late.applied[-1][1], 41)
-        assert late.follower._arrivals._spool.count() <= 2
+        assert late.follower._staging._folder.count() <= 2
 
 
-async def test_the_spool_stays_small(tmp_path):
+async def test_the_staging_folder_stays_small(tmp_path):
     """Full versions: the one in use and the one that comes."""
     config = http_config()
     async with open_learner(config, tmp_path) as learner, following(learner) as replica:
         for version in range(1, 8):
             await learner.publish(version)
             await replica.until(version)
-            names = sorted(entry.name for entry in replica.follower._arrivals._spool.root.iterdir())
+            names = sorted(entry.name for entry in replica.follower._staging._folder.root.iterdir())
             assert names == [f"v-1-{seen}" for seen in range(max(1, version - 1), version + 1)]

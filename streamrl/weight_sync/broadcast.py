@@ -1,0 +1,716 @@
+"""The collective transport: the learner's host broadcasts a version to all members at once, in one round.
+
+```
+member -> host   hello
+host   -> member done (the version announced last, if any)
+then for each version:
+host   -> member offer (manifest)          member -> host  ready (room was taken)
+host   -> member go (group, rank, size)    the bytes travel in the group, over gloo or NCCL
+                                           member -> host  got (whole or not), unless the broadcast failed
+host   -> member done                      a member that has not got it by now pulls it over http
+```
+These messages are JSON over one WebSocket each. The open WebSocket is the membership: a member whose process dies is
+out of it at once. When a member dies or stalls in mid-broadcast the round fails for all of them, and each pulls the
+version over http. What came is used only when it has the checksums of the manifest.
+
+A group is built directly, beside the group that the process trains in, and has its own name in the store, its own
+thread and its own timeout. Gloo is tested with processes that are killed and stopped. NCCL has been written from its
+documentation: it needs two devices and has never run. It is used only between processes that use CUDA already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+
+import aiohttp
+import msgspec
+import torch
+import torch.distributed
+from aiohttp import WSMsgType, web
+from typing_extensions import override
+
+from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, WireError, unwrap
+from streamrl.listening import reachable
+from streamrl.weight_sync.files import StagingFolder, file_checksum
+from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Pair, decode, encode
+from streamrl.weight_sync.source import WeightSource
+
+logger = logging.getLogger(__name__)
+PATH: Final = "/members"
+MAX_MESSAGE_BYTES: Final = 2 * MAX_MANIFEST_BYTES
+PIECE_BYTES: Final = 16 << 20
+_STALL_SHARE: Final = 0.1
+"""Part of `weights.deadline` that one piece may take."""
+_SHORTEST_STALL: Final = 1.0
+_PROOF_BYTES_PER_SECOND: Final = 200e6
+"""A slow member still proves so many bytes."""
+_BEAT_SECONDS: Final = 10.0
+_MAX_ANSWER_BYTES: Final = 1 << 16
+_FIRST_PAUSE: Final = 0.2
+_LONGEST_PAUSE: Final = 10.0
+_WAIT_SHARE: Final = 0.5
+"""Part of the deadline for which a version is waited for before it is pulled."""
+_MAX_FULL: Final = 3
+_MAX_DELTAS: Final = 64
+_POLL_SECONDS: Final = 0.001
+_NEVER: Final = timedelta(days=1)
+dist: Any = torch.distributed  # its stubs lack most of what is used here
+
+
+# ---- messages
+
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A member introduces itself; `device` is the UUID of a CUDA device that it has in use, empty when none."""
+
+    name: _Text
+    device: _Text = ""
+
+
+class VersionOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """A version is about to be sent; `manifest` is its encoded manifest."""
+
+    number: _Number
+    manifest: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Whether the member has room for the offered version and wants it."""
+
+    number: _Number
+    ok: bool
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """Join the group `group` with this rank and take what rank 0 sends; one piece may take `stall` seconds."""
+
+    number: _Number
+    group: _Text
+    rank: Annotated[int, msgspec.Meta(ge=1)]
+    size: Annotated[int, msgspec.Meta(ge=2)]
+    host: _Text
+    port: _Number
+    backend: Literal["gloo", "nccl"]
+    stall: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Got(msgspec.Struct, frozen=True, tag="got"):
+    """How the round ended for the member: `whole` means received and proven."""
+
+    number: _Number
+    whole: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """No broadcast brings this version, or one before it, any more."""
+
+    pair: Pair
+
+
+ToHost: TypeAlias = Hello | Ready | Got
+ToMember: TypeAlias = VersionOffer | Go | Done
+_to_host: msgspec.json.Decoder[ToHost] = msgspec.json.Decoder(ToHost)
+_to_member: msgspec.json.Decoder[ToMember] = msgspec.json.Decoder(ToMember)
+_Answer = TypeVar("_Answer", Ready, Got)
+
+
+def pack(message: ToHost | ToMember) -> str:
+    """Return a message as text."""
+    return msgspec.json.encode(message).decode()
+
+
+def unpack_from_member(text: str) -> ToHost:
+    """Return what a member said; `WireError` when it is no message."""
+    try:
+        return _to_host.decode(text)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a message of a member: {error}") from error
+
+
+def unpack_from_host(text: str) -> ToMember:
+    """Return what the learner's host said; `WireError` when it is no message."""
+    try:
+        return _to_member.decode(text)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a message of the learner's host: {error}") from error
+
+
+# ---- the group that carries the bytes
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """One process in one group: rank 0 sends, and `stall` seconds may building the group, or one piece, take.
+
+    The name of a group is never used twice in a store. `address` is that of this host, by which the others reach it.
+    """
+
+    group: str
+    rank: int
+    size: int
+    backend: Literal["gloo", "nccl"]
+    stall: float
+    address: str
+
+
+class Rendezvous:
+    """The store where the processes of all groups find each other: on the learner's host, at this address alone.
+
+    It knows no passwords, like gloo and NCCL: what travels there is checked against the manifest, nothing else.
+    `CannotCreate`: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str) -> None:
+        try:
+            listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise CannotCreate(f"cannot listen on {host}: {error}", "set weights.host to one of this host") from error
+        self.port: int = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
+class BroadcastGroup:
+    """This process in one group. Its calls wait in a thread of its own, so no other work waits.
+
+    `store` is the rendezvous in this process, or its address; `progress` the bytes sent or received in the present
+    call.
+    """
+
+    def __init__(self, place: GroupPlace, store: Any | tuple[str, int]) -> None:
+        self.place = place
+        self._store: Any = store
+        self._group: _Gloo | _Nccl | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"broadcast {place.group}")
+        self.progress = 0
+
+    async def send(self, files: Sequence[Path]) -> None:
+        """Send files to all others, in order.
+
+        `Unreachable`: a process did not take a piece in time; the group cannot be used any more.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._send, files)
+
+    async def receive(self, files: Sequence[Path]) -> None:
+        """Receive files over those that are there with their final sizes, and all their room taken; raises like `send`.
+
+        Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, files)
+
+    def leave(self) -> None:
+        """Throw the group away, without waiting for a call that is stuck in it."""
+        self._thread.submit(self._forget)
+        self._thread.shutdown(wait=False)
+
+    def _forget(self) -> None:
+        self._group = None
+
+    def _send(self, files: Sequence[Path]) -> None:
+        self._pass_on(files, "rb", mmap.MAP_PRIVATE)
+
+    def _receive(self, files: Sequence[Path]) -> None:
+        self._pass_on(files, "r+b", mmap.MAP_SHARED)
+
+    def _pass_on(self, files: Sequence[Path], mode: Literal["rb", "r+b"], flags: int) -> None:
+        self.progress = 0
+        with self._failures():
+            group = self._joined()
+            for path in files:
+                with path.open(mode) as file:
+                    for piece in _pieces(file.fileno(), flags):
+                        group.broadcast(piece)
+                        self.progress += piece.nbytes
+
+    def _joined(self) -> _Gloo | _Nccl:
+        if self._group is None:
+            who = self.place
+            limit = timedelta(seconds=who.stall)
+            if isinstance(self._store, tuple):
+                host, port = self._store
+                self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            self._store.set_timeout(limit)
+            store = dist.PrefixStore(who.group, self._store)
+            self._group = _Nccl(store, who) if who.backend == "nccl" else _Gloo(store, who)
+        return self._group
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # all that torch raises here
+            raise Unreachable(f"broadcast in {self.place.group} failed: {error}") from error
+
+
+class _Gloo:
+    def __init__(self, store: Any, who: GroupPlace) -> None:
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  (the only way to choose the address)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=who.address)]  # noqa: SLF001
+        options._timeout = timedelta(seconds=who.stall)  # noqa: SLF001
+        self._group = dist.ProcessGroupGloo(store, who.rank, who.size, options)
+        self._order = dist.BroadcastOptions()
+        self._order.rootRank = 0
+        self._order.timeout = timedelta(seconds=who.stall)
+
+    def broadcast(self, piece: torch.Tensor) -> None:
+        self._group.broadcast([piece], self._order).wait()
+
+
+class _Nccl:
+    """Pieces go through a buffer on the device. The clock is looked at here: NCCL's watchdog would end the process."""
+
+    def __init__(self, store: Any, who: GroupPlace) -> None:
+        calm = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+        before = {name: os.environ.get(name) for name in calm}
+        os.environ.update(calm)
+        try:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NEVER  # noqa: SLF001
+            self._group = dist.ProcessGroupNCCL(store, who.rank, who.size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        self._sends, self._stall = who.rank == 0, who.stall
+        self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream()
+
+    def broadcast(self, piece: torch.Tensor) -> None:
+        buffer = self._buffer[: piece.numel()]
+        end = time.monotonic() + self._stall
+        with torch.cuda.stream(self._stream):
+            if self._sends:
+                buffer.copy_(piece)
+            order = dist.BroadcastOptions()
+            order.rootRank = 0
+            work = self._group.broadcast([buffer], order)
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    self._group.abort()
+                    raise RuntimeError(f"a piece took longer than {self._stall:g} s")
+                time.sleep(_POLL_SECONDS)
+            if not self._sends:
+                piece.copy_(buffer)
+
+
+def _pieces(descriptor: int, flags: int) -> Iterator[torch.Tensor]:
+    size = os.fstat(descriptor).st_size
+    if not size:
+        return
+    mapped = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    for start in range(0, size, PIECE_BYTES):
+        yield whole[start : start + PIECE_BYTES]
+
+
+def device_in_use() -> str:
+    """Return the UUID of the CUDA device that this process has in use; empty when it uses none."""
+    cuda: Any = torch.cuda
+    if not cuda.is_available() or not cuda.is_initialized():
+        return ""
+    return str(cuda.get_device_properties(cuda.current_device()).uuid)
+
+
+# ---- the learner's host
+
+
+@dataclass(eq=False)
+class _Member:
+    """One replica that takes part."""
+
+    number: int
+    hello: Hello
+    request: web.Request
+    socket: web.WebSocketResponse
+    answers: asyncio.Queue[Ready | Got | None] = field(default_factory=asyncio.Queue)
+
+
+class Broadcaster:
+    """Sends each version that is announced to all members, in one round; `deadline` is for one version.
+
+    A member that does not answer is dropped, one that fails pulls the version over http; the learner waits for neither.
+    What is announced while a round runs waits, and only the newest of it.
+    """
+
+    def __init__(self, root: Path, host: str, deadline: float) -> None:
+        self._root, self._deadline = root, deadline
+        self._address = reachable(host)
+        self._stall = max(_SHORTEST_STALL, _STALL_SHARE * deadline)
+        self._rendezvous = Rendezvous(self._address)
+        self._members: dict[int, _Member] = {}
+        self._numbers = itertools.count(1)
+        self._group: tuple[list[int], BroadcastGroup] | None = None
+        self._waiting: Manifest | None = None
+        self._bell = asyncio.Event()
+        self._done: Pair | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the route by which members join; the server asks for the token."""
+        return [web.get(PATH, self._join, allow_head=False)]
+
+    def announce(self, manifest: Manifest) -> None:
+        """Send a version as soon as the one before it is through; returns at once."""
+        if self._done is None or manifest.pair > self._done:
+            self._waiting = manifest
+            self._bell.set()
+
+    async def run(self) -> None:
+        """Send what is announced, until it is cancelled."""
+        try:
+            while True:
+                await self._bell.wait()
+                self._bell.clear()
+                manifest, self._waiting = self._waiting, None
+                if manifest is not None:
+                    await self._spread(manifest)
+        finally:
+            self._disband()
+            for member in list(self._members.values()):
+                await member.socket.close()
+
+    async def _join(self, request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse(heartbeat=_BEAT_SECONDS, max_msg_size=_MAX_ANSWER_BYTES, timeout=1.0)
+        await connection.prepare(request)
+        member: _Member | None = None
+        try:
+            async for message in connection:
+                if message.type is not WSMsgType.TEXT:
+                    break
+                said = unpack_from_member(message.data)
+                if isinstance(said, Hello):
+                    if member is None:
+                        member = _Member(next(self._numbers), said, request, connection)
+                        self._members[member.number] = member
+                    if self._done is not None:
+                        await self._tell(member, Done(self._done))
+                elif member is not None:
+                    member.answers.put_nowait(said)
+        except WireError as error:
+            logger.warning("member of the broadcast talks nonsense", extra={"error": error.message})
+        finally:
+            if member is not None:
+                self._members.pop(member.number, None)
+                member.answers.put_nowait(None)
+        return connection
+
+    async def _spread(self, manifest: Manifest) -> None:
+        members = list(self._members.values())
+        if members:
+            await self._round(manifest, members)
+        self._done = manifest.pair
+        for member in list(self._members.values()):
+            await self._tell(member, Done(manifest.pair))
+
+    async def _round(self, manifest: Manifest, members: Sequence[_Member]) -> None:
+        number = next(self._numbers)
+        offer = VersionOffer(number, encode(manifest).decode())
+        for member in members:
+            await self._tell(member, offer)
+        readies = await self._answers(members, Ready, number, self._stall)
+        taking = [member for member, ready in readies.items() if ready.ok]
+        if not taking:
+            return
+        group = self._gather(taking)
+        where = group.place
+        for rank, member in enumerate(taking, 1):
+            go = Go(
+                number, where.group, rank, where.size, self._address, self._rendezvous.port, where.backend, self._stall
+            )
+            await self._tell(member, go)
+        if not await self._send(group, manifest):
+            self._disband()  # members leave it when they hear `Done`
+            return
+        await self._answers(taking, Got, number, self._stall + manifest.total_bytes / _PROOF_BYTES_PER_SECOND)
+
+    async def _send(self, group: BroadcastGroup, manifest: Manifest) -> bool:
+        """Send the files; False when that failed."""
+        folder = self._root / manifest.folder
+        try:
+            async with asyncio.timeout(self._deadline):
+                await group.send([folder / shard.file for shard in manifest.shards])
+        except (StreamrlError, OSError, TimeoutError) as error:
+            extra = {"version": manifest.version, "bytes": group.progress, "error": str(error)}
+            logger.warning("weights broadcast failed", extra=extra)
+            return False
+        logger.info("weights broadcast", extra={"version": manifest.version, "bytes": group.progress})
+        return True
+
+    def _gather(self, members: Sequence[_Member]) -> BroadcastGroup:
+        """Return this host's end of a group with these members; the last group is used again when it has the same."""
+        numbers = [member.number for member in members]
+        if self._group is not None and self._group[0] == numbers:
+            return self._group[1]
+        self._disband()
+        devices = [device_in_use(), *(member.hello.device for member in members)]
+        nccl = all(devices) and len(set(devices)) == len(devices)
+        backend: Literal["gloo", "nccl"] = "nccl" if nccl else "gloo"
+        place = GroupPlace(f"g{next(self._numbers)}", 0, len(members) + 1, backend, self._stall, self._address)
+        group = BroadcastGroup(place, self._rendezvous.store)
+        self._group = (numbers, group)
+        return group
+
+    def _disband(self) -> None:
+        if self._group is not None:
+            self._group[1].leave()
+            self._group = None
+
+    async def _answers(
+        self, members: Sequence[_Member], kind: type[_Answer], number: int, seconds: float
+    ) -> dict[_Member, _Answer]:
+        """Return what members answer; those that do not answer in time are dropped."""
+        answers: dict[_Member, _Answer] = {}
+
+        async def hear(member: _Member) -> None:
+            while (answer := await member.answers.get()) is not None:
+                if isinstance(answer, kind) and answer.number == number:
+                    answers[member] = answer
+                    return
+
+        hearing = [asyncio.ensure_future(hear(member)) for member in members]
+        try:
+            await asyncio.wait(hearing, timeout=seconds)
+        finally:
+            for task in hearing:
+                task.cancel()
+        for member in members:
+            if member not in answers:
+                self._drop(member)
+        return answers
+
+    async def _tell(self, member: _Member, message: ToMember) -> None:
+        """Send a message; a member that does not take it in time is dropped."""
+        try:
+            async with asyncio.timeout(self._stall):
+                await member.socket.send_str(pack(message))
+        except (OSError, TimeoutError):
+            self._drop(member)
+
+    def _drop(self, member: _Member) -> None:
+        if self._members.pop(member.number, None) is not None:
+            logger.warning("member of the broadcast dropped", extra={"member": member.hello.name})
+            member.answers.put_nowait(None)
+            if member.request.transport is not None:
+                member.request.transport.abort()
+
+
+# ---- a replica
+
+
+@dataclass
+class _Round:
+    """The broadcast that this member takes part in."""
+
+    number: int
+    manifest: Manifest
+    draft: Path
+    receiving: asyncio.Task[None] | None = None
+
+
+class CollectiveSource(WeightSource):
+    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed.
+
+    `session` bears the token. Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
+    """
+
+    def __init__(
+        self,
+        pulled: WeightSource,
+        session: aiohttp.ClientSession,
+        staging: StagingFolder,
+        deadline: float,
+        *,
+        name: str,
+    ) -> None:
+        self.proves = True
+        self.traffic = pulled.traffic
+        self.broadcasts = 0
+        self._pulled, self._session, self._staging = pulled, session, staging
+        self._deadline, self._name = deadline, name
+        self._url = ""
+        self._following: asyncio.Task[None] | None = None
+        self._connected = False
+        self._done: Pair = (0, 0)
+        self._changed = asyncio.Condition()
+        self._round: _Round | None = None
+        self._group: BroadcastGroup | None = None
+
+    @override
+    async def fetch(self, manifest: Manifest) -> Path:
+        here = self._staging.holds(manifest)
+        if here is not None:  # it may be older than the learner whose member we are
+            return here
+        await self._follow(manifest.sources[0] if manifest.sources else "")
+        with self.traffic.timed(), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WAIT_SHARE * self._deadline), self._changed:
+                await self._changed.wait_for(lambda: self._settled(manifest))
+        return await self._pulled.fetch(manifest)
+
+    @override
+    async def base_of(self, manifest: Manifest) -> Manifest:
+        return await self._pulled.base_of(manifest)
+
+    async def close(self) -> None:
+        """Leave the broadcast. A repeat does nothing."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+            self._following = None
+
+    def _settled(self, manifest: Manifest) -> bool:
+        """Whether nothing is to be waited for: the version is here, or no broadcast will bring it."""
+        over = not self._connected or self._done >= manifest.pair
+        return over or self._staging.holds(manifest) is not None
+
+    async def _follow(self, url: str) -> None:
+        """Be a member at this host, and at no other."""
+        if self._following is not None and self._following.done():
+            await self._following  # raises what ended it
+        if url == self._url and self._following is not None:
+            return
+        await self.close()
+        if not url:
+            return
+        self._url, self._connected = url, True  # the first connection decides
+        self._done = (0, 0)
+        self._following = asyncio.create_task(self._stay(url), name="member of the broadcast")
+
+    async def _stay(self, url: str) -> None:
+        """Connect to the host, again and again, until it is cancelled."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                async with self._session.ws_connect(
+                    f"{url}{PATH}", heartbeat=_BEAT_SECONDS, max_msg_size=MAX_MESSAGE_BYTES
+                ) as socket:
+                    await socket.send_str(pack(Hello(self._name, device_in_use())))
+                    await self._listen(socket)
+                    pause = _FIRST_PAUSE
+            except (aiohttp.ClientError, OSError, TimeoutError, StreamrlError) as error:
+                logger.debug("not a member of the broadcast", extra={"url": url, "error": str(error)})
+            finally:
+                self._leave_round()
+                self._leave_group()
+                async with self._changed:
+                    self._connected = False
+                    self._changed.notify_all()
+            await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _listen(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Do what the host says until the connection ends."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for message in socket:
+                    if message.type is not aiohttp.WSMsgType.TEXT:
+                        break
+                    match unpack_from_host(message.data):
+                        case VersionOffer() as offer:
+                            await self._say(socket, Ready(offer.number, self._take_up(offer)))
+                        case Go() as go:
+                            self._go(socket, go, tasks)
+                        case Done() as done:
+                            await self._end(done.pair)
+                self._leave_round()
+        except BaseExceptionGroup as error:
+            raise unwrap(error) from error
+
+    async def _say(self, socket: aiohttp.ClientWebSocketResponse, message: ToHost) -> None:
+        with contextlib.suppress(ConnectionError):  # the end of the connection is seen where it is read
+            await socket.send_str(pack(message))
+
+    def _take_up(self, offer: VersionOffer) -> bool:
+        """Take room for an offered version; False when it is not wanted or there is none."""
+        self._leave_round()
+        try:
+            manifest = decode(offer.manifest.encode())
+            most = _MAX_FULL if manifest.base is None else _MAX_DELTAS
+            if self._staging.holds(manifest) is not None or self._staging.count() >= most:
+                return False
+            draft = self._staging.draft(manifest, f"b{offer.number}")
+            self._round = _Round(offer.number, manifest, draft)
+            for shard in manifest.shards:
+                self._staging.create(draft / shard.file, shard.bytes)
+        except (WeightsError, CannotCreate, OSError) as error:
+            logger.warning("offered weights not taken", extra={"error": str(error)})
+            self._leave_round()
+            return False
+        return True
+
+    def _go(self, socket: aiohttp.ClientWebSocketResponse, go: Go, tasks: asyncio.TaskGroup) -> None:
+        taken = self._round
+        if taken is None or taken.number != go.number:
+            return
+        if self._group is None or self._group.place.group != go.group:
+            self._leave_group()
+            # the address by which the host is reached is the one by which it reaches us
+            own = socket.get_extra_info("sockname", ("127.0.0.1",))[0]
+            place = GroupPlace(go.group, go.rank, go.size, go.backend, go.stall, own)
+            self._group = BroadcastGroup(place, (go.host, go.port))
+        taken.receiving = tasks.create_task(self._receive(socket, taken, self._group))
+
+    async def _receive(self, socket: aiohttp.ClientWebSocketResponse, taken: _Round, group: BroadcastGroup) -> None:
+        whole = False
+        try:
+            await group.receive([taken.draft / shard.file for shard in taken.manifest.shards])
+            self.traffic.bytes += group.progress
+            whole = await asyncio.to_thread(_proven, taken.draft, taken.manifest)
+            if whole:
+                self._staging.finish(taken.manifest, taken.draft)
+                self.broadcasts += 1
+                extra = {"version": taken.manifest.version, "bytes": group.progress, "broadcasts": self.broadcasts}
+                logger.info("weights received by broadcast", extra=extra)
+        except (StreamrlError, OSError) as error:
+            logger.debug("broadcast missed", extra={"version": taken.manifest.version, "error": str(error)})
+        finally:
+            if not whole:
+                self._staging.drop(taken.draft)
+        self._round = None
+        await self._say(socket, Got(taken.number, whole))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _end(self, pair: Pair) -> None:
+        """No broadcast brings this version any more: when it is still under way here, the round failed."""
+        if self._round is not None and self._round.manifest.pair <= pair:
+            self._leave_round()
+            self._leave_group()
+        async with self._changed:
+            self._connected, self._done = True, max(self._done, pair)
+            self._changed.notify_all()
+
+    def _leave_round(self) -> None:
+        if self._round is not None:
+            if self._round.receiving is not None:
+                self._round.receiving.cancel()
+            self._staging.drop(self._round.draft)
+            self._round = None
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+
+
+def _proven(folder: Path, manifest: Manifest) -> bool:
+    return all(file_checksum(folder / shard.file) == shard.checksum for shard in manifest.shards)

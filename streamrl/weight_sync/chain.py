@@ -1,0 +1,397 @@
+"""From fetched files to one whole version: full files are used where they lie, deltas are applied to their base.
+
+```
+anchor   all shards full       the files take the place of those of the base
+delta    base is what is held  changed values are written into the mapped files; full shards replace their file
+         an engine reads them  into copies, in a new folder; the old files go when the last reader does
+         base is another       the chain of bases is walked back to what is held or to an anchor, and applied in order
+then     every part of every tensor is hashed; only files with the hashes of the manifest hold that version
+```
+A base that was cancelled, torn or found wrong holds no version: the next one is rebuilt from the newest anchor.
+`pin` makes a durable copy in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from streamrl.atomic import fsync_directory
+from streamrl.config import WeightsConfig
+from streamrl.errors import CannotCreate, WeightsError
+from streamrl.weight_sync.delta import decode_into, read_delta_shard
+from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum, short_hash
+from streamrl.weight_sync.manifest import (
+    MANIFEST_FILE,
+    PINNED,
+    Manifest,
+    Pair,
+    Shard,
+    encode,
+    folder_name,
+    read_manifest,
+)
+from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
+from streamrl.weight_sync.tensors import DTYPES, Readers, Version, assemble, map_shared, map_version, raw_bytes
+
+logger = logging.getLogger(__name__)
+_LONGEST_CHAIN: Final = 1000
+_DRAFT: Final = ".draft-"
+_DISK_HINT: Final = "make room on the disk of the run directory, or unpin another version"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One version of a chain with the folder that holds its files."""
+
+    manifest: Manifest
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A version whose files are on this host, and the links that lead to it, the oldest first.
+
+    No links: the delta base holds it. `in_place`: the files of the only link are whole and used where they lie.
+    """
+
+    manifest: Manifest
+    links: list[Link]
+    in_place: bool
+
+
+def _needs_base(chain: list[Manifest], held: Pair | None) -> bool:
+    """Whether a chain, the newest first, begins neither with a full version nor with a delta against `held`."""
+    if chain[-1].base is None or chain[-1].base == held:
+        return False
+    if len(chain) == _LONGEST_CHAIN:
+        raise WeightsError(f"version {chain[0].version} is more than {_LONGEST_CHAIN} deltas from a full one")
+    return True
+
+
+class DeltaBase:
+    """Full files of one version, mapped, into which deltas are written. Used by one thread at a time.
+
+    `pair` is the version that it holds, proven; None: none, or in the middle of a change. `manifest` is that of the
+    version it held last.
+
+    Args:
+        folders: the files lie in the first; the next is taken while an engine reads those in the one before.
+        moves: fetched files are moved here; else they are copied.
+        proven: the sizes and checksums of fetched files have been checked.
+        hint: what to do when there is no room.
+    """
+
+    def __init__(self, folders: Iterator[Path], *, moves: bool, proven: bool, hint: str) -> None:
+        self._folders, self._moves, self._proven, self._hint = folders, moves, proven, hint
+        self._folder = next(folders)
+        self._readers = Readers()
+        self._tables: dict[str, dict[str, torch.Tensor]] = {}
+        self.manifest: Manifest | None = None
+        self.pair: Pair | None = None
+
+    def apply(self, link: Link) -> None:
+        """Become the version of a link.
+
+        `WeightsError`: the result does not have the hashes of the manifest, or a file is wrong; nothing is held then.
+        """
+        manifest = link.manifest
+        if manifest.base not in (None, self.pair):
+            raise WeightsError(f"a delta against {manifest.base} does not fit the files of {self.pair}")
+        self.pair = None  # until the files are proven to be the new version
+        if self._readers.count:
+            self._step_aside({shard.file for shard in manifest.shards if shard.kind == "delta"})
+        if self._moves:
+            (link.folder / MANIFEST_FILE).unlink(missing_ok=True)  # from here on its files are not all there
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        for shard in manifest.shards:
+            if shard.kind == "full":
+                self._replace(link.folder, shard)
+            else:
+                self._change(link.folder, shard)
+        for name in self._tables.keys() - {shard.file for shard in manifest.shards}:
+            del self._tables[name]
+            (self._folder / name).unlink(missing_ok=True)
+        self._prove(manifest)
+        self.manifest, self.pair = manifest, manifest.pair
+
+    def version(self) -> Version:
+        """Return the version that is held; `WeightsError` when none is, or its tensors are not those listed."""
+        manifest = self.manifest
+        if manifest is None or self.pair is None:
+            raise WeightsError("no version is held")
+        version = assemble(self._folder, manifest, [self._tables[shard.file] for shard in manifest.shards])
+        return replace(version, readers=self._readers)
+
+    def _step_aside(self, changed: set[str]) -> None:
+        """Leave the files to their readers; continue with copies of those that change."""
+        old, self._folder = self._folder, next(self._folders)
+        self._readers = Readers()
+        tables, self._tables = self._tables, {}
+        try:
+            self._folder.mkdir(mode=0o700)
+            for file in tables.keys() & changed:
+                shutil.copyfile(old / file, self._folder / file)
+                self._tables[file] = map_shared(self._folder / file)
+        except OSError as error:
+            raise CannotCreate(f"no room for {self._folder}: {error}", self._hint) from error
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _replace(self, folder: Path, shard: Shard) -> None:
+        draft = self._folder / f".{shard.file}"
+        draft.unlink(missing_ok=True)
+        try:
+            if self._moves:
+                (folder / shard.file).replace(draft)
+            else:
+                shutil.copyfile(folder / shard.file, draft)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise CannotCreate(f"no room for {draft}: {error}", self._hint) from error
+        if not self._proven and file_checksum(draft) != shard.checksum:
+            raise WeightsError(f"{folder / shard.file} does not have the checksum of its manifest")
+        draft.replace(self._folder / shard.file)
+        self._tables[shard.file] = map_shared(self._folder / shard.file)
+
+    def _change(self, folder: Path, shard: Shard) -> None:
+        table = self._tables.get(shard.file)
+        if table is None:
+            raise WeightsError(f"{folder / shard.file} changes a file that the version before does not have")
+        limit = 2 * sum(tensor.nbytes for tensor in table.values()) + SLACK_BYTES
+        for name, encoded in read_delta_shard(folder / shard.file, shard, limit=limit).items():
+            if name not in table:
+                raise WeightsError(f"{folder / shard.file} changes {name}, which the version before does not have")
+            decode_into(table[name], encoded)
+
+    def _prove(self, manifest: Manifest) -> None:
+        for entry in manifest.tensors:
+            if not entry.hashes and manifest.base is None:
+                continue  # the checksums of its files are proof enough
+            found = []
+            for index in entry.parts:
+                part = self._tables[manifest.shards[index].file].get(entry.name)
+                found.append("" if part is None else short_hash(raw_bytes(part)))
+            if found != entry.hashes:
+                raise WeightsError(
+                    f"{entry.name} of version {manifest.pair} has other hashes than its manifest says",
+                    "it is rebuilt from a full version",
+                )
+
+
+class Staging:
+    """Brings versions near, for one replica: `fetch` while its engine works, then `make`.
+
+    `keep` leaves fetched files in the folder for neighbours, instead of moving them into the delta base.
+    """
+
+    def __init__(self, config: WeightsConfig, source: WeightSource, folder: StagingFolder, *, keep: bool) -> None:
+        self._config, self._source, self._folder = config, source, folder
+        self._moves = source.proves and not keep
+        bases = (folder.root / f"base.{number}" for number in count())
+        self._base = DeltaBase(bases, moves=self._moves, proven=source.proves, hint="give this host a larger /dev/shm")
+        self._hopeless: Pair | None = None
+        self._used = ""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")  # so never two changes of the base at a time
+
+    def close(self) -> None:
+        """End the thread; what it is doing is finished first."""
+        self._thread.shutdown()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was fetched."""
+        return self._source.traffic
+
+    async def fetch(self, manifest: Manifest) -> Fetched:
+        """Get the files of a version onto this host; does not touch what an engine may be reading.
+
+        Raises:
+            FileNotFoundError: they are gone, most likely because a newer version came.
+            WeightsError: they are not what the manifest says.
+            Unreachable, CannotCreate: trying again may help.
+        """
+        if manifest.base is not None or self._config.delta.enabled:
+            return Fetched(manifest, await self.links(manifest), in_place=False)
+        if self._source.proves:
+            self._folder.trim({self._used, manifest.folder})
+        return Fetched(manifest, [Link(manifest, await self._source.fetch(manifest))], in_place=True)
+
+    async def make(self, fetched: Fetched) -> Version:
+        """Prove and map a version; no engine may be reading one meanwhile. Raises like `fetch`."""
+        manifest, deadline = fetched.manifest, self._config.deadline
+        try:
+            async with asyncio.timeout(deadline):
+                if fetched.in_place:
+                    folder, proven = fetched.links[0].folder, self._source.proves
+                    version = await asyncio.to_thread(map_version, folder, manifest, proven=proven)
+                else:
+                    version = await self._rebuild(manifest, fetched.links)
+        except TimeoutError as error:
+            raise WeightsError(
+                f"version {manifest.version} could not be read within {deadline:g} s", "raise weights.deadline"
+            ) from error
+        self._used = manifest.folder
+        return version
+
+    async def _rebuild(self, manifest: Manifest, links: list[Link]) -> Version:
+        try:
+            return await self.apply(links)
+        except WeightsError as error:
+            if links and links[0].manifest.base is None:
+                raise
+            extra = {"version": manifest.version, "error": error.message}
+            logger.warning("weights do not fit what this host holds", extra=extra)
+        return await self.apply(await self.links(manifest))  # the base holds nothing now: from an anchor on
+
+    async def links(self, manifest: Manifest) -> list[Link]:
+        """Fetch what leads from the delta base to a version, the oldest first; nothing when it holds that one.
+
+        A repeat fetches only what is missing. May run while an engine reads the base.
+
+        Raises:
+            WeightsError: no way leads there, or only one that was found wrong before.
+            FileNotFoundError, Unreachable, CannotCreate: as of `WeightSource.fetch`.
+        """
+        held = self._base.pair
+        if manifest.pair == held:
+            return []
+        chain = [manifest]
+        while _needs_base(chain, held):
+            chain.append(await self._source.base_of(chain[-1]))
+        if chain[-1].base is None and len(chain) > 1:
+            if chain[-1].pair == self._hopeless:
+                raise WeightsError(
+                    f"version {manifest.version} builds on {self._hopeless}, whose deltas gave wrong weights before",
+                    "the next full version mends this",
+                )
+            extra = {"version": manifest.version, "anchor": chain[-1].version, "deltas": len(chain) - 1}
+            logger.info("weights rebuilt from a full version", extra=extra)
+        if self._source.proves:
+            used = () if self._base.manifest is None else (self._base.manifest.folder,)
+            self._folder.trim({*used, *(link.folder for link in chain)})
+        return [Link(link, await self._source.fetch(link)) for link in reversed(chain)]
+
+    async def apply(self, links: list[Link]) -> Version:
+        """Bring the delta base to the last version of a chain and return it; an empty chain returns what it holds.
+
+        Writes into what an engine may be reading. Cancelling leaves a base that holds nothing; raises like
+        `DeltaBase.apply`.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            for link in links:
+                await loop.run_in_executor(self._thread, self._base.apply, link)
+                if self._moves:
+                    self._folder.drop(link.folder)
+            return await loop.run_in_executor(self._thread, self._base.version)
+        except WeightsError:
+            if len(links) > 1 and links[0].manifest.base is None:
+                self._hopeless = links[0].manifest.pair
+            raise
+
+
+# ---- versions that a person keeps: plain full files in RUN_DIR/pinned/v-EPOCH-VERSION
+
+
+def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
+    """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
+
+    Deltas are applied, so the copy needs nothing else. A version that is pinned already is left as it is.
+
+    Raises:
+        WeightsError: the files are not what their manifests say, or went away because newer versions came.
+        CannotCreate: no room, or no permission; nothing is left behind.
+    """
+    target = run_dir / PINNED / folder_name(*pair)
+    if (target / MANIFEST_FILE).exists():
+        return read_manifest(target)
+    draft = target.with_name(f"{_DRAFT}{target.name}-{os.getpid()}")
+    _remove_abandoned(target.parent)
+    try:
+        chain = [read_manifest(root / folder_name(*pair))]
+        while _needs_base(chain, None):
+            chain.append(checked_base(read_manifest(root / folder_name(*base_pair(chain[-1]))), chain[-1]))
+        draft.mkdir(parents=True)
+        _check_disk(draft, chain[0])
+        base = DeltaBase(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)
+        for manifest in reversed(chain):
+            base.apply(Link(manifest, root / manifest.folder))
+        base.version()
+        shards = [_durable(draft / shard.file) for shard in chain[0].shards]
+        copy = msgspec.structs.replace(chain[0], base=None, sources=[], shards=shards)
+        with (draft / MANIFEST_FILE).open("xb") as file:
+            file.write(encode(copy))
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_directory(draft)
+        draft.rename(target)
+        fsync_directory(target.parent)
+    except FileNotFoundError as error:
+        raise WeightsError(
+            f"version {pair[1]} went away while it was copied: {error.filename}", "newer ones came; pin one of those"
+        ) from error
+    except CannotCreate:
+        raise
+    except OSError as error:
+        raise CannotCreate(f"version {pair[1]} cannot be pinned in {draft}: {error}", "make room there") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return copy
+
+
+def unpin(run_dir: Path, pair: Pair) -> bool:
+    """Remove a pinned version; False when there is none. What is half removed is not seen as a version."""
+    target = run_dir / PINNED / folder_name(*pair)
+    gone = target.with_name(f"{_DRAFT}gone-{target.name}-{os.getpid()}")
+    try:
+        target.rename(gone)
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(gone)
+    return True
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove drafts of processes of this host that have ended."""
+    for entry in folder.glob(f"{_DRAFT}*"):
+        pid = entry.name.rpartition("-")[2]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(entry, ignore_errors=True)
+        except (OSError, ValueError, OverflowError):
+            continue
+
+
+def _check_disk(folder: Path, manifest: Manifest) -> None:
+    """Refuse at once what the disk has no room for; it has the last word later."""
+    need = SLACK_BYTES
+    for entry in manifest.tensors:
+        need += torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise CannotCreate(
+            f"no room for version {manifest.version} in {folder.parent}: needs {need >> 20} MiB, {free >> 20} MiB left",
+            _DISK_HINT,
+        )
+
+
+def _durable(path: Path) -> Shard:
+    """Write a file through to the disk and return its entry for the manifest."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return Shard(file=path.name, bytes=path.stat().st_size, checksum=file_checksum(path))

@@ -1,0 +1,328 @@
+"""Files of versions on this host: the folders they lie in, room for them, checksums, the token. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import resource
+import secrets
+import shutil
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import xxhash
+
+from streamrl.errors import CannotCreate, ConfigError, WeightsError
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, encode, parse_folder, read_manifest
+
+TOKEN_VARIABLE: Final = "STREAMRL_WEIGHTS_TOKEN_FILE"  # noqa: S105  (a name, no secret)
+SLACK_BYTES: Final = 1 << 20
+"""Room asked for beyond the values: headers and the manifest."""
+CHUNK_BYTES: Final = 32 << 20
+Buffer: TypeAlias = "bytes | memoryview[Any] | mmap.mmap"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder below it is private, see `create_root`)
+_SHM_HINT: Final = "give the host (or container: --shm-size) a larger /dev/shm, or set weights.transport=directory"
+_STAGING: Final = "-spool-"
+_DRAFT: Final = ".draft-"
+_TOKEN_FILE: Final = "weights.token"  # noqa: S105  (a name, no secret)
+_MIN_TOKEN_CHARACTERS: Final = 16
+_OPEN_FILES: Final = 1 << 16
+
+
+# ---- folders
+
+
+@dataclass(frozen=True)
+class VersionStore:
+    """Folder that holds the folders of versions.
+
+    `durable`: a version is on the disk before it gets its name; `hint`: what to do when there is no room.
+    """
+
+    root: Path
+    durable: bool
+    hint: str
+
+
+def shm_store(run_dir: Path) -> VersionStore:
+    """Return the store in the shared memory of this host; the same for all processes of a user."""
+    digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
+    return VersionStore(_SHARED_MEMORY / f"streamrl-{os.getuid()}-{digest}", durable=False, hint=_SHM_HINT)
+
+
+def store_of(transport: str, run_dir: Path) -> VersionStore:
+    """Return where the learner's host keeps the versions: RUN_DIR/weights for `directory`, else shared memory."""
+    if transport != "directory":
+        return shm_store(run_dir)
+    return VersionStore(run_dir.resolve() / "weights", True, "make room on the disk of the run directory")
+
+
+def create_root(store: VersionStore) -> None:
+    """Make the root of a store, private to its user; `CannotCreate` when that is not possible."""
+    try:
+        store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = store.root.lstat()
+    except OSError as error:
+        raise CannotCreate(f"cannot make {store.root} for the weights: {error}", store.hint) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise CannotCreate(f"{store.root} belongs to somebody else", f"remove {store.root}")
+
+
+def check_room(store: VersionStore, need: int) -> None:
+    """Raise `CannotCreate` when the file system of a store has fewer than `need` bytes left."""
+    free = os.statvfs(store.root)
+    left = free.f_bavail * free.f_frsize
+    if left < need:
+        raise CannotCreate(
+            f"no room for the weights in {store.root}: {need >> 20} MiB needed, {left >> 20} MiB left", store.hint
+        )
+
+
+def staging_root(run_dir: Path, name: str) -> Path:
+    """Return the folder in the shared memory of this host that holds what the replica `name` fetched."""
+    root = shm_store(run_dir).root
+    return root.with_name(f"{root.name}{_STAGING}{re.sub('[^A-Za-z0-9._-]', '_', name)}")
+
+
+def memory_of(run_dir: Path) -> list[Path]:
+    """Return the folders that processes of a run have made in the shared memory of this host."""
+    root = shm_store(run_dir).root
+    return [folder for folder in (root, *root.parent.glob(f"{root.name}{_STAGING}*")) if folder.exists()]
+
+
+def release_memory(run_dir: Path) -> None:
+    """Give back the shared memory of a run that ended; a mapped version stays readable. A repeat does nothing.
+
+    The supervisor calls it when no role is left: a run that is resumed publishes its weights again.
+    """
+    for folder in memory_of(run_dir):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def allow_many_files() -> None:
+    """Raise this process's soft limit of open files as far as its hard limit allows. A repeat does nothing.
+
+    Connections, programs, and each mapped or held file of a version take a descriptor.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a container may forbid it; then the limit is met where it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# ---- checksums: xxh3 finds torn, truncated and mixed-up files; it does not stop an attacker
+
+
+def checksum(*buffers: Buffer) -> str:
+    """Return xxh3-128 of the buffers, one after the other, as 32 hexadecimal digits."""
+    state = xxhash.xxh3_128()
+    for buffer in buffers:
+        _update(state, buffer)
+    return state.hexdigest()
+
+
+def short_hash(buffer: Buffer) -> str:
+    """Return xxh3-64 of a buffer as 16 hexadecimal digits, which proves that a part of a tensor is the right one."""
+    state = xxhash.xxh3_64()
+    _update(state, buffer)
+    return state.hexdigest()
+
+
+def _update(state: xxhash.xxh3_128 | xxhash.xxh3_64, buffer: Buffer) -> None:
+    """Feed a buffer to a checksum in pieces, so that other threads run in between."""
+    view = memoryview(buffer).cast("B")
+    for start in range(0, view.nbytes, CHUNK_BYTES):
+        state.update(view[start : start + CHUNK_BYTES])
+
+
+def file_checksum(path: Path) -> str:
+    """Return xxh3-128 of a file; `OSError` when it cannot be read."""
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+# ---- files of a removed version, written over for a new one
+
+
+def take_spare(spare: Path, path: Path) -> int | None:
+    """Give an own file without readers another name, in order to write over it; return its size.
+
+    New pages of shared memory cost as much as the copy into them; those of the version that is being removed are there
+    already. The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that no process has open or mapped,
+    and none can open it afterwards, because it has lost its name. None: there is no such file, or it has a reader; then
+    neither name is taken.
+    """
+    try:
+        spare.rename(path)
+    except OSError:
+        return None
+    try:
+        size = _size_if_unread(path)
+    except OSError:
+        size = None
+    if size is None:
+        path.unlink(missing_ok=True)
+    return size
+
+
+def _size_if_unread(path: Path) -> int | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_nlink > 1:  # it has another name after all
+            return None
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return found.st_size
+    finally:
+        os.close(descriptor)
+
+
+# ---- staging: what a replica fetched
+
+
+class StagingFolder:
+    """Folders of versions in the shared memory of this host, for one replica: private, bounded, empty when it opens.
+
+    A version is a draft until all of its files are there and proven; then it gets its name by one rename. One process
+    at a time may use the folder of a name.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.root = staging_root(run_dir, name)
+        self._store = VersionStore(self.root, durable=False, hint=_SHM_HINT)
+
+    def open(self) -> None:
+        """Make the folder, empty; raises `CannotCreate` without permission."""
+        self.close()
+        create_root(self._store)
+
+    def close(self) -> None:
+        """Remove the folder; a process that has one of its files mapped keeps it. A repeat does nothing."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def holds(self, manifest: Manifest) -> Path | None:
+        """Return the folder of a version that is here whole, None when it is not."""
+        folder = self.root / manifest.folder
+        try:
+            found = read_manifest(folder)
+        except (OSError, WeightsError):
+            return None
+        return folder if found.pair == manifest.pair and found.shards == manifest.shards else None
+
+    def draft(self, manifest: Manifest, mark: str = "") -> Path:
+        """Return the folder for the files of a version on their way; an existing one is continued.
+
+        `mark` tells apart drafts of one version that are written at the same time. `CannotCreate`: no room for the
+        version.
+        """
+        folder = self.root / f"{_DRAFT}{manifest.folder}+{mark}"
+        try:
+            if not folder.is_dir():
+                check_room(self._store, manifest.total_bytes + SLACK_BYTES)
+                folder.mkdir(mode=0o700)
+        except OSError as error:
+            if isinstance(error, CannotCreate):
+                raise
+            raise CannotCreate(f"cannot make {folder}: {error}", self._store.hint) from error
+        return folder
+
+    def finish(self, manifest: Manifest, draft: Path) -> Path:
+        """Give a draft whose files are proven its name and return the folder; one that is here already stays."""
+        folder = self.root / manifest.folder
+        if self.holds(manifest) is not None:  # broadcast and pulled: an engine may read the one that was first
+            self.drop(draft)
+            return folder
+        try:
+            (draft / MANIFEST_FILE).write_bytes(encode(manifest))
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.rename(folder)
+        except OSError as error:
+            raise CannotCreate(f"cannot finish {folder}: {error}", self._store.hint) from error
+        return folder
+
+    def create(self, path: Path, size: int) -> None:
+        """Make a file of a draft and take all its room, because a write into mapped memory without room is fatal."""
+        try:
+            with path.open("xb") as file:
+                file.truncate(size)
+                if size:
+                    os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise CannotCreate(f"no room for {path} ({size >> 20} MiB): {error}", self._store.hint) from error
+
+    def drop(self, draft: Path) -> None:
+        """Remove a draft or a version. A repeat does nothing."""
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def count(self) -> int:
+        """Return how many whole versions are here."""
+        return sum(parse_folder(entry.name) is not None for entry in self.root.iterdir())
+
+    def trim(self, keep: Collection[str]) -> None:
+        """Remove every version and draft that is not named in `keep` and older than the newest that is."""
+        newest = max((pair for name in keep if (pair := parse_folder(name)) is not None), default=(0, 0))
+        for entry in self.root.iterdir():
+            folder = entry.name.removeprefix(_DRAFT).partition("+")[0]
+            pair = parse_folder(folder)
+            if pair is not None and pair < newest and folder not in keep:
+                self.drop(entry)
+
+
+# ---- the bearer token of a run's weights: the learner's host makes the file, other hosts get a copy
+
+
+def read_token(run_dir: Path) -> str:
+    """Return the token in $STREAMRL_WEIGHTS_TOKEN_FILE, else in RUN_DIR/weights.token.
+
+    Raises:
+        ConfigError: there is no such file, or it holds too little.
+    """
+    path = _token_path(run_dir)
+    try:
+        token = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"no token for the weights in {path}: {error}",
+            f"copy RUN_DIR/{_TOKEN_FILE} of the learner's host to this host and name it in ${TOKEN_VARIABLE}",
+        ) from error
+    if len(token) < _MIN_TOKEN_CHARACTERS:
+        raise ConfigError(f"the token in {path} has fewer than {_MIN_TOKEN_CHARACTERS} characters", "remove the file")
+    return token
+
+
+def make_token(run_dir: Path) -> str:
+    """Return the token; a missing file is made with a new one, readable by its owner alone.
+
+    Raises:
+        CannotCreate: the file cannot be written.
+        ConfigError: the file holds too little.
+    """
+    path = _token_path(run_dir)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    if not path.exists():
+        try:
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            draft.rename(path)
+        except OSError as error:
+            raise CannotCreate(f"cannot write the token of the weights to {path}: {error}") from error
+    return read_token(run_dir)
+
+
+def _token_path(run_dir: Path) -> Path:
+    named = os.environ.get(TOKEN_VARIABLE)
+    return Path(named) if named else run_dir / _TOKEN_FILE

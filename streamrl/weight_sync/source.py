@@ -1,0 +1,111 @@
+"""How the files of a version get onto this host: `WeightSource`, and the one for files that this host sees already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from typing_extensions import override
+
+from streamrl.errors import WeightsError
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, decode, folder_name
+
+_LOOKS: Final = 4
+_LOOK_PAUSE: Final = 0.05
+
+
+@dataclass
+class Traffic:
+    """What was fetched since the start, those bytes included that broken transfers brought; only grows."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block to `seconds`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - began
+
+
+class WeightSource(Protocol):
+    """Where versions come from. All methods belong to one event loop; fetches may overlap.
+
+    Attributes:
+        proves: the files that `fetch` returns have the sizes and checksums of their manifest, and are our own.
+            Otherwise the reader has to prove that, and must not write to them.
+        traffic: what was fetched.
+    """
+
+    proves: bool
+    traffic: Traffic
+
+    async def fetch(self, manifest: Manifest) -> Path:
+        """Return the folder that holds all files of a version.
+
+        What is here already is not fetched again; the next fetch continues one that failed or was cancelled.
+
+        Raises:
+            FileNotFoundError: no host has the version any more.
+            WeightsError: its files are not what the manifest says.
+            Unreachable: not fetched within `weights.deadline`; trying again may help.
+            CannotCreate: no room for the files.
+        """
+        ...
+
+    async def base_of(self, manifest: Manifest) -> Manifest:
+        """Return the manifest of the version that a delta needs; raises like `fetch`."""
+        ...
+
+
+def base_pair(manifest: Manifest) -> Pair:
+    """Return the pair of the version that a delta needs; `WeightsError` for a full version."""
+    if manifest.base is None:
+        raise WeightsError(f"version {manifest.version} is no delta")
+    return manifest.base
+
+
+def checked_base(base: Manifest, manifest: Manifest) -> Manifest:
+    """Return `base` when it is what the delta `manifest` names; `WeightsError` otherwise."""
+    if base.pair != manifest.base or base.run != manifest.run or base.pair >= manifest.pair:
+        raise WeightsError(f"the base of version {manifest.pair} should be {manifest.base}, not {base.pair}")
+    return base
+
+
+class FolderSource(WeightSource):
+    """`shm` and `directory`: the publisher's own files, which others read too."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.proves = False
+        self.traffic = Traffic()
+
+    @override
+    async def fetch(self, manifest: Manifest) -> Path:
+        folder = self._root / manifest.folder
+        await self._look(folder / MANIFEST_FILE)
+        return folder
+
+    @override
+    async def base_of(self, manifest: Manifest) -> Manifest:
+        folder = self._root / folder_name(*base_pair(manifest))
+        return checked_base(decode(await self._look(folder / MANIFEST_FILE)), manifest)
+
+    async def _look(self, path: Path) -> bytes:
+        # A shared file system may show a rename a moment later than Redis shows the manifest.
+        for attempt in range(_LOOKS):
+            try:
+                return await asyncio.to_thread(path.read_bytes)
+            except OSError:
+                if attempt == _LOOKS - 1:
+                    raise
+            await asyncio.sleep(_LOOK_PAUSE * 2**attempt)
+        raise AssertionError

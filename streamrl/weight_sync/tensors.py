@@ -1,0 +1,287 @@
+"""Tensors in files: safetensors shards that are written, proven and mapped, and the `Version` an engine is handed.
+
+The safetensors library writes a shard from a dictionary and would have to read it back for its checksum; here each byte
+is hashed on its way out. The format is that of the library, byte for byte: 8 bytes of header length, JSON header, data
+without holes (https://huggingface.co/docs/safetensors, "Format"); the tests read these files with the library itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import orjson
+import torch
+import xxhash
+
+from streamrl.errors import WeightsError
+from streamrl.weight_sync.files import Buffer, checksum
+from streamrl.weight_sync.manifest import Adapter, Manifest, Pair, Shard, TensorEntry
+
+_ALIGNMENT: Final = 64
+_MAX_HEADER_BYTES: Final = 100 << 20
+_WRITE_BYTES: Final = 4 << 20
+"""Hashed and written in turn: what was hashed is still in the processor's cache when it is written."""
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+Table: TypeAlias = Mapping[str, torch.Tensor]
+
+
+# ---- one version
+
+
+class Readers:
+    """How many engines read a version now; `with version.readers:` is one more."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """All weights of one version, or its adapter, whole and proven, in files of this host.
+
+    Attributes:
+        pair: (epoch, number).
+        step: optimizer step of the weights.
+        tensors: every parameter by its Hugging Face name, a tied one under one of its names; on the CPU, views of
+            mapped files where a tensor lies in one piece. Only to be read, and only until the call that got it returns,
+            or as long as `readers` says so.
+        folder: holds the files; None when the version was made in memory (tests), which only an engine in this
+            process can take.
+        files: safetensors files in `folder`. A tensor that lies in several of them is cut along its first dimension,
+            in the order of `parts[name]`.
+        parts: name to the files that hold it, in the order of the rows.
+        sources: servers that have the files of this version for other hosts (`Manifest.sources`).
+        readers: who reads it after the call that got it has returned. Its bytes stay as they are as long; its files may
+            lose their names.
+        adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
+    """
+
+    pair: Pair
+    step: int
+    tensors: Mapping[str, torch.Tensor]
+    folder: Path | None = None
+    files: tuple[str, ...] = ()
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    readers: Readers = field(default_factory=Readers)
+    adapter: Adapter | None = None
+
+    @property
+    def number(self) -> int:
+        """The version's number, which tokens carry."""
+        return self.pair[1]
+
+
+class WholeTensors(Mapping[str, torch.Tensor]):
+    """Tensors by name; one that is cut into parts is put together when it is asked for, so only one is held whole."""
+
+    def __init__(self, parts: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parts = self._parts[name]
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Version:
+    """Map every shard of a full version in `folder` and check it against its manifest.
+
+    `proven`: sizes and checksums have been checked, and no other process writes there.
+
+    Raises:
+        WeightsError: sizes, checksums, names, dtypes or shapes do not fit.
+        OSError: a file cannot be opened or mapped.
+    """
+    if proven:
+        return assemble(folder, manifest, [map_shared(folder / shard.file) for shard in manifest.shards])
+    return assemble(folder, manifest, [map_shard(folder / shard.file, shard) for shard in manifest.shards])
+
+
+def assemble(folder: Path, manifest: Manifest, tables: Sequence[Table]) -> Version:
+    """Make a version of mapped shards, a table of tensors for each; `WeightsError` when the manifest differs."""
+    if sum(len(entry.parts) for entry in manifest.tensors) != sum(len(table) for table in tables):
+        raise WeightsError(f"{folder}: the shards hold tensors that the manifest does not list")
+    found: dict[str, list[torch.Tensor]] = {}
+    for entry in manifest.tensors:
+        parts = [tables[part].get(entry.name) for part in entry.parts]
+        held = [part for part in parts if part is not None]
+        if len(held) != len(parts) or not _fits(entry, held):
+            raise WeightsError(f"{folder}: tensor {entry.name} is not what the manifest says")
+        found[entry.name] = held
+    files = tuple(shard.file for shard in manifest.shards)
+    return Version(
+        pair=manifest.pair,
+        step=manifest.step,
+        tensors=WholeTensors(found),
+        folder=folder,
+        files=files,
+        parts={entry.name: tuple(files[part] for part in entry.parts) for entry in manifest.tensors},
+        sources=tuple(manifest.sources),
+        adapter=manifest.adapter,
+    )
+
+
+def _fits(entry: TensorEntry, parts: Sequence[torch.Tensor]) -> bool:
+    if not parts or any(DTYPE_NAMES[part.dtype] != entry.dtype for part in parts):
+        return False
+    if len(parts) == 1:
+        return list(parts[0].shape) == entry.shape
+    if not entry.shape or any(list(part.shape[1:]) != entry.shape[1:] for part in parts):
+        return False
+    return sum(part.shape[0] for part in parts) == entry.shape[0]
+
+
+# ---- one safetensors file
+
+
+def write_tensors(
+    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, durable: bool, over: bool = False
+) -> Shard:
+    """Write tensors as one safetensors file and return its entry for the manifest.
+
+    The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `path` must
+    not exist; `over`: it does, has no reader, and its content goes. `durable`: fsync before returning. `OSError` may
+    leave the file behind in part.
+    """
+    return write_pieces(path, encode_tensors(tensors), durable=durable, over=over)
+
+
+def write_pieces(
+    path: Path, pieces: Iterable[Buffer], *, durable: bool, kind: Literal["full", "delta"] = "full", over: bool = False
+) -> Shard:
+    """Write bytes as one file and hash them on their way; arguments and errors as of `write_tensors`."""
+    state = xxhash.xxh3_128()
+    total = 0
+    with path.open("r+b" if over else "xb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            total += view.nbytes
+            for start in range(0, view.nbytes, _WRITE_BYTES):
+                part = view[start : start + _WRITE_BYTES]
+                state.update(part)
+                while part.nbytes:
+                    part = part[os.write(file.fileno(), part) :]
+        if over:
+            file.truncate(total)
+        if durable:
+            os.fsync(file.fileno())
+    return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), kind=kind)
+
+
+def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
+    """Map a shard, check it against its entry, and return its tensors without copying them.
+
+    The mapping is private (copy on write), so nothing a holder does reaches the file, and it stays readable after the
+    file is unlinked, for as long as one of the tensors lives.
+
+    Raises:
+        WeightsError: the size, the checksum or the safetensors header does not fit.
+        FileNotFoundError: the file is gone.
+    """
+    mapped = _map(path, mmap.MAP_PRIVATE, expected=shard.bytes)
+    found = checksum(mapped)
+    if found != shard.checksum:
+        raise WeightsError(f"{path} has checksum {found}, its manifest says {shard.checksum}")
+    return parse_tensors(mapped, str(path))
+
+
+def map_shared(path: Path) -> dict[str, torch.Tensor]:
+    """Map a safetensors file that belongs to this process; what is written to its tensors is written to the file."""
+    return parse_tensors(_map(path, mmap.MAP_SHARED), str(path))
+
+
+def _map(path: Path, flags: int, *, expected: int | None = None) -> mmap.mmap:
+    with path.open("r+b" if flags == mmap.MAP_SHARED else "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if expected not in (None, size):
+            raise WeightsError(f"{path} has {size} bytes, its manifest says {expected}")
+        if not size:
+            raise WeightsError(f"{path} is empty")
+        return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def encode_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[memoryview[Any]]:
+    """Return the bytes of a safetensors file in pieces, without a copy of the tensors (contiguous, on the CPU)."""
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    return [memoryview(_header(ordered)), *(raw_bytes(tensor) for _, tensor in ordered)]
+
+
+def parse_tensors(data: bytearray | mmap.mmap, where: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a whole safetensors file as views of `data`; `where` names the file in errors.
+
+    `WeightsError`: it is no safetensors file, or a tensor lies outside of it.
+    """
+    size = len(data)
+    start = 8 + int.from_bytes(data[:8], "little")
+    if start > min(size, _MAX_HEADER_BYTES):
+        raise WeightsError(f"{where}: the safetensors header is longer than the file")
+    try:
+        table: dict[str, Any] = orjson.loads(data[8:start])
+        return {name: _view(data, start, entry) for name, entry in table.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise WeightsError(f"{where} is no safetensors file: {error}") from error
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview[Any]:
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    table: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors:
+        end = offset + tensor.nbytes
+        table[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = orjson.dumps(table)
+    # The format allows trailing spaces; they put the data on a cache line.
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _view(data: bytearray | mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+    dtype = DTYPES[entry["dtype"]]
+    shape = [int(size) for size in entry["shape"]]
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    count = (end - begin) // dtype.itemsize
+    if not 0 <= begin <= end <= len(data) - start or count * dtype.itemsize != end - begin or min(shape, default=0) < 0:
+        raise ValueError("the offsets of a tensor do not fit")
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).view(shape)
