@@ -16,12 +16,11 @@ from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
-from streamrl.consumers.built_in import BUILT_IN
-from typer.main import get_command
 
-from streamrl.cli import app
+from streamrl.cli import COMMANDS, load_command
 from streamrl.config import RunConfig, base
 from streamrl.config.presets import PRESETS
+from streamrl.consumers.plugins import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 LUA = ROOT / "streamrl" / "queues" / "lua"
@@ -46,20 +45,26 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     return text
 
 
-def walk(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    """Every command below a group, with its words."""
+def every_command() -> Iterator[tuple[str, Any]]:
+    """Every command of the command line, with its words."""
+    for name in COMMANDS:
+        yield from below(load_command(name), name)
+
+
+def below(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    """The command, or every command below a group, with its words."""
     if not hasattr(command, "list_commands"):
         yield " ".join(names), command
         return
     context = command.context_class(command, info_name="streamrl")
     for name in command.list_commands(context):
-        yield from walk(command.get_command(context, name), *names, name)
+        yield from below(command.get_command(context, name), *names, name)
 
 
 def commands() -> str:
     """Every command with its help, arguments and options."""
     parts = []
-    for name, command in walk(get_command(app)):
+    for name, command in every_command():
         context = command.context_class(command, info_name=f"streamrl {name}")
         usage = " ".join([f"streamrl {name}", *command.collect_usage_pieces(context)])
         parts += [f"### {name}\n", f"`{usage}`\n", inspect.cleandoc(command.help or "") + "\n"]

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-from typer.main import get_command
 
-from streamrl.cli import app
+from streamrl.cli import load_command
 from streamrl.config import RunConfig
 from streamrl.consumers.plugins import BUILT_IN
 from streamrl.demo import prepare
@@ -74,7 +73,7 @@ def test_every_script_says_what_it_does():
 
 def test_every_command_and_option_is_listed():
     text = hooks().commands()
-    commands = dict(hooks().walk(get_command(app)))
+    commands = dict(hooks().every_command())
     assert len(commands) >= 16
     for words, command in commands.items():
         section = text.partition(f"### {words}\n")[2].partition("\n### ")[0]
@@ -85,7 +84,7 @@ def test_every_command_and_option_is_listed():
 
 def test_the_exit_codes_are_those_of_commands_that_exist():
     table = (DOCS / "reference" / "cli.md").read_text().partition("More precisely")[2].partition("\n## ")[0]
-    commands = {words for words, _ in hooks().walk(get_command(app))}
+    commands = {words for words, _ in hooks().every_command()}
     for cell in re.findall(r"^\| (`.*?) \| ", table, re.MULTILINE):
         for words in re.findall(r"`([a-z ]+)`", cell):
             assert any(f" {command}".endswith(f" {words}") for command in commands), words
@@ -175,7 +174,7 @@ def test_every_command_line_is_understood(block):
     lines = commands_of(block)
     assert lines
     for line in lines:
-        command, words = get_command(app), list(line)
+        command, words = load_command(line[0]), list(line[1:])
         context = command.context_class(command, info_name="streamrl")
         while hasattr(command, "list_commands"):
             command = command.get_command(context, words.pop(0))
