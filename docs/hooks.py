@@ -52,9 +52,10 @@ def every_command() -> Iterator[tuple[str, Any]]:
 
 
 def below(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    """The command, or every command below a group, with its words."""
+    """The command, or every command below a group, with its words; none that is hidden."""
     if not hasattr(command, "list_commands"):
-        yield " ".join(names), command
+        if not command.hidden:
+            yield " ".join(names), command
         return
     context = command.context_class(command, info_name="streamrl")
     for name in command.list_commands(context):
