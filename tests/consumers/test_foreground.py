@@ -77,10 +77,13 @@ async def test_a_sync_reward_that_blocks_its_thread_is_named():
 
 
 async def test_signals_are_as_before_when_it_ends():
-    before = signal.getsignal(signal.SIGINT)
-    with Foreground([], print).watching():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before
+    given = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where Ctrl-C is ignored
+    try:
+        with Foreground([], print).watching():
+            assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, given)
 
 
 BLOCKING = """
