@@ -266,7 +266,7 @@ def model_server() -> Iterator[str]:
 async def bare_worker(run_dir: Path) -> None:
     """Lease, read and score, with the ledger and nothing else. Runs until it is killed."""
     config = config_of({"use": "exact_match"})
-    score = wire.encode(wire.Score(value=1.0, parts={"exact_match": 1.0}, seconds=0.001))
+    score = wire.encode(wire.SampleScore(value=1.0, parts={"exact_match": 1.0}, seconds=0.001))
     async with open_ledgers(config, run_dir) as ledgers:
 
         async def handle(lease: Lease) -> None:

@@ -53,7 +53,7 @@ def measure() -> dict[str, Any]:
         engine="rollout.0",
         seconds=12.5,
     )
-    score = wire.Score(value=1.0, parts={"exact_match": 1.0}, seconds=0.01)
+    score = wire.SampleScore(value=1.0, parts={"exact_match": 1.0}, seconds=0.01)
     encoded = {
         kind: wire.encode(message) for kind, message in (("prompt", prompt), ("sample", sample), ("score", score))
     }

@@ -113,8 +113,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
         return np.repeat(np.asarray([version for _, version in self.runs], dtype=np.int64), lengths)
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
-    """Score of one sample: the weighted sum, and each part by the name of its reward.
+class SampleScore(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
+    """SampleScore of one sample: the weighted sum, and each part by the name of its reward.
 
     `detail` is shown when somebody tries a reward; workers do not write it.
     """
@@ -130,12 +130,12 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_default
             raise ValueError("a score must be finite")
 
 
-Message: TypeAlias = Prompt | Sample | Score
-_M = TypeVar("_M", Prompt, Sample, Score)
+Message: TypeAlias = Prompt | Sample | SampleScore
+_M = TypeVar("_M", Prompt, Sample, SampleScore)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoders: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Prompt, Sample, Score)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Prompt, Sample, SampleScore)
 }
 
 
@@ -149,11 +149,15 @@ class _Header(msgspec.Struct):
 _header: Final = msgspec.msgpack.Decoder(_Header)
 
 
+def _name(kind: type[Message]) -> str:
+    return str(kind.__struct_config__.tag)
+
+
 def encode(message: Message) -> bytes:
     """Return the bytes of a message. Raises `WireError` above `MAX_MESSAGE_BYTES`."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a {type(message).__name__.lower()} of {len(data)} bytes is over the limit of the wire")
+        raise WireError(f"a {_name(type(message))} of {len(data)} bytes is over the limit of the wire")
     return data
 
 
@@ -169,9 +173,9 @@ def decode(data: bytes, kind: type[_M]) -> _M:
     try:
         message: _M = _decoders[kind].decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise WireError(f"not a {kind.__name__.lower()}: {_reason(data, error)}") from error
+        raise WireError(f"not a {_name(kind)}: {_reason(data, error)}") from error
     if message.v != SCHEMA:
-        raise WireError(f"schema version {message.v} of a {kind.__name__.lower()}, this program knows {SCHEMA}")
+        raise WireError(f"schema version {message.v} of a {_name(kind)}, this program knows {SCHEMA}")
     _check_arrays(message)
     return message
 
@@ -186,7 +190,7 @@ def _reason(data: bytes, error: Exception) -> str:
 
 
 def _check_arrays(message: Message) -> None:
-    if isinstance(message, Score):
+    if isinstance(message, SampleScore):
         return
     if len(message.tokens) % 4 or (isinstance(message, Sample) and len(message.logprobs) % 4):
         raise WireError("an array of tokens or log-probabilities was cut in the middle of an element")

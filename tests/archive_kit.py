@@ -38,9 +38,9 @@ def response_of(gid: int, number: int) -> wire.Sample:
     )
 
 
-def score_of(gid: int, number: int) -> wire.Score:
+def score_of(gid: int, number: int) -> wire.SampleScore:
     value = float((gid + number) % 2 == 0)
-    return wire.Score(value=value, parts={"exact_match": value}, seconds=0.25)
+    return wire.SampleScore(value=value, parts={"exact_match": value}, seconds=0.25)
 
 
 def closed(
@@ -51,7 +51,7 @@ def closed(
 
     def score(number: int) -> bytes:
         found = score_of(gid, number)
-        return wire.encode(wire.Score(value=found.value + bonus, parts=found.parts, seconds=found.seconds))
+        return wire.encode(wire.SampleScore(value=found.value + bonus, parts=found.parts, seconds=found.seconds))
 
     return ClosedGroup(
         gid=gid,

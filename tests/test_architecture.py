@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 from streamrl.runtime.logs import RECORD_FIELDS
@@ -20,6 +21,16 @@ def test_modules_say_what_they_are_for():
     assert not [
         str(path) for path in FILES if (text := path.read_text()).strip() and not ast.get_docstring(ast.parse(text))
     ]
+
+
+def test_a_class_name_is_used_once():
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_functions_fit_on_a_screen():

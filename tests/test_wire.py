@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamrl import wire
 from streamrl.errors import WireError
-from streamrl.wire import Prompt, Sample, Score
+from streamrl.wire import Prompt, Sample, SampleScore
 
 SAMPLE = Sample(
     tokens=wire.pack_int32([5, 6, 2]),
@@ -61,8 +61,8 @@ def test_any_sample_survives_the_wire_exactly(drawn):
 def test_prompt_and_score_round_trip():
     prompt = Prompt(tokens=wire.pack_int32([1, 2]), text="é", answer={"x": [1, None]}, metadata={"k": 1.5}, line=3)
     assert wire.decode(wire.encode(prompt), Prompt) == prompt
-    score = Score(value=0.5, parts={"exact": 1.0, "length": -0.5})
-    assert wire.decode(wire.encode(score), Score) == score
+    score = SampleScore(value=0.5, parts={"exact": 1.0, "length": -0.5})
+    assert wire.decode(wire.encode(score), SampleScore) == score
 
 
 @pytest.mark.parametrize("cut", range(len(wire.encode(SAMPLE))))
@@ -73,7 +73,7 @@ def test_every_truncation_is_refused(cut):
 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_but_wire_error(data):
-    for kind in (Prompt, Sample, Score):
+    for kind in (Prompt, Sample, SampleScore):
         try:
             wire.decode(data, kind)
         except WireError:
@@ -82,12 +82,12 @@ def test_no_bytes_raise_anything_but_wire_error(data):
 
 def test_foreign_type_and_unknown_schema_are_named():
     with pytest.raises(WireError, match="not a sample"):
-        wire.decode(wire.encode(Score(value=1.0)), Sample)
+        wire.decode(wire.encode(SampleScore(value=1.0)), Sample)
     newer = msgspec.msgpack.encode({"type": "sample", "v": 2, "chunks": []})
     with pytest.raises(WireError, match="schema version 2"):
         wire.decode(newer, Sample)
     with pytest.raises(WireError, match="schema version 9"):
-        wire.decode(wire.encode(Score(v=9, value=1.0)), Score)
+        wire.decode(wire.encode(SampleScore(v=9, value=1.0)), SampleScore)
 
 
 def test_unknown_fields_of_the_same_schema_are_ignored():
@@ -120,9 +120,9 @@ def test_samples_against_the_rules_are_refused(change):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_score_is_finite(value):
     with pytest.raises(ValueError, match="finite"):
-        Score(value=value)
+        SampleScore(value=value)
     with pytest.raises(WireError):
-        wire.decode(msgspec.msgpack.encode({"type": "score", "v": 1, "value": value}), Score)
+        wire.decode(msgspec.msgpack.encode({"type": "score", "v": 1, "value": value}), SampleScore)
 
 
 def test_size_limit_is_checked_before_decoding(monkeypatch):

@@ -227,7 +227,7 @@ class ArchivedSample:
 
     number: int
     response: wire.Sample
-    score: wire.Score
+    score: wire.SampleScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ def _lost(group: RecordedGroup) -> str:
 def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
     """Decode a group; `WireError` when a message in it is none of ours."""
     samples = tuple(
-        ArchivedSample(number, wire.decode(payload, wire.Sample), wire.decode(score, wire.Score))
+        ArchivedSample(number, wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore))
         for number, (payload, score) in zip(group.numbers, group.samples, strict=True)
     )
     return ArchivedGroup(

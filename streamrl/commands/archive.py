@@ -43,7 +43,7 @@ SinceOption = Annotated[
 ]
 
 
-class Format(StrEnum):
+class RowFormat(StrEnum):
     """Values of `--format`."""
 
     jsonl = "jsonl"
@@ -105,7 +105,7 @@ def export(
     run: RunOption = None,
     source: FromOption = None,
     kind: Annotated[
-        Format | None, typer.Option("--format", help="If left out: parquet for FILE.parquet, else JSON lines.")
+        RowFormat | None, typer.Option("--format", help="If left out: parquet for FILE.parquet, else JSON lines.")
     ] = None,
     since: SinceOption = None,
     evaluation: EvalOption = False,
@@ -119,8 +119,8 @@ def export(
     could not be read.
     """
     path = None if out == "-" else Path(out)
-    kind = kind or (Format.parquet if path is not None and path.suffix == ".parquet" else Format.jsonl)
-    if path is None and (kind is Format.parquet or json):
+    kind = kind or (RowFormat.parquet if path is not None and path.suffix == ".parquet" else RowFormat.jsonl)
+    if path is None and (kind is RowFormat.parquet or json):
         raise UsageError("--out - writes JSON lines and nothing else", "name a file")
     reading = read_archive(source or find_run(run).path, evaluation=evaluation)
     started = time.monotonic()
@@ -230,7 +230,9 @@ def _shared(group: ArchivedGroup) -> dict[str, Any]:
     }
 
 
-def export_rows(groups: Iterable[ArchivedGroup], out: Path | None, kind: Format, *, tokens: bool, force: bool) -> int:
+def export_rows(
+    groups: Iterable[ArchivedGroup], out: Path | None, kind: RowFormat, *, tokens: bool, force: bool
+) -> int:
     """Write the rows of groups and return their number.
 
     Args:
@@ -247,13 +249,13 @@ def export_rows(groups: Iterable[ArchivedGroup], out: Path | None, kind: Format,
     rows = (row for group in groups for row in rows_of(group, tokens=tokens))
     if out is None:
         return _to_jsonl(rows, sys.stdout.buffer.write if hasattr(sys.stdout, "buffer") else _write_text)
-    if kind is Format.parquet and not find_spec("pyarrow"):
+    if kind is RowFormat.parquet and not find_spec("pyarrow"):
         raise ConfigError("Parquet needs pyarrow", "pip install 'streamrl[parquet]'; or --format jsonl")
     if out.exists() and not force:
         raise CannotCreate(f"{out} is there already", "name another file, or replace it with --force")
     draft = out.with_name(f".{out.name}.draft")
     try:
-        if kind is Format.parquet:
+        if kind is RowFormat.parquet:
             count = _to_parquet(rows, draft, tokens=tokens)
         else:
             with draft.open("wb") as file:

@@ -27,7 +27,7 @@ FILES: Final = {
 """Files of each template, by name."""
 
 
-class Template(StrEnum):
+class RunTemplate(StrEnum):
     """Values of `--template`."""
 
     own = "own"
@@ -37,9 +37,9 @@ class Template(StrEnum):
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; made when missing.")] = Path(),
     template: Annotated[
-        Template,
+        RunTemplate,
         typer.Option(help="own: for your own model, prompts and rewards; sort: a task that runs without network."),
-    ] = Template.own,
+    ] = RunTemplate.own,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
 ) -> int:
     """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
@@ -51,7 +51,7 @@ def init(
     there = [name for name in files if (folder / name).exists()]
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
-    if template is Template.sort:
+    if template is RunTemplate.sort:
         _make_sort_task(folder)
     templates = resources.files("streamrl.commands") / "templates"
     try:
@@ -63,7 +63,7 @@ def init(
     for name in files:
         output.write(f"wrote {folder / name}")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    first = "" if template is Template.sort else "look through run.yaml, then "
+    first = "" if template is RunTemplate.sort else "look through run.yaml, then "
     output.note(f"next: {first}`{here}streamrl up run.yaml`")
     return 0
 

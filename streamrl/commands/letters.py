@@ -40,7 +40,7 @@ def sample_data(number: int, payload: bytes | None, score: bytes | None, cause: 
                 "versions": [[first, version] for first, version in sample.runs],
             }
         if score is not None:
-            value = wire.decode(score, wire.Score)
+            value = wire.decode(score, wire.SampleScore)
             found |= {"score": value.value, "parts": value.parts, "seconds": value.seconds}
     except WireError as error:
         found["unreadable"] = error.message

@@ -29,7 +29,7 @@ _HEAD: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
-class LogLine:
+class PrintedLine:
     """One line: role, time in seconds since 1970 (without one, that of the line before), the record."""
 
     role: str
@@ -46,14 +46,14 @@ class LogFile:
         self._tail = Tail(path)
         self._at = 0.0
 
-    def read(self) -> Iterator[LogLine]:
+    def read(self) -> Iterator[PrintedLine]:
         """Yield the lines that came since the last call."""
         for line in self._tail.read():
             record = server_record(line, time.time()) if self._server else line
             at = record.get("at", record.get("time"))
             if isinstance(at, (int, float)):
                 self._at = float(at)
-            yield LogLine(self.role, self._at, record)
+            yield PrintedLine(self.role, self._at, record)
 
 
 def logs(
@@ -113,7 +113,7 @@ def _follow(folder: Path, roles: Sequence[str], files: list[LogFile], *, json: b
         time.sleep(_POLL)
 
 
-def _show(line: LogLine, width: int, *, json: bool) -> None:
+def _show(line: PrintedLine, width: int, *, json: bool) -> None:
     if json:
         output.write_json(SCHEMA, {"role": line.role, **line.record})
     else:

@@ -219,17 +219,17 @@ def scoring_of(scorer: PatientScorer, concurrency: int) -> ScoreGroup:
     """How a scorer scores a group: sample by sample, or whole where a reward compares; so many calls at a time."""
     slots = asyncio.Semaphore(concurrency)
 
-    async def once(samples: Sequence[RewardSample]) -> list[wire.Score | StreamrlError]:
+    async def once(samples: Sequence[RewardSample]) -> list[wire.SampleScore | StreamrlError]:
         async with slots:
             began = time.monotonic()
             results = await scorer.score_group(samples)
         seconds = round(time.monotonic() - began, 6)
         return [
-            msgspec.structs.replace(result, seconds=seconds) if isinstance(result, wire.Score) else result
+            msgspec.structs.replace(result, seconds=seconds) if isinstance(result, wire.SampleScore) else result
             for result in results
         ]
 
-    async def each(samples: Sequence[RewardSample]) -> list[wire.Score | StreamrlError]:
+    async def each(samples: Sequence[RewardSample]) -> list[wire.SampleScore | StreamrlError]:
         async with asyncio.TaskGroup() as tasks:
             scored = [tasks.create_task(once([sample])) for sample in samples]
         return [result for task in scored for result in task.result()]

@@ -38,7 +38,7 @@ class Trial:
 
     number: int
     sample: RewardSample
-    end: wire.Score | ScoringFailed
+    end: wire.SampleScore | ScoringFailed
     seconds: float
 
 

@@ -34,7 +34,7 @@ class Composition:
         gate = reward.spec.gate
         return gate is None or shaped(reward, score.value) >= gate
 
-    def score(self, scores: Mapping[str, Score], tokens: int) -> wire.Score:
+    def score(self, scores: Mapping[str, Score], tokens: int) -> wire.SampleScore:
         """Put the values together.
 
         Args:
@@ -70,7 +70,7 @@ class Composition:
             parts[OVERLONG] = overlong_penalty(tokens, self._longest, self._scoring.overlong)
             value += parts[OVERLONG]
         detail = "\n".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
-        return wire.Score(value=finite(value, "the whole"), parts=parts, detail=detail)
+        return wire.SampleScore(value=finite(value, "the whole"), parts=parts, detail=detail)
 
     def _combined(self, values: Sequence[tuple[str, float, float]]) -> float:
         match self._scoring.combine:

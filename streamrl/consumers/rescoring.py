@@ -40,7 +40,7 @@ from streamrl.atomic import write_durably
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError
 
-ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.Score | StreamrlError]]]
+ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.SampleScore | StreamrlError]]]
 """Scores the samples of one group: for each a score, or why there is none."""
 
 _ABOUT: Final = "rescored.json"
@@ -134,7 +134,7 @@ class RescoredSet:
                 "choose another --into, or replace them with --force",
             )
 
-    def _read(self, *, evaluation: bool) -> dict[tuple[int, int], dict[int, wire.Score]]:
+    def _read(self, *, evaluation: bool) -> dict[tuple[int, int], dict[int, wire.SampleScore]]:
         """The new scores that are there, by group and attempt."""
         reading = ArchiveReading(archive_files(self.folder, evaluation=evaluation))
         found = {
@@ -144,7 +144,7 @@ class RescoredSet:
             raise ConfigError(f"{self.files}: {reading.problems[0]}", "make the scores anew with --force")
         return found
 
-    def add(self, group: ArchivedGroup, scores: dict[int, wire.Score], causes: dict[int, str]) -> None:
+    def add(self, group: ArchivedGroup, scores: dict[int, wire.SampleScore], causes: dict[int, str]) -> None:
         """Write a group with its new scores, within a second; `CannotCreate`: no room."""
         by_number = dict(zip(group.raw.numbers, group.raw.samples, strict=True))
         record = RecordedGroup(
@@ -251,10 +251,10 @@ async def _one(
         return
     samples = [RewardSample.of(group.prompt, each.response, group.gid, each.number) for each in group.samples]
     results = await score(samples)
-    scores: dict[int, wire.Score] = {}
+    scores: dict[int, wire.SampleScore] = {}
     causes: dict[int, str] = {}
     for sample, result in zip(group.samples, results, strict=True):
-        if isinstance(result, wire.Score):
+        if isinstance(result, wire.SampleScore):
             scores[sample.number] = result
             outcome.add((group.gid, group.attempt, sample.number), sample.score.value, result.value)
         else:

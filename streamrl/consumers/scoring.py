@@ -50,7 +50,7 @@ class Scorer:
         """Attempts that were followed by another one, of all rewards."""
         return sum(calls.figures.retried for calls in self.calls)
 
-    async def score(self, sample: RewardSample, until: float) -> wire.Score:
+    async def score(self, sample: RewardSample, until: float) -> wire.SampleScore:
         """Return the score of one sample with every part; `docs/guides/combine-rewards.md` says how it is made.
 
         The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
@@ -70,7 +70,9 @@ class Scorer:
                 break
         return self._composed(scores, sample)
 
-    async def score_group(self, samples: Sequence[RewardSample], until: float) -> list[wire.Score | ScoringFailed]:
+    async def score_group(
+        self, samples: Sequence[RewardSample], until: float
+    ) -> list[wire.SampleScore | ScoringFailed]:
         """Score the samples of one group together: returns for each its score, or why it has none.
 
         Rewards of single samples are called for each sample. A reward that compares gets the samples that passed all
@@ -90,7 +92,7 @@ class Scorer:
             going = [index for index in going if states[index].failure is None]
             if stage:
                 going = [index for index in going if self._passes(stage[-1], scores[index])]
-        results: list[wire.Score | ScoringFailed] = []
+        results: list[wire.SampleScore | ScoringFailed] = []
         for index, sample in enumerate(samples):
             try:
                 results.append(states[index].failure or self._composed(scores[index], sample))
@@ -152,7 +154,7 @@ class Scorer:
     def _passes(self, last: RewardCalls, scores: dict[str, Score]) -> bool:
         return self._composition.passes(last.reward, scores[last.reward.name])
 
-    def _composed(self, scores: dict[str, Score], sample: RewardSample) -> wire.Score:
+    def _composed(self, scores: dict[str, Score], sample: RewardSample) -> wire.SampleScore:
         try:
             return self._composition.score(scores, len(sample.tokens))
         except (ValueError, TypeError, ArithmeticError) as error:
@@ -221,7 +223,7 @@ class PatientScorer:
         """The rewards with their figures."""
         return self._scorer.calls
 
-    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.Score | ScoringFailed]:
+    async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.SampleScore | ScoringFailed]:
         """Score samples of one group, as `Scorer.score_group`.
 
         Raises:

@@ -160,7 +160,7 @@ class RewardWorker:
             causes = dict.fromkeys(samples, Cause(f"{len(samples)} of {leased.size} samples left to compare")) | causes
             samples = {}
         results = await self._scorer.score_group(list(samples.values()), until) if samples else []
-        scores: dict[int, wire.Score] = {}
+        scores: dict[int, wire.SampleScore] = {}
         group_cause = ""
         for index, result in zip(samples, results, strict=True):
             if isinstance(result, ScoringFailed):
@@ -253,7 +253,7 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
     return line
 
 
-def _encoded(score: wire.Score, started: float) -> bytes:
+def _encoded(score: wire.SampleScore, started: float) -> bytes:
     return wire.encode(msgspec.structs.replace(score, seconds=round(time.monotonic() - started, 6), detail=""))
 
 

@@ -37,7 +37,7 @@ _META_FILE: Final = "meta.json"
 _CHUNK: Final = 8 << 20
 
 
-class Shard(msgspec.Struct, frozen=True):
+class CheckpointShard(msgspec.Struct, frozen=True):
     """One rank's file: name, bytes, xxh3-128 of its content in hexadecimal."""
 
     file: str
@@ -72,7 +72,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     record: list[Link] = []
     recording: list[Link] = []
-    shards: list[Shard] = []
+    shards: list[CheckpointShard] = []
 
     @property
     def position(self) -> Position:
@@ -260,11 +260,11 @@ def shard_name(rank: int, world: int) -> str:
     return f"rank-{rank}-of-{world}.safetensors"
 
 
-def describe(path: Path) -> Shard:
+def describe(path: Path) -> CheckpointShard:
     """Size and checksum of a file as it is on disk."""
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             checksum.update(chunk)
             size += len(chunk)
-    return Shard(path.name, size, checksum.hexdigest())
+    return CheckpointShard(path.name, size, checksum.hexdigest())

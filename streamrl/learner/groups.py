@@ -137,7 +137,7 @@ class GroupOpener:
 def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
     """Responses with their rewards, in the order of their numbers."""
     parts = [closed.samples[number] for number in sorted(closed.samples)]
-    return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.Score).value) for payload, score in parts]
+    return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore).value) for payload, score in parts]
 
 
 def _train_samples(

@@ -32,7 +32,7 @@ from streamrl.learner.publishing import Publishing
 from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.saving import Saver
-from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.learner.step import StepStats, make_models
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import TrainBuffer
@@ -404,7 +404,7 @@ class Leader:
         self._start.branch.note(self._version, self._published_step)
         base = self._publishing.next_base()
         numbers = self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))
-        snapshot: Snapshot = await self._ranks.order(Command.PUBLISH, *numbers)
+        snapshot: PolicySnapshot = await self._ranks.order(Command.PUBLISH, *numbers)
         await self._publishing.start(self._version, self._worker.step, base, snapshot)
 
     async def _abandon(self) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.lineage import VersionsLog
-from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.weight_sync.manifest import Manifest, Pair
 from streamrl.weight_sync.publisher import Publisher
@@ -83,7 +83,7 @@ class Publishing:
         """What the next version may be a delta against; the ranks must be told the same. Only when settled."""
         return self._publisher.next_base()
 
-    async def start(self, version: int, step: int, base: Pair | None, snapshot: Snapshot) -> None:
+    async def start(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> None:
         """Begin to publish a version; waits first for the one before it.
 
         Args:
@@ -124,7 +124,7 @@ class Publishing:
         self._publisher.close(unlink=False)
         self._executor.shutdown(wait=not self._hung)
 
-    async def _publish(self, version: int, step: int, base: Pair | None, snapshot: Snapshot) -> None:
+    async def _publish(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> None:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
@@ -161,7 +161,7 @@ class Publishing:
             "publish_density": figures.density,
         }
 
-    def _write(self, version: int, step: int, base: Pair | None, snapshot: Snapshot) -> tuple[bytes, Manifest]:
+    def _write(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> tuple[bytes, Manifest]:
         try:
             self._log.note(version, step)
         except OSError as error:

@@ -32,7 +32,7 @@ from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.shards import Part, RankState
-from streamrl.learner.snapshot import Copies, Snapshot
+from streamrl.learner.snapshot import Copies, PolicySnapshot
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.ledger import Ledger
@@ -231,14 +231,14 @@ class RankWorker:
         self._models.discard()
         self._gids, self._samples = [], []
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> PolicySnapshot:
         """A copy of this rank's share of the weights as they are published.
 
         It is valid until the next one; with deltas until the one after that, which needs it no more.
         """
         return self._copies.take(self._models.actor.published_rows())
 
-    def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> Snapshot | None:
+    def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> PolicySnapshot | None:
         """Copy this rank's share of a version. A rank above 0 writes it in the background; rank 0 publishes it.
 
         None when this rank still writes the version before and leaves this one out.
@@ -311,7 +311,7 @@ class PartWriter:
         """Whether the version before is still being written."""
         return self._running is not None and not self._running.done()
 
-    def start(self, pair: Pair, base: Pair | None, snapshot: Snapshot) -> None:
+    def start(self, pair: Pair, base: Pair | None, snapshot: PolicySnapshot) -> None:
         """Begin to write this rank's files of a version; `busy` must be False."""
         self._running = self._executor.submit(self._write, pair, base, snapshot)
 
@@ -326,7 +326,7 @@ class PartWriter:
         self._writer.stop()
         self._executor.shutdown(wait=not self.busy, cancel_futures=True)
 
-    def _write(self, pair: Pair, base: Pair | None, snapshot: Snapshot) -> None:
+    def _write(self, pair: Pair, base: Pair | None, snapshot: PolicySnapshot) -> None:
         try:
             self._writer.deliver(pair, base, snapshot.tensors, snapshot.shapes)
         except Exception as error:

@@ -255,7 +255,7 @@ def _frame(group: ClosedGroup, epoch: int) -> dict[str, Any]:
     """What is known of a recorded group, for `streamrl trace`; `WireError` when a message of it is none."""
     wire.decode(group.prompt, wire.Prompt)
     samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples.values()]
-    scores = [wire.decode(score, wire.Score) for _, score in group.samples.values()]
+    scores = [wire.decode(score, wire.SampleScore) for _, score in group.samples.values()]
     return {
         "gid": group.gid,
         "epoch": epoch,

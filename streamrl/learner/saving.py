@@ -26,7 +26,7 @@ from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
 from streamrl.learner.lineage import Lineage, greatest_logged_epoch
 from streamrl.learner.rank_group import Command, RankGroup
-from streamrl.learner.shards import Progress, take_notes
+from streamrl.learner.shards import WriteProgress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 
@@ -191,10 +191,10 @@ class Saver:
         await self._buffer.archive.sync()
         await asyncio.to_thread(self._lineage.sync)
         pause = _ASK_SECONDS
-        while (progress := await self._ranks.order(Command.SAVED)) is Progress.WRITING:
+        while (progress := await self._ranks.order(Command.SAVED)) is WriteProgress.WRITING:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_ASK, 2 * pause)
-        if progress is not Progress.WRITTEN:
+        if progress is not WriteProgress.WRITTEN:
             raise OSError("a rank could not write its shard")
         shards = await asyncio.to_thread(take_notes, self._checkpoints.draft(meta.position), meta.world)
         whole = msgspec.structs.replace(meta, shards=shards)

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from streamrl.errors import Refused
-from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, Shard, describe, shard_name
+from streamrl.learner.checkpoint import FORMAT, CheckpointShard, InvalidCheckpoint, Meta, describe, shard_name
 from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.tensors import write_tensors
 
@@ -40,7 +40,7 @@ def rows_of(size: int, rank: int, world: int) -> slice:
 # ---- one file
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointShard:
     """Write one rank's tensors durably, read the file back, and describe it in a note beside it (`NAME.json`).
 
     Args:
@@ -57,14 +57,14 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     with path.open("rb") as file:
         # Without the pages in memory the checksum is that of the disk, where the system does as we ask.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    shard = Shard(entry.file, entry.bytes, entry.checksum)
+    shard = CheckpointShard(entry.file, entry.bytes, entry.checksum)
     if describe(path) != shard:
         raise InvalidCheckpoint(f"{path}: what was read back is not what was written")
     _note(path).write_bytes(msgspec.json.encode(shard))
     return shard
 
 
-def take_notes(draft: Path, world: int) -> list[Shard]:
+def take_notes(draft: Path, world: int) -> list[CheckpointShard]:
     """Read what all ranks noted of their files, by rank, and remove the notes.
 
     Raises:
@@ -75,7 +75,7 @@ def take_notes(draft: Path, world: int) -> list[Shard]:
     for rank in range(world):
         path = draft / shard_name(rank, world)
         try:
-            shard = msgspec.json.decode(_note(path).read_bytes(), type=Shard)
+            shard = msgspec.json.decode(_note(path).read_bytes(), type=CheckpointShard)
         except msgspec.MsgspecError as error:
             raise InvalidCheckpoint(f"{_note(path)}: {error}") from error
         if (shard.file, shard.bytes) != (path.name, path.stat().st_size):
@@ -130,7 +130,7 @@ class Numbers(Protocol):
 Part = Tensors | Numbers
 
 
-class Progress(IntEnum):
+class WriteProgress(IntEnum):
     """How far the writing of a shard is; the least of all ranks says how far a checkpoint is."""
 
     WRITING = 0
@@ -179,15 +179,15 @@ class RankState:
         path = draft / shard_name(self._ranks.rank, self._ranks.world)
         self._newest = self._executor.submit(_written, path, self.tensors())
 
-    def saved(self) -> Progress:
+    def saved(self) -> WriteProgress:
         """How far the newest file is on the slowest rank. Collective, one all-reduce; nobody waits for a disk."""
         if self._newest is None:
-            mine = Progress.FAILED
+            mine = WriteProgress.FAILED
         elif not self._newest.done():
-            mine = Progress.WRITING
+            mine = WriteProgress.WRITING
         else:
-            mine = Progress.WRITTEN if self._newest.result() else Progress.FAILED
-        return Progress(self._ranks.all_min(mine)[0])
+            mine = WriteProgress.WRITTEN if self._newest.result() else WriteProgress.FAILED
+        return WriteProgress(self._ranks.all_min(mine)[0])
 
     def load(self, folder: Path, meta: Meta) -> None:
         """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective.

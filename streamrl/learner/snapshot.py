@@ -18,7 +18,7 @@ Rows: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class PolicySnapshot:
     """A copy of one rank's rows of all weights, valid until `Copies` needs its memory again; training may go on.
 
     Attributes:
@@ -58,7 +58,7 @@ class Copies:
         self._sets: deque[list[torch.Tensor]] = deque()
 
     @torch.no_grad()
-    def take(self, changed: Rows | None = None) -> Snapshot:
+    def take(self, changed: Rows | None = None) -> PolicySnapshot:
         """Copy this rank's rows. Not collective: nothing travels between ranks.
 
         Args:
@@ -73,7 +73,7 @@ class Copies:
             torch.cuda.synchronize(device)
         self._sets.append(copies)
         tensors, seconds = list(zip(self._rows, copies, strict=True)), time.monotonic() - started
-        return Snapshot(tensors, self._shapes, seconds, self._adapter)
+        return PolicySnapshot(tensors, self._shapes, seconds, self._adapter)
 
     def _room(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows.shape, dtype=self._dtype, pin_memory=rows.device.type == "cuda")

@@ -29,7 +29,7 @@ from streamrl.producers.admission import AdmissionTerms, Admitter, VersionBell
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
-from streamrl.wire import Prompt, Sample, Score, decode
+from streamrl.wire import Prompt, Sample, SampleScore, decode
 
 logger = logging.getLogger(__name__)
 LOG_NAME: Final = "evaluation.jsonl"
@@ -171,7 +171,7 @@ class Evaluation:
         versions: list[int] = []
         for payload, score in group.samples.values():
             try:
-                sample, value = decode(payload, Sample), decode(score, Score).value
+                sample, value = decode(payload, Sample), decode(score, SampleScore).value
             except WireError as error:
                 logger.warning("held-out response ignored", extra={"gid": group.gid, "error": str(error)})
                 continue

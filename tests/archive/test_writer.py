@@ -366,4 +366,4 @@ def test_a_recording_is_read_where_there_is_no_archive(tmp_path):
     five, six = read_archive(tmp_path)
     assert ([sample.number for sample in five.samples], five.causes) == ([1, 2, 3], {0: "deadline: sample 0"})
     assert ([sample.number for sample in six.samples], six.causes, six.at) == ([0, 1, 2], {}, 0.0)
-    assert isinstance(six.samples[0].score, wire.Score)
+    assert isinstance(six.samples[0].score, wire.SampleScore)

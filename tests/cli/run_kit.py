@@ -139,7 +139,7 @@ async def fill(config: RunConfig, run_dir: Path) -> None:
         for number in range(2):
             await train.emit(closed, number, sample())
         for leased in await ledger_kit.lease(train, "rollouts", count=2):
-            await train.score(leased, wire.encode(wire.Score(value=1.0, parts={"exact": 1.0})))
+            await train.score(leased, wire.encode(wire.SampleScore(value=1.0, parts={"exact": 1.0})))
         await train.fail_prompt(dead, "too long for the engine", "Traceback: \x1b[2Jline one\nline two")
         await train.emit(half, 0, sample())
         await ledger_kit.lease(train, "rollouts")

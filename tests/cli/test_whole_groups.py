@@ -35,7 +35,7 @@ async def live_run(tmp_path: Path):
                 await train.emit(prompt, number, sample())
         await train.emit(prompts[3], 0, sample())
         closed, dead, _ = await lease(train, "rollouts", count=3)
-        score = wire.encode(wire.Score(value=0.5, parts={"rank": 0.5}))
+        score = wire.encode(wire.SampleScore(value=0.5, parts={"rank": 0.5}))
         await train.score_group(closed, {0: score}, {1: Cause("wire: no sample", "Traceback: one")})
         await train.score_group(
             dead, {0: score}, {1: Cause("the judge", "Traceback: two")}, fail_group="the judge is away"

@@ -46,12 +46,12 @@ def leased(seconds: float = LEASE) -> SampleState:
 class HeldScorer(Scorer):
     """Scores what is leased for `LEASE` where a test does not say for how long."""
 
-    async def score(self, sample: RewardSample, until: float | None = None) -> wire.Score:
+    async def score(self, sample: RewardSample, until: float | None = None) -> wire.SampleScore:
         return await super().score(sample, lease_end() if until is None else until)
 
     async def score_group(
         self, samples: Sequence[RewardSample], until: float | None = None
-    ) -> list[wire.Score | ScoringFailed]:
+    ) -> list[wire.SampleScore | ScoringFailed]:
         return await super().score_group(samples, lease_end() if until is None else until)
 
 

@@ -156,5 +156,5 @@ def test_what_does_not_fit_is_refused_at_the_start(name, adapter, args, why):
 
 async def test_arrays_of_the_wire_are_not_what_functions_see():
     score = await call(load("detailed", "verl"), seen("4"))
-    wire.Score(value=score.value, parts=dict(score.parts))
+    wire.SampleScore(value=score.value, parts=dict(score.parts))
     assert all(type(part) is float for part in score.parts.values())

@@ -74,7 +74,7 @@ class Others:
         for gid in await self.train.closed():
             group = await self.train.read_group(gid)
             if group is not None and gid not in self.trained:
-                found = {k: wire.decode(score, wire.Score).value for k, (_, score) in group.samples.items()}
+                found = {k: wire.decode(score, wire.SampleScore).value for k, (_, score) in group.samples.items()}
                 assert found == {k: float(k) for k in range(SAMPLES)}, f"group {gid} has other scores: {found}"
                 self.trained.add(gid)
                 self.took.append(gid)

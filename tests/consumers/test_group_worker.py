@@ -129,7 +129,7 @@ async def test_groups_in_flight_when_the_rewards_begin_to_compare(redis_run, mak
         (half,) = await lease(ledgers.train, "prompts")
         await ledgers.train.emit(half, 0, wire.encode(response("1")))
         (sample,) = await lease(ledgers.train, "rollouts", "reward.0-before")
-        await ledgers.train.score(sample, wire.encode(wire.Score(value=99.0)))
+        await ledgers.train.score(sample, wire.encode(wire.SampleScore(value=99.0)))
         async with worker(config, redis_run.run_dir, ledgers):
             await until_closed(ledgers.train, [0])
             await ledgers.train.emit(half, 1, wire.encode(response("22")))

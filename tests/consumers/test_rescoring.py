@@ -17,7 +17,7 @@ ABOUT = {"rewards": [{"use": "length"}]}
 
 async def longer(samples):
     """The number of tokens is the score."""
-    return [wire.Score(value=float(len(sample.tokens)), parts={"length": 1.0}) for sample in samples]
+    return [wire.SampleScore(value=float(len(sample.tokens)), parts={"length": 1.0}) for sample in samples]
 
 
 def failing(*keys):

@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_a_recording_is_read_like_samples(tmp_path):
     folder = tmp_path / "run" / "recording"
     writer = RecordingWriter(folder, 1, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
-    score = wire.encode(wire.Score(value=1.0))
+    score = wire.encode(wire.SampleScore(value=1.0))
     writer.add(
         RecordedGroup(
             gid=5, prompt=wire.encode(prompt()), samples=[(wire.encode(response(text)), score) for text in ("4", "5")]
@@ -114,7 +114,7 @@ def test_a_recording_is_read_like_samples(tmp_path):
 def test_a_damaged_file_of_a_recording_is_named_and_the_others_are_read(tmp_path):
     for epoch, gid in ((1, 5), (2, 6)):
         writer = RecordingWriter(tmp_path, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
-        messages = (wire.encode(response("4")), wire.encode(wire.Score(value=1.0)))
+        messages = (wire.encode(response("4")), wire.encode(wire.SampleScore(value=1.0)))
         writer.add(RecordedGroup(gid=gid, prompt=wire.encode(prompt()), samples=[messages]))
         writer.sync()
         writer.close()

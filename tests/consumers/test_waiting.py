@@ -66,7 +66,7 @@ for call in (lambda: os.nice(1), lambda: os.sched_setscheduler(0, os.SCHED_IDLE,
 def look(monkeypatch, passed, ran, waited):
     monkeypatch.setattr(processes, "processor_time", lambda pids: (ran, waited))
     order = {"isolation": "none", "argv": [], "limits": {"memory": 1 << 40, "wall": 1, "cpu": 5, "slowest": 10}}
-    return keeper.Run(order, "", "", keeper.Lifeline())._look(passed)
+    return keeper.Run(order, "", "", keeper.ParentPipe())._look(passed)
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,11 @@ async def until_dead(ledger: Ledger, *gids: int) -> dict[tuple[int, int | None],
     return found
 
 
-async def scores(ledger: Ledger, gid: int) -> tuple[dict[int, wire.Score], dict[int, str]]:
+async def scores(ledger: Ledger, gid: int) -> tuple[dict[int, wire.SampleScore], dict[int, str]]:
     """Scores and causes of death of the samples of a group."""
     group = await ledger.read_group(gid)
     assert group is not None
-    return {number: wire.decode(score, wire.Score) for number, (_, score) in group.samples.items()}, group.causes
+    return {number: wire.decode(score, wire.SampleScore) for number, (_, score) in group.samples.items()}, group.causes
 
 
 async def values(ledger: Ledger, gid: int) -> dict[int, float]:

@@ -143,7 +143,7 @@ async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_non
             for gid in await train.closed():
                 group = await train.read_group(gid)
                 assert group is not None
-                found = {k: wire.decode(score, wire.Score) for k, (_, score) in group.samples.items()}
+                found = {k: wire.decode(score, wire.SampleScore) for k, (_, score) in group.samples.items()}
                 assert {k: score.value for k, score in found.items()} == {
                     k: float(grade) for k, grade in enumerate(wanted[gid]) if grade != OUT
                 }

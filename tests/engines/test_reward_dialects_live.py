@@ -20,7 +20,7 @@ from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.reward_model import RewardModel
-from streamrl.consumers.models.router import ServerState
+from streamrl.consumers.models.router import PoolServerState
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
 from streamrl.servers.reward_models import model_server
@@ -92,7 +92,7 @@ async def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     try:
         await client.follow(client.config.url)
         async with asyncio.timeout(START):
-            while client.standings()[0].state is ServerState.UNCHECKED:
+            while client.standings()[0].state is PoolServerState.UNCHECKED:
                 assert process.poll() is None, log.read_text(errors="replace")[-4000:]
                 await client.check()
                 await asyncio.sleep(0.5)

@@ -73,7 +73,7 @@ async def scores(ledger: Ledger, gid: int) -> dict[int, float]:
     group = await ledger.read_group(gid)
     assert group is not None
     assert not group.causes
-    return {number: wire.decode(score, wire.Score).value for number, (_, score) in group.samples.items()}
+    return {number: wire.decode(score, wire.SampleScore).value for number, (_, score) in group.samples.items()}
 
 
 def server_of(role: int) -> psutil.Process:

@@ -118,7 +118,7 @@ class Player:
             gid, sample = int(fields[b"g"]), int(fields[b"k"])
             lease = Lease(self.ledger, entry, gid, int(fields[b"a"]), sample, 1)
             if await self.ledger.leased_sample(lease) is not None:
-                await self.ledger.score(lease, wire.encode(wire.Score(value=reward(gid, sample))))
+                await self.ledger.score(lease, wire.encode(wire.SampleScore(value=reward(gid, sample))))
         return admitted
 
     async def admit(self, limit: int | None = None) -> bool:

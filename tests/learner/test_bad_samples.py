@@ -17,7 +17,9 @@ from streamrl.queues.records import ClosedGroup
 
 
 def closed(*samples, size=None):
-    payloads = {number: (wire.encode(sample), wire.encode(wire.Score(value=number))) for number, sample in samples}
+    payloads = {
+        number: (wire.encode(sample), wire.encode(wire.SampleScore(value=number))) for number, sample in samples
+    }
     prompt = wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2])))
     return ClosedGroup(
         gid=9, size=size or len(samples), attempt=0, version=1, crashes=0, causes={}, prompt=prompt, samples=payloads

@@ -29,7 +29,7 @@ def sample(*tokens: int, greedy: bool = False) -> bytes:
 
 
 def closed(*scored: tuple[bytes, float]) -> ClosedGroup:
-    samples = {at: (payload, wire.encode(wire.Score(value=value))) for at, (payload, value) in enumerate(scored)}
+    samples = {at: (payload, wire.encode(wire.SampleScore(value=value))) for at, (payload, value) in enumerate(scored)}
     return ClosedGroup(
         gid=9,
         size=len(scored),

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
-from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.weight_sync.publisher import VersionFigures
 
 
@@ -59,7 +59,7 @@ class Shelf:
 
 async def publish(publishing, *versions) -> None:
     for version, step in versions:
-        await publishing.start(version, step, None, Snapshot([], {}))
+        await publishing.start(version, step, None, PolicySnapshot([], {}))
         await publishing.settle()
 
 

@@ -15,7 +15,7 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
 from streamrl.learner.rank_group import PartWriter
 from streamrl.learner.shards import open_shards
-from streamrl.learner.snapshot import Snapshot
+from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.chain import pin
 from streamrl.weight_sync.files import make_token
@@ -122,7 +122,7 @@ def test_an_error_that_nobody_thought_of_is_told_to_rank_0_at_once(tmp_path, mon
 
     monkeypatch.setattr("streamrl.weight_sync.rank_writer.RankWriter.write", broken)
     parts = PartWriter(config, tmp_path, 1)
-    parts.start((1, 1), None, Snapshot([], {}))
+    parts.start((1, 1), None, PolicySnapshot([], {}))
     parts._running.result(DEADLINE)
     parts.close()
     with pytest.raises(CannotCreate, match="rank 1: out of pinned memory"):

@@ -84,7 +84,7 @@ async def test_a_killed_recorder_records_every_group_once(recording_run, point):
     for gid, group in groups.items():
         samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples]
         assert [sample.tokens for sample in samples] == [response(gid, k, 0).tokens for k in range(3)]
-        assert [wire.decode(score, wire.Score).value for _, score in group.samples] == [
+        assert [wire.decode(score, wire.SampleScore).value for _, score in group.samples] == [
             reward(gid, k) for k in range(3)
         ]
     assert await run.learn(name="recorder.0") == 0  # again: it is over

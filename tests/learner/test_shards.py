@@ -8,7 +8,7 @@ import torch
 
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.shards import Progress, RankState, rows_of, take_notes
+from streamrl.learner.shards import RankState, WriteProgress, rows_of, take_notes
 from streamrl.learner.takeover import check_fit
 
 
@@ -64,9 +64,9 @@ def written(ranks, folder, held):
     state = RankState(ranks, held)
     folder.mkdir(exist_ok=True)
     state.save(folder)
-    while state.saved() is Progress.WRITING:
+    while state.saved() is WriteProgress.WRITING:
         pass
-    assert state.saved() is Progress.WRITTEN
+    assert state.saved() is WriteProgress.WRITTEN
     meta = state.describe(META)
     return msgspec.json.decode(
         msgspec.json.encode(msgspec.structs.replace(meta, shards=take_notes(folder, 1))), type=Meta
@@ -91,7 +91,7 @@ def test_training_may_go_on_while_the_copy_is_written(one_rank, tmp_path):
     state = RankState(one_rank, held)
     state.save(tmp_path)
     held["actor"].tensors["weight"].fill_(99.0)
-    while state.saved() is Progress.WRITING:
+    while state.saved() is WriteProgress.WRITING:
         pass
     found = parts(0.0)
     RankState(one_rank, found).load(tmp_path, state.describe(META))
@@ -154,10 +154,10 @@ def test_meta_data_of_the_first_format_is_known_as_such():
 
 def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(one_rank, tmp_path):
     state = RankState(one_rank, parts())
-    assert state.saved() is Progress.FAILED  # nothing was begun
-    for folder, expected in ((tmp_path / "none", Progress.FAILED), (tmp_path, Progress.WRITTEN)):
+    assert state.saved() is WriteProgress.FAILED  # nothing was begun
+    for folder, expected in ((tmp_path / "none", WriteProgress.FAILED), (tmp_path, WriteProgress.WRITTEN)):
         state.save(folder)
-        while state.saved() is Progress.WRITING:
+        while state.saved() is WriteProgress.WRITING:
             pass
         assert state.saved() is expected
 
@@ -166,7 +166,7 @@ def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(one
 def test_notes_that_do_not_fit_are_no_checkpoint(one_rank, tmp_path, damage):
     state = RankState(one_rank, parts())
     state.save(tmp_path)
-    while state.saved() is Progress.WRITING:
+    while state.saved() is WriteProgress.WRITING:
         pass
     note, shard = tmp_path / "rank-0-of-1.json", tmp_path / shard_name(0, 1)
     if damage == "missing":

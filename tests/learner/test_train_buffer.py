@@ -275,7 +275,7 @@ async def test_clearing_crash_counts_makes_no_room_with_groups_that_have_gone(ta
     assert (state.unretired, state.live) == (0, 8)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.Score(value=1.0))])
+@pytest.mark.parametrize("payload", [b"", b"\x80", b"{}", wire.encode(wire.SampleScore(value=1.0))])
 async def test_a_foreign_message_is_a_dead_letter(table, payload):
     table.player.spoil[0, 1] = payload
     buffer = await table.buffer()
@@ -419,8 +419,8 @@ def test_a_group_is_opened_with_its_numbers():
         gid=9, size=3, attempt=0, version=3, crashes=0, causes={1: "engine"},
         prompt=wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]))),
         samples={
-            0: (wire.encode(sample), wire.encode(wire.Score(value=1.0))),
-            2: (wire.encode(other), wire.encode(wire.Score(value=0.0))),
+            0: (wire.encode(sample), wire.encode(wire.SampleScore(value=1.0))),
+            2: (wire.encode(other), wire.encode(wire.SampleScore(value=0.0))),
         },
     )  # fmt: skip
     branch = Branch([], [], 1, 0)
@@ -436,7 +436,8 @@ def test_a_group_is_opened_with_its_numbers():
     # 0.1 + 0.2 is not 0.3 to a computer.
     equal = iter([0.1 + 0.2, 0.3])
     same = {
-        number: (payload, wire.encode(wire.Score(value=next(equal)))) for number, (payload, _) in closed.samples.items()
+        number: (payload, wire.encode(wire.SampleScore(value=next(equal))))
+        for number, (payload, _) in closed.samples.items()
     }
     flat = opened(ClosedGroup(**{**vars(closed), "samples": same}), branch)
     assert flat.zero_gradient

@@ -12,7 +12,7 @@ from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.export import export_checkpoint
 from streamrl.learner.policy import Actor
 from streamrl.learner.sharding import TrainableModel
-from streamrl.learner.shards import Progress, RankState, take_notes
+from streamrl.learner.shards import RankState, WriteProgress, take_notes
 
 
 def full_tensors(model: TrainableModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -43,9 +43,9 @@ def save(folder: Path, actor: Actor) -> Meta:
         checkpoints.begin(meta.position)
     ranks.all_min(1)  # it is there
     state.save(checkpoints.draft(meta.position))
-    while (progress := state.saved()) is Progress.WRITING:
+    while (progress := state.saved()) is WriteProgress.WRITING:
         pass
-    assert progress is Progress.WRITTEN
+    assert progress is WriteProgress.WRITTEN
     if ranks.rank == 0:
         meta = msgspec.structs.replace(meta, shards=take_notes(checkpoints.draft(meta.position), ranks.world))
         checkpoints.finish(meta)

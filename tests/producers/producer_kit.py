@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from streamrl.config import RunConfig
 from streamrl.queues import Lease, Role, open_ledgers
 from streamrl.runfile import LoadedConfig, save
-from streamrl.wire import Prompt, Sample, Score, decode, encode, pack_float32, pack_int32
+from streamrl.wire import Prompt, Sample, SampleScore, decode, encode, pack_float32, pack_int32
 
 
 def save_tokenizer(folder):
@@ -180,7 +180,7 @@ class Hands:
             if found is None:
                 await self.ledger.fail_score(lease, "no score")
             else:
-                await self.ledger.score(lease, encode(Score(value=found)))
+                await self.ledger.score(lease, encode(SampleScore(value=found)))
         return len(leases)
 
     async def fence(self):

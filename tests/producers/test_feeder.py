@@ -25,7 +25,7 @@ from streamrl.producers.feeder import Training, run_feeder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
-from streamrl.wire import Score, encode
+from streamrl.wire import SampleScore, encode
 
 
 def expected(run, count):
@@ -206,7 +206,7 @@ class Scoring:
         for one in await self.hands.lease(self.hands.ledger.keys.rollouts):
             why = self.cause(one.gid, one.sample)
             if why is None:
-                await self.hands.ledger.score(one, encode(Score(value=1.0)))
+                await self.hands.ledger.score(one, encode(SampleScore(value=1.0)))
             else:
                 await self.hands.ledger.fail_score(one, why)
 
@@ -286,7 +286,7 @@ class AnsweredGroups:
             await self.train.fail_score(one, broken(one.gid, one.sample))
 
     async def score_one(self):
-        await self.train.score(self.waiting.pop(0), encode(Score(value=1.0)))
+        await self.train.score(self.waiting.pop(0), encode(SampleScore(value=1.0)))
 
 
 @pytest.mark.parametrize("rest_fails", [True, False])

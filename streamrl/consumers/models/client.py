@@ -22,9 +22,9 @@ from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, R
 from streamrl.consumers.models.router import (
     Claim,
     PoolServer,
+    PoolServerState,
     RequestOutcome,
     Router,
-    ServerState,
 )
 from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import RewardContext
@@ -156,7 +156,7 @@ class ModelClient:
         if self._bare:
             return f"reward model {self.name} has no server"
         rows = [row for row in self.standings() if not row.leaving]
-        if any(row.state in {ServerState.SERVING, ServerState.TRIAL} or not row.why for row in rows):
+        if any(row.state in {PoolServerState.SERVING, PoolServerState.TRIAL} or not row.why for row in rows):
             return ""
         return "; ".join(row.why for row in rows)
 
@@ -411,11 +411,11 @@ class ModelClient:
         now = asyncio.get_running_loop().time()
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
-    def _changed(self, url: str, state: ServerState | None, why: str) -> None:
+    def _changed(self, url: str, state: PoolServerState | None, why: str) -> None:
         """Tell people that a server is in another state, and those who wait to look again."""
         if state is None:
             return
-        if state is ServerState.EJECTED:
+        if state is PoolServerState.EJECTED:
             logger.warning("reward server is out", extra={"model": self.name, "url": url, "why": why})
         else:
             logger.info("reward server", extra={"model": self.name, "url": url, "state": state.value})

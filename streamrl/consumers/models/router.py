@@ -43,7 +43,7 @@ class RequestOutcome(StrEnum):
     """Nobody waited for the answer: it says nothing of the server."""
 
 
-class ServerState(StrEnum):
+class PoolServerState(StrEnum):
     """Of a server."""
 
     UNCHECKED = "unchecked"
@@ -52,7 +52,7 @@ class ServerState(StrEnum):
     EJECTED = "ejected"
 
 
-_WORKING: Final = frozenset({ServerState.SERVING, ServerState.TRIAL})
+_WORKING: Final = frozenset({PoolServerState.SERVING, PoolServerState.TRIAL})
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class PoolServer:
     """
 
     url: str
-    state: ServerState = ServerState.UNCHECKED
+    state: PoolServerState = PoolServerState.UNCHECKED
     leaving: bool = False
     in_flight: int = 0
     work: int = 0
@@ -181,7 +181,7 @@ class Router:
 
     def busy(self, exclude: Collection[str] = ()) -> bool:
         """Whether a server outside of `exclude` serves and does not rest: a request only has to wait for a slot."""
-        return any(server.state is ServerState.SERVING and not server.busy for server in self._others(exclude))
+        return any(server.state is PoolServerState.SERVING and not server.busy for server in self._others(exclude))
 
     def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
         """When the first rest of a server outside of `exclude` ends; None when none rests."""
@@ -198,7 +198,7 @@ class Router:
 
     def ended(
         self, claim: Claim, outcome: RequestOutcome, now: float, why: str = "", rest: float | None = None
-    ) -> ServerState | None:
+    ) -> PoolServerState | None:
         """Give the slot back and update the server by how its request ended. A repeat changes nothing.
 
         Returns:
@@ -226,11 +226,11 @@ class Router:
             server.url
             for server in self._servers.values()
             if not server.leaving
-            and (server.state is not ServerState.SERVING or now - server.answered_at >= seconds)
-            and (server.state is not ServerState.EJECTED or now >= server.until)
+            and (server.state is not PoolServerState.SERVING or now - server.answered_at >= seconds)
+            and (server.state is not PoolServerState.EJECTED or now >= server.until)
         ]
 
-    def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> ServerState | None:
+    def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> PoolServerState | None:
         """Learn from a health check of a server; an unknown one does nothing.
 
         Returns:
@@ -242,12 +242,12 @@ class Router:
         before = server.state
         if not healthy:
             self._missed(server, now, why)
-        elif server.state is ServerState.UNCHECKED:
-            server.state, server.missed, server.why = ServerState.SERVING, 0, ""
+        elif server.state is PoolServerState.UNCHECKED:
+            server.state, server.missed, server.why = PoolServerState.SERVING, 0, ""
         else:
             server.missed = 0
-            if server.state is ServerState.EJECTED and now >= server.until:
-                server.state = ServerState.TRIAL
+            if server.state is PoolServerState.EJECTED and now >= server.until:
+                server.state = PoolServerState.TRIAL
         return None if server.state is before else server.state
 
     def _others(self, exclude: Collection[str] = ()) -> Iterable[PoolServer]:
@@ -259,7 +259,7 @@ class Router:
         return server.in_flight < self._slots_of(server)
 
     def _slots_of(self, server: PoolServer) -> int:
-        return 1 if server.state is ServerState.TRIAL else self._limit
+        return 1 if server.state is PoolServerState.TRIAL else self._limit
 
     def _answered(self, server: PoolServer, claim: Claim, now: float) -> None:
         server.answered += 1
@@ -267,8 +267,8 @@ class Router:
         if claim.began < server.ejected_at:
             return  # the request began before the ejection, so its success says nothing about the server now
         server.in_a_row = server.missed = server.busy = 0
-        if server.state is ServerState.TRIAL:
-            server.state = ServerState.SERVING
+        if server.state is PoolServerState.TRIAL:
+            server.state = PoolServerState.SERVING
         server.ejections, server.why, server.faulted_at = 0, "", -math.inf
 
     def _failed(self, server: PoolServer, claim: Claim, now: float, why: str) -> None:
@@ -277,7 +277,7 @@ class Router:
         if claim.began < server.ejected_at or server.state not in _WORKING:
             return
         server.in_a_row += 1
-        if server.state is ServerState.TRIAL or server.in_a_row >= EJECT_AFTER:
+        if server.state is PoolServerState.TRIAL or server.in_a_row >= EJECT_AFTER:
             self._eject(server, now)
 
     def _rest(self, server: PoolServer, now: float, why: str, rest: float | None) -> None:
@@ -293,7 +293,7 @@ class Router:
             self._eject(server, now)
 
     def _eject(self, server: PoolServer, now: float) -> None:
-        server.state, server.ejected_at = ServerState.EJECTED, now
+        server.state, server.ejected_at = PoolServerState.EJECTED, now
         server.until = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(server.ejections, 30))
         server.ejections += 1
         server.in_a_row = server.missed = server.busy = 0

@@ -31,11 +31,11 @@ from streamrl.engine import (
     Request,
 )
 from streamrl.errors import Refused, Unreachable, unwrap
-from streamrl.producers.group.member import ServerState
+from streamrl.producers.group.member import MemberState
 from streamrl.producers.group.placement import Placement
 from streamrl.producers.group.pool import ServerPool, ServerSpec
 from streamrl.producers.group.request import RoutedRequest
-from streamrl.producers.group.state import GroupState, Source
+from streamrl.producers.group.state import EngineGroupState, Source
 from streamrl.weight_sync.tensors import Version
 
 __all__ = ["EngineGroup", "ServerSpec"]
@@ -60,7 +60,7 @@ class EngineGroup(Engine):
         self._context = config.model.context
         self._stops = stops
         self._first = list(servers)
-        self._state = GroupState()
+        self._state = EngineGroupState()
         self._pool = ServerPool(config, self._state, self._changed)
         self._placement = Placement(config, self._pool)
         self._keeper: asyncio.Task[None] | None = None
@@ -96,7 +96,7 @@ class EngineGroup(Engine):
         while self._first and not self._pool.serving:
             if self._failure is not None:
                 raise self._failure
-            refused = next((member for member in self._pool.members if member.state is ServerState.REFUSED), None)
+            refused = next((member for member in self._pool.members if member.state is MemberState.REFUSED), None)
             if refused is not None and refused.error is not None:
                 raise refused.error
             await asyncio.sleep(_LOOK_SECONDS)
@@ -203,7 +203,7 @@ class EngineGroup(Engine):
                 self._placement.release(request)
             if piece is None:
                 continue
-            if piece.finish == "abort" and not request.aborting and member.state is not ServerState.LEAVING:
+            if piece.finish == "abort" and not request.aborting and member.state is not MemberState.LEAVING:
                 logger.info("response broke off", extra={"request": request.request.id, "server": member.name})
                 return request.broke_off(piece)
             return piece

@@ -15,7 +15,7 @@ from streamrl.engine import Completion, Engine, EngineLoad, Request
 from streamrl.errors import ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
 from streamrl.producers.concurrency import Concurrency, Sighting
 from streamrl.producers.group.request import RoutedRequest
-from streamrl.producers.group.state import GroupState
+from streamrl.producers.group.state import EngineGroupState
 from streamrl.restarts import Deaths, RestartPolicy
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.tensors import Version
@@ -34,7 +34,7 @@ NOTHING: Final[Pair] = (0, 0)
 """Version of a server that has taken none in this life."""
 
 
-class ServerState(StrEnum):
+class MemberState(StrEnum):
     """Where a server is in its life."""
 
     STARTING = "starting"
@@ -86,7 +86,7 @@ class Member:
         self,
         name: str,
         make: Callable[[], Engine],
-        state: GroupState,
+        state: EngineGroupState,
         pool: MemberPool,
         policy: RestartPolicy,
         *,
@@ -95,7 +95,7 @@ class Member:
     ) -> None:
         self.name = name
         self.ours = ours
-        self.state = ServerState.STARTING
+        self.state = MemberState.STARTING
         self.why = ""
         self.error: StreamrlError | None = None
         self.engine: Engine | None = None
@@ -130,7 +130,7 @@ class Member:
     @property
     def serving(self) -> bool:
         """Whether it is up and not suspected to be dead."""
-        return self.state is ServerState.READY and self.engine is not None and not self._suspected
+        return self.state is MemberState.READY and self.engine is not None and not self._suspected
 
     @property
     def room(self) -> bool:
@@ -140,7 +140,7 @@ class Member:
     @property
     def final(self) -> bool:
         """Whether it never comes back by itself."""
-        return self.state in {ServerState.REFUSED, ServerState.GONE}
+        return self.state in {MemberState.REFUSED, MemberState.GONE}
 
     @property
     def load(self) -> EngineLoad:
@@ -201,8 +201,8 @@ class Member:
         """Take no more, end what it has, and go. A repeat does nothing."""
         self._leave.set()
         self._look.set()
-        if self.state is ServerState.READY:
-            self.state = ServerState.LEAVING
+        if self.state is MemberState.READY:
+            self.state = MemberState.LEAVING
 
     # --- its life ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Member:
         try:
             while await self._unless_leaving(self._state.awake.wait()):
                 self._deaths.started()
-                self.state = ServerState.STARTING
+                self.state = MemberState.STARTING
                 try:
                     await self._one_life()
                     break
@@ -228,7 +228,7 @@ class Member:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._leave.wait()
-            self.state, self.why = ServerState.GONE, "removed"
+            self.state, self.why = MemberState.GONE, "removed"
         finally:
             self.tried.set()
             self._settle(Unreachable(f"server {self.name} has left"))
@@ -242,13 +242,13 @@ class Member:
         pause = None if isinstance(cause, ConfigError) else self._deaths.died(now, random.random())  # noqa: S311
         extra = {"server": self.name, "why": self.why, "hint": self.error.hint, "pause": pause}
         if isinstance(cause, ConfigError):
-            self.state = ServerState.REFUSED
+            self.state = MemberState.REFUSED
             logger.error("server refused", extra=extra)
         elif pause is None:
-            self.state = ServerState.GONE
+            self.state = MemberState.GONE
             logger.error("server given up", extra={**extra, "deaths": self._deaths.recent})
         else:
-            self.state = ServerState.WAITING
+            self.state = MemberState.WAITING
             logger.warning("server died", extra=extra, exc_info=None if isinstance(cause, StreamrlError) else cause)
         return pause
 
@@ -261,7 +261,7 @@ class Member:
         try:
             if not await self._unless_leaving(self._begin(engine)):
                 return
-            self.state, self.why, self.error = ServerState.READY, "", None
+            self.state, self.why, self.error = MemberState.READY, "", None
             self._deaths.ready(asyncio.get_running_loop().time())
             logger.info("server ready", extra={"server": self.name, "version": self.pair, "life": self.lives})
             self.tried.set()

@@ -12,7 +12,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Engine
 from streamrl.errors import StreamrlError, Unreachable, WeightsError
 from streamrl.producers.group.member import NOTHING, Member
-from streamrl.producers.group.state import GroupState
+from streamrl.producers.group.state import EngineGroupState
 from streamrl.restarts import RestartPolicy
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.tensors import Version
@@ -48,7 +48,7 @@ class ServerPool:
         changed: called when a server can take more than before, or one less is there.
     """
 
-    def __init__(self, config: RunConfig, state: GroupState, changed: Callable[[], None]) -> None:
+    def __init__(self, config: RunConfig, state: EngineGroupState, changed: Callable[[], None]) -> None:
         self._config = config
         self._state = state
         self._before: Pair = NOTHING

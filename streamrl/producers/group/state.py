@@ -63,7 +63,7 @@ class WeightTracker:
             await self._source(apply)
 
 
-class GroupState:
+class EngineGroupState:
     """What a server has to be told when it comes up.
 
     Attributes:

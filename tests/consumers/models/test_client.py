@@ -15,7 +15,7 @@ from streamrl.config import RewardModelConfig
 from streamrl.consumers.models import ModelClient
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models.dialects import DIALECTS, read_score
-from streamrl.consumers.models.router import ServerState
+from streamrl.consumers.models.router import PoolServerState
 from streamrl.errors import RewardBusy, RewardUnavailable, WireError
 from streamrl.http import BadAnswer, BadRequest, Lost
 from tests.consumers.models.faulty_server import ODD, FaultyServer, score_of, servers, serving
@@ -106,7 +106,7 @@ async def test_a_refused_request_goes_nowhere_else_and_is_no_fault():
             with pytest.raises(BadRequest, match="status 400"):
                 await ask(client)
         assert len(one.asked) + len(two.asked) == 5
-        assert {row.state for row in client.standings()} == {ServerState.SERVING}
+        assert {row.state for row in client.standings()} == {PoolServerState.SERVING}
 
 
 @pytest.mark.parametrize("act", ["404", "401", "closes"])
@@ -135,7 +135,7 @@ async def test_a_server_that_is_down_at_the_start_is_used_once_it_is_there():
     async with serving(one):
         pass
     async with client_of(one.url) as client:
-        assert row(client, one).state is ServerState.UNCHECKED
+        assert row(client, one).state is PoolServerState.UNCHECKED
         waiting = asyncio.create_task(ask(client))
         await client.check()
         assert not waiting.done()
@@ -152,7 +152,7 @@ async def test_a_lone_server_that_dies_and_comes_back_costs_no_request():
             await client.check()
             assert await ask(client) == score_of(IDS)
         waiting = [asyncio.create_task(ask(client)) for _ in range(8)]
-        await until(lambda: row(client, one).state is ServerState.EJECTED)
+        await until(lambda: row(client, one).state is PoolServerState.EJECTED)
         assert not any(task.done() for task in waiting)
         async with serving(one):
 
@@ -164,7 +164,7 @@ async def test_a_lone_server_that_dies_and_comes_back_costs_no_request():
             looking = asyncio.create_task(look())
             assert await asyncio.gather(*waiting) == [score_of(IDS)] * 8
             looking.cancel()
-        assert row(client, one).state is ServerState.SERVING
+        assert row(client, one).state is PoolServerState.SERVING
         assert sum(row.in_flight for row in client.standings()) == 0
 
 
@@ -205,7 +205,7 @@ async def test_a_server_that_had_less_time_than_its_answers_take_is_not_to_blame
         for _ in range(3):
             with pytest.raises(Lost):
                 await ask(client, deadline=0.01)
-        assert (row(client, one).failed, row(client, one).state) == (0, ServerState.SERVING)
+        assert (row(client, one).failed, row(client, one).state) == (0, PoolServerState.SERVING)
 
 
 @pytest.mark.parametrize("deadline", [1.0, 0.0])
@@ -334,7 +334,7 @@ async def test_a_busy_server_is_asked_again_after_its_rest():
         assert await ask(client) == score_of(IDS)
         assert len(one.asked) == 3
         assert row(client, one).failed == 0
-        assert row(client, one).state is ServerState.SERVING
+        assert row(client, one).state is PoolServerState.SERVING
 
 
 async def test_servers_that_stay_busy_are_no_failure_of_the_sample():
@@ -355,17 +355,17 @@ async def test_an_ejected_server_comes_back_through_one_request():
         for _ in range(3):
             with pytest.raises(BadAnswer):
                 await ask(client)
-        assert row(client, one).state is ServerState.EJECTED
+        assert row(client, one).state is PoolServerState.EJECTED
         waiting = [asyncio.create_task(ask(client)) for _ in range(5)]
         async with asyncio.timeout(LONG):
-            while row(client, one).state is not ServerState.TRIAL:
+            while row(client, one).state is not PoolServerState.TRIAL:
                 await client.check()
                 await asyncio.sleep(0.05)
         await one.has(4)
         assert one.here == 1
         one.let_go.set()
         assert await asyncio.gather(*waiting) == [score_of(IDS)] * 5
-        assert row(client, one).state is ServerState.SERVING
+        assert row(client, one).state is PoolServerState.SERVING
 
 
 async def test_places_are_kept_and_come_back_when_a_request_is_cancelled():

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.consumers.calls import ScoringFailed, failed_servers, remembering_failed_servers
 from streamrl.consumers.models import client as module
-from streamrl.consumers.models.router import ServerState
+from streamrl.consumers.models.router import PoolServerState
 from streamrl.http import BadAnswer, Lost
 from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.models.faulty_server import score_of, servers
@@ -73,7 +73,7 @@ async def test_a_server_that_failed_the_sample_is_asked_again_when_no_other_has_
         with pytest.raises(ScoringFailed, match=r"BadAnswer: .*\(3 attempts\)"):
             await calls_of(loaded(reward, attempts=3)).score(seen(), leased())
         assert len(bad.asked) == 3
-        assert row(client, bad).state is ServerState.EJECTED
+        assert row(client, bad).state is PoolServerState.EJECTED
         full.let_go.set()
         assert await holds == score_of(IDS)
 

@@ -17,7 +17,7 @@ from streamrl.consumers import RewardContext
 from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
-from streamrl.consumers.models.router import PoolServer, ServerState
+from streamrl.consumers.models.router import PoolServer, PoolServerState
 from streamrl.consumers.opening import open_scorer
 from streamrl.errors import RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
@@ -84,7 +84,7 @@ async def scored(
     rows: list[PoolServer] = []
     async with open_models(config) as models, open_scorer(config, RewardContext(config, model, models)) as scorer:
         client = models["critic"]
-        await until(lambda: [row.state for row in client.standings()] == [ServerState.SERVING] * len(asked))
+        await until(lambda: [row.state for row in client.standings()] == [PoolServerState.SERVING] * len(asked))
         if begun is not None:
             await begun()
         for index in range(samples):

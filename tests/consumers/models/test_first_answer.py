@@ -17,7 +17,7 @@ from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.dialects import UnclearScore
 from streamrl.consumers.models.judge import Judge
 from streamrl.consumers.models.reward_model import RewardModel
-from streamrl.consumers.models.router import ServerState
+from streamrl.consumers.models.router import PoolServerState
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import ConfigError, RewardImpossible, RewardUnavailable, Unreachable, unwrap
@@ -77,7 +77,7 @@ async def back(one: FaultyServer, reward: RewardModel) -> AsyncIterator[None]:
     client = reward._model
     assert isinstance(client, ModelClient)
     async with serving(one):
-        await until(lambda: any(row.state is ServerState.SERVING for row in client.standings()))
+        await until(lambda: any(row.state is PoolServerState.SERVING for row in client.standings()))
         yield
 
 

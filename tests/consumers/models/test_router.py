@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.consumers.models.router import EJECT_AFTER, FIRST_PAUSE, RECENT, RequestOutcome, Router, ServerState
+from streamrl.consumers.models.router import EJECT_AFTER, FIRST_PAUSE, RECENT, PoolServerState, RequestOutcome, Router
 
 A, B, C = "http://a", "http://b", "http://c"
 
@@ -16,7 +16,7 @@ def serving(*urls: str, limit: int = 8) -> Router:
     router = Router(limit)
     for url in urls:
         router.add(url)
-        assert router.checked(url, 0.0, healthy=True) is ServerState.SERVING
+        assert router.checked(url, 0.0, healthy=True) is PoolServerState.SERVING
     return router
 
 
@@ -31,7 +31,7 @@ def fail(router: Router, url: str, now: float, times: int = EJECT_AFTER) -> None
         router.ended(router.began(url, now), RequestOutcome.FAULT, now, "broken")
 
 
-def state(router: Router, url: str) -> ServerState:
+def state(router: Router, url: str) -> PoolServerState:
     return next(row.state for row in router.standings() if row.url == url)
 
 
@@ -42,7 +42,7 @@ def test_a_server_gets_nothing_before_its_health_was_checked():
     assert not router.waits(0.0)
     assert router.checked(A, 0.0, healthy=False, why="refused") is None
     assert router.pick(0.0) is None
-    assert router.checked(A, 1.0, healthy=True) is ServerState.SERVING
+    assert router.checked(A, 1.0, healthy=True) is PoolServerState.SERVING
     assert router.pick(1.0) == A
 
 
@@ -111,9 +111,9 @@ def test_faults_in_a_row_eject_and_a_success_between_them_does_not_let_them():
     for _ in range(5):
         fail(router, A, 0.0, times=EJECT_AFTER - 1)
         router.ended(router.began(A, 0.0), RequestOutcome.OK, 0.0)
-    assert state(router, A) is ServerState.SERVING
+    assert state(router, A) is PoolServerState.SERVING
     fail(router, A, 1.0)
-    assert state(router, A) is ServerState.EJECTED
+    assert state(router, A) is PoolServerState.EJECTED
     assert router.pick(1.0, {B}) is None
 
 
@@ -125,11 +125,11 @@ def test_return_takes_a_pause_then_health_then_one_request():
     now = 10.0 + FIRST_PAUSE
     assert router.quiet(now, 2.0) == [A]
     assert router.checked(A, now, healthy=False) is None
-    assert router.checked(A, now, healthy=True) is ServerState.TRIAL
+    assert router.checked(A, now, healthy=True) is PoolServerState.TRIAL
     flight = fly(router, now)
     assert router.pick(now) is None, "one at a time"
     assert router.waits(now)
-    assert router.ended(flight, RequestOutcome.OK, now) is ServerState.SERVING
+    assert router.ended(flight, RequestOutcome.OK, now) is PoolServerState.SERVING
     assert [fly(router, now).url for _ in range(8)] == [A] * 8
 
 
@@ -138,16 +138,16 @@ def test_each_ejection_without_a_success_doubles_the_pause():
     fail(router, A, now)
     for _ in range(9):
         start = now
-        while router.checked(A, now, healthy=True) is not ServerState.TRIAL:
+        while router.checked(A, now, healthy=True) is not PoolServerState.TRIAL:
             now += 0.5
         pauses.append(now - start)
         router.ended(fly(router, now), RequestOutcome.FAULT, now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    while router.checked(A, now, healthy=True) is not ServerState.TRIAL:
+    while router.checked(A, now, healthy=True) is not PoolServerState.TRIAL:
         now += 0.5
     router.ended(fly(router, now), RequestOutcome.OK, now)
     fail(router, A, now)
-    assert router.checked(A, now + FIRST_PAUSE, healthy=True) is ServerState.TRIAL
+    assert router.checked(A, now + FIRST_PAUSE, healthy=True) is PoolServerState.TRIAL
 
 
 def test_requests_from_before_an_ejection_do_not_eject_again():
@@ -155,11 +155,11 @@ def test_requests_from_before_an_ejection_do_not_eject_again():
     old = [fly(router, 0.0) for _ in range(6)]
     fail(router, A, 1.0, times=2)
     router.ended(old[0], RequestOutcome.FAULT, 1.0)
-    assert state(router, A) is ServerState.EJECTED
-    assert router.checked(A, 3.0, healthy=True) is ServerState.TRIAL
+    assert state(router, A) is PoolServerState.EJECTED
+    assert router.checked(A, 3.0, healthy=True) is PoolServerState.TRIAL
     for flight in old[1:]:
         router.ended(flight, RequestOutcome.FAULT, 3.0)
-    assert state(router, A) is ServerState.TRIAL
+    assert state(router, A) is PoolServerState.TRIAL
     assert router.standings()[0].ejections == 1
 
 
@@ -169,8 +169,8 @@ def test_missed_health_ejects_only_who_serves_nobody():
         router.checked(A, 1.0, healthy=False, why="slow")
         router.checked(A, 1.0, healthy=False, why="slow")
         router.ended(fly(router, 1.0), RequestOutcome.OK, 1.0)
-    assert state(router, A) is ServerState.SERVING
-    assert [router.checked(A, 2.0, healthy=False) for _ in range(3)] == [None, None, ServerState.EJECTED]
+    assert state(router, A) is PoolServerState.SERVING
+    assert [router.checked(A, 2.0, healthy=False) for _ in range(3)] == [None, None, PoolServerState.EJECTED]
 
 
 def test_who_served_just_now_need_not_be_checked():
@@ -184,7 +184,7 @@ def test_a_busy_server_rests_and_stays_in():
     router = serving(A, B)
     for _ in range(5):
         router.ended(router.began(A, 0.0), RequestOutcome.BUSY, 0.0, rest=4.0)
-    assert state(router, A) is ServerState.SERVING
+    assert state(router, A) is PoolServerState.SERVING
     assert {fly(router, 1.0).url for _ in range(4)} == {B}
     assert router.pick(1.0, {B}) is None
     assert router.waits(1.0, {B})
@@ -218,13 +218,13 @@ def test_a_removed_server_ends_what_it_has_and_comes_back_as_it_was():
     assert router.known == {A, B}
     assert {fly(router, 0.0).url for _ in range(3)} == {B}
     router.add(A)
-    assert state(router, A) is ServerState.SERVING
+    assert state(router, A) is PoolServerState.SERVING
     assert router.standings()[0].in_flight == 1
     router.remove(A)
     router.ended(flight, RequestOutcome.OK, 1.0)
     assert router.known == {B}
     router.add(A)
-    assert state(router, A) is ServerState.UNCHECKED
+    assert state(router, A) is PoolServerState.UNCHECKED
 
 
 def test_a_list_is_followed():
@@ -244,7 +244,7 @@ def test_a_repeated_end_changes_nothing():
     for _ in range(4):
         router.ended(flight, RequestOutcome.FAULT, 0.0)
     row = router.standings()[0]
-    assert (row.in_flight, row.failed, row.state) == (0, 1, ServerState.SERVING)
+    assert (row.in_flight, row.failed, row.state) == (0, 1, PoolServerState.SERVING)
 
 
 def test_what_nobody_knows_is_no_error():
@@ -287,7 +287,7 @@ class Anything(RuleBasedStateMachine):
             return
         assert url not in exclude
         assert url in self.router.urls
-        assert state(self.router, url) in {ServerState.SERVING, ServerState.TRIAL}
+        assert state(self.router, url) in {PoolServerState.SERVING, PoolServerState.TRIAL}
         self.flights.append(self.router.began(url, self.now))
 
     @precondition(lambda self: self.flights)

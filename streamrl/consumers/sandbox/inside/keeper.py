@@ -38,7 +38,7 @@ class Abandoned(Exception):
     """The lifeline has ended."""
 
 
-class Lifeline:
+class ParentPipe:
     """Standard input, line by line."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Run:
         lifeline: is watched while it runs.
     """
 
-    def __init__(self, order: dict[str, Any], text: str, folder: str, lifeline: Lifeline) -> None:
+    def __init__(self, order: dict[str, Any], text: str, folder: str, lifeline: ParentPipe) -> None:
         self._order, self._folder, self._lifeline = order, folder, lifeline
         self._limits = order["limits"]
         self._jailed = order["isolation"] == "namespaces"
@@ -296,7 +296,7 @@ def _die_with_parent() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(lifeline: Lifeline, order: dict[str, Any]) -> None:
+def serve(lifeline: ParentPipe, order: dict[str, Any]) -> None:
     """Answer requests for runs until the lifeline ends."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         raise OSError("this kernel does not tell the children of a process (CONFIG_PROC_CHILDREN)")
@@ -320,7 +320,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the lifeline decides
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    lifeline = Lifeline()
+    lifeline = ParentPipe()
     order = lifeline.line()
     if order is None:
         sys.exit(0)
