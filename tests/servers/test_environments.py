@@ -212,7 +212,7 @@ def test_what_a_kill_left_before_the_first_mark_is_no_obstacle(
     plan(monkeypatch, NAMES)
     folder, killed = tmp_path / "env", Kill()
     with monkeypatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(Path, "replace", killed.instead)
+        patch.setattr(Path, "rename", killed.instead)
         install("vllm", folder, cpu=True, say=lambda _: None)
     assert len(list(folder.iterdir())) == 1  # the draft of the mark
     assert install("vllm", folder, cpu=True, say=lambda _: None)["version"] == "1.0"
