@@ -160,11 +160,14 @@ def unwrap(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise what a task group wraps (see `unwrap`) instead of the group."""
+    """Raise an error that a task group wraps instead of the group; a group of several errors stays one."""
     try:
         yield
     except BaseExceptionGroup as group:
-        raise unwrap(group) from group
+        first, *more = leaves(group)
+        if more:
+            raise
+        raise first from group
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -81,13 +81,28 @@ def save(loaded: LoadedConfig, path: Path) -> None:
 def read_saved(path: Path) -> LoadedConfig:
     """Read what `save` wrote; `ConfigError` when the file is missing or of another version."""
     try:
-        return LoadedConfig.model_validate_json(path.read_bytes())
+        return LoadedConfig.model_validate(_as_of_now(orjson.loads(path.read_bytes())))
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
         ) from error
     except ValidationError as error:
         raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
+
+
+def _as_of_now(saved: Any) -> Any:
+    """What an earlier version saved, without what is gone; a run that was started with it can be looked at."""
+    learner = saved.get("config", {}).get("learner") if isinstance(saved, dict) else None
+    if isinstance(learner, dict):
+        if learner.get("matmul_precision") == "auto":
+            learner["matmul_precision"] = "highest"
+        if isinstance(critic := learner.get("critic"), dict):
+            critic.pop("coefficient", None)
+            if critic.get("kind") == "head":  # its checkpoints are refused by the learner: their parts do not fit
+                critic["kind"] = "model"
+    return saved
 
 
 _SCHEMA_HINT = "`streamrl config schema` lists every key with its type, range and meaning"
@@ -102,13 +117,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"run file {path} does not exist", "write one with `streamrl init`") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or bytes that are not text
-        raise ConfigError(f"{path} is no YAML: {error}", _EXAMPLE_HINT) from error
+        raise ConfigError(f"{path} is not valid YAML: {error}", _EXAMPLE_HINT) from error
     except OSError as error:
         raise ConfigError(f"run file {path} cannot be read: {error.strerror}", _EXAMPLE_HINT) from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no mapping of keys to values", _EXAMPLE_HINT)
+        raise ConfigError(f"{path} must be a mapping of keys to values", _EXAMPLE_HINT)
     return values
 
 

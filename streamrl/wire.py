@@ -114,7 +114,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 
 
 class SampleScore(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
-    """SampleScore of one sample: the weighted sum, and each part by the name of its reward.
+    """Score of one sample: the weighted sum, and each part by the name of its reward.
 
     `detail` is shown when somebody tries a reward; workers do not write it.
     """

@@ -102,13 +102,22 @@ def test_units():
     assert (config.redis.maxmemory, config.lease.seconds, config.lease.max_hold) == (2 << 30, 1.5, 600.0)
 
 
-def test_a_saved_configuration_of_before_may_name_the_coefficient_of_a_value_head(tmp_path):
+def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_one(tmp_path):
     path = tmp_path / "run.json"
     save(load(None, ["learner.critic.kind=model", "learner.advantage.use=gae"], {}), path)
     saved = orjson.loads(path.read_bytes())
-    saved["config"]["learner"]["critic"]["coefficient"] = 0.5
+    saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
+    saved["config"]["learner"]["matmul_precision"] = "auto"
     path.write_bytes(orjson.dumps(saved))
-    assert read_saved(path).config.learner.critic.kind == "model"
+    learner = read_saved(path).config.learner
+    assert (learner.critic.kind, learner.matmul_precision) == ("model", "highest")
+    for item, said in (
+        ("learner.matmul_precision=auto", "set medium with"),
+        ("learner.critic.kind=head", "set kind to model"),
+        ("learner.critic.coefficient=0.5", "leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load(None, [item], {})
 
 
 def test_a_greedy_baseline_is_one_more_response():

@@ -14,7 +14,7 @@ RunOption = Annotated[
     Path | None,
     typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; the newest in runs/ if left out."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON envelope to stdout (docs/reference/cli.md).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON envelope to stdout (docs/reference/json.md).")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")]
 EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Seconds between repeats.")]
 SetOption = Annotated[

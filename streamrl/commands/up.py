@@ -18,10 +18,11 @@ from streamrl.commands.options import RunFile, SetOption
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
-from streamrl.errors import ExitCode, LedgerDamaged, Unreachable, UsageError
+from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.roles import RoleStates
 from streamrl.monitor.snapshot import Snapshot, take
+from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
 from streamrl.runfile import RUNS, LoadedConfig
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
@@ -176,7 +177,7 @@ class Look:
                 self._connection = await self._opened.enter_async_context(live(self._run))
             if self._connection is not None:
                 return await take(self._connection, config.name, config.budget, config.hard_cap)
-        except LedgerDamaged:
+        except (LedgerDamaged, ReplyError, ConfigError):
             return None  # the roles find it too, and the end of the run tells why they ended
         except Unreachable:
             self._connection = None

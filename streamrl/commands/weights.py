@@ -48,7 +48,7 @@ def ls(
     if not everything:
         rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
     if json:
-        output.write_json(LIST_SCHEMA, {"versions": rows})
+        output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": None})
         return 0
     if not rows:
         output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
@@ -132,8 +132,8 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
     return 0
 
 
-@app.command("rollback", hidden=True)
-def rollback(_version: VersionArgument = "", _run: RunOption = None) -> int:
+@app.command("rollback", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def rollback() -> int:
     """Refused: a run does not go back to earlier weights."""
     raise UsageError(
         "weights rollback is gone: a running learner does not go back to earlier weights",

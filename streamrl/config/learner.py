@@ -107,8 +107,9 @@ class CriticConfig(Section):
             return values
         if values.get("kind") == "head":
             raise ValueError("kind head (a value head on the policy) is gone: set kind to model, a critic of its own")
-        # The weight of the head's loss: saved configurations name it.
-        return {key: value for key, value in values.items() if key != "coefficient"}
+        if "coefficient" in values:
+            raise ValueError("coefficient weighed the loss of kind head, which is gone: leave it out")
+        return values
 
 
 class ReferenceConfig(Section):
@@ -216,6 +217,15 @@ class LearnerConfig(Section):
     threads: Positive | None = Field(None, description="CPU threads per rank; empty: torch's choice")
     collective_deadline: Duration = Field(300.0, description="longest wait of one rank for the others")
     max_group_crashes: Positive = Field(3, description="learner crashes in steps with a group before it is dead")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_trial(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("matmul_precision") == "auto":
+            raise ValueError(
+                "matmul_precision auto is gone: leave it out, or set medium with model.attention eager (no AMX)"
+            )
+        return values
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> LearnerConfig:

@@ -146,7 +146,7 @@ class RewardCalls:
         try:
             return utf8(str(self._away() or "")[:WHY_CHARACTERS])
         except Exception:
-            logger.warning("a reward cannot say who is away", extra={"reward": self.reward.name}, exc_info=True)
+            logger.warning("away() of a reward failed", extra={"reward": self.reward.name}, exc_info=True)
             self._away = str  # do not ask it again
             return ""
 
@@ -293,7 +293,7 @@ class RewardCalls:
         if wait > 0:
             away = now - (self.circuit.open_since or now)
             self.figures.failures["unavailable"] += 1
-            raise RewardUnavailable(f"nobody scores since {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
+            raise RewardUnavailable(f"no score for {away:.0f} s: {self.circuit.why}"[:WHY_CHARACTERS])
         return self.circuit.enter()
 
     def _succeeded(self, scores: Sequence[Score], seconds: float) -> None:
@@ -332,7 +332,7 @@ class RewardCalls:
                 result = await self._threads.run(self.reward.call, subject)
             else:
                 result = self.reward.call(subject)
-            if inspect.isawaitable(result):
+            while inspect.isawaitable(result):  # an async wrapper may return what it did not await
                 result = await result
         except SystemExit as error:  # asyncio would end the whole worker with it
             raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error

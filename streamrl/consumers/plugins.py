@@ -154,6 +154,8 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
             raise PluginError(
                 f"reward {spec.use}: the class has no method score", "add `async def score(self, sample)`"
             )
+        if hasattr(instance, "room") and "slots" not in vars(type(instance)):
+            raise PluginError(f"reward {spec.use}: the method room is now called slots", "rename it")
         call = found
         instant = bool(getattr(instance, "instant", False)) and not group
         life = instance if hasattr(instance, "open") and hasattr(instance, "close") else None

@@ -277,5 +277,5 @@ class PatientScorer:
                 if away := calls.away:
                     say(f"waiting for {name}, {self._patience:.0f} s at most while nothing is scored: {away}")
                 elif refused > before[name]:
-                    say(f"waiting for {name}: those who score are busy")
+                    say(f"waiting for {name}: its servers are busy")
                 before[name] = refused

@@ -367,7 +367,10 @@ class MemoryWatch:
                 others = ", ".join(sorted({*called} - {name}))
                 calls.figures.leaks = f"the worker grows by {rate / 1e6:.3g} MB/s while it is called"
                 calls.figures.leaks += f", with {others}" if others else ""
-                logger.warning("a reward keeps memory", extra={"reward": name, "together_with": others, **shown})
+                logger.warning(
+                    "the worker grows while a reward is called",
+                    extra={"reward": name, "together_with": others, **shown},
+                )
 
 
 def resident_bytes() -> int | None:

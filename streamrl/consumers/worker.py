@@ -241,7 +241,7 @@ def line_of(calls: RewardCalls) -> dict[str, Any]:
     if calls.figures.blocked:
         trouble.append(f"held the event loop {calls.figures.blocked}x, up to {calls.figures.blocked_seconds:.1f} s")
     if calls.figures.leaks:
-        trouble.append(f"keeps memory: {calls.figures.leaks}")
+        trouble.append(calls.figures.leaks)
     own = calls.own_counts()
     if calls.figures.miscounts:
         trouble.append(f"cannot count: {calls.figures.miscounts}")

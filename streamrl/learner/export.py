@@ -81,8 +81,10 @@ def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
         StreamrlError: as of `export_checkpoint`.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints")
-    for average, name in ((False, "model"), (True, "model-ema"))[: 2 if config.learner.ema else 1]:
-        export_checkpoint(config, checkpoints.path(meta.position), meta, run_dir / name, average=average)
+    folder = checkpoints.path(meta.position)
+    export_checkpoint(config, folder, meta, run_dir / "model")
+    if config.learner.ema:
+        export_checkpoint(config, folder, meta, run_dir / "model-ema", average=True)
 
 
 def export_checkpoint(

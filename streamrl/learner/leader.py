@@ -416,7 +416,11 @@ class Leader:
         if self._saver.newest is None:
             logger.warning("no model exported: nothing was trained", extra={"model": self._config.model.path})
         else:
-            await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
+            try:
+                await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
+            except ConfigError as error:  # the run is over all the same, and its last checkpoint is whole
+                extra = {"why": error.message, "hint": "`streamrl export` writes it later"}
+                logger.warning("no model exported", extra=extra)
         write_finished(
             self._role.run_dir,
             Finished(

@@ -12,9 +12,7 @@ _SHOWN_ELSEWHERE: Final = frozenset({"at", "time", "mono", "role", "level", "eve
 
 _QUIET: Final = frozenset({"INFO", "DEBUG", "RAW"})
 _FRAME: Final = re.compile(r'^  File "(?P<file>[^"]*)", line \d+, in ')
-_FRAMEWORK: Final = re.compile(
-    r"/(streamrl/(consumers|producers|queues|runtime)|asyncio|concurrent/futures)/|/threading\.py$"
-)
+_FRAMEWORK: Final = re.compile(r"/(streamrl/[a-z_]+|asyncio|concurrent/futures)/|/threading\.py$")
 
 
 def duration(seconds: float | None) -> str:

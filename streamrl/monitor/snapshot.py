@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from streamrl.errors import Unreachable
 from streamrl.monitor.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
@@ -161,6 +162,8 @@ async def take(connection: Connection, run: str, budget: int | None = None, hard
         return _snapshot(run, replies, budget, hard_cap)
     except (ReplyError, ValueError) as error:
         await blame_damage(connection, run, error, groups=False)
+        if isinstance(error, ReplyError):
+            raise Unreachable(f"Redis refuses to be looked at: {error}") from error
         raise
 
 

@@ -1,6 +1,6 @@
 """Redis: connection, embedded server, ledger, leases. Knows nothing of models or rewards.
 
-The names below are loaded when they are first used: `streamrl lag` reads `snapshot` without paying for redis-py.
+The names below are loaded when they are first used, so that a light import does not pay for redis-py.
 """
 
 from __future__ import annotations

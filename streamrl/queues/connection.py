@@ -111,11 +111,11 @@ class _Call:
 class Connection:
     """One per process; see the module. Make it with `open_connection`."""
 
-    def __init__(self, config: RedisConfig, url: str, round_trip: float = ROUND_TRIP) -> None:
+    def __init__(self, config: RedisConfig, url: str, round_trip: float = ROUND_TRIP, *, looks: bool = False) -> None:
         self._url = redact(url)
         self._round_trip_seconds = round_trip
         self._patience = config.patience
-        self._foreign = config.url is not None
+        self._rewrites = config.url is not None and not looks
         self._options, self._kind = connection_options(config, url)
         self._scripts = {name: script.digest for name, script in load_scripts().items()}
         self._queue: collections.deque[_Call] = collections.deque()
@@ -277,7 +277,7 @@ class Connection:
                 if error_code(error_text(reply)) in _LATER:
                     raise RedisConnectionError(error_text(reply))
                 raise self._refused(reply)
-        if self._foreign:
+        if self._rewrites:
             await rewrite_append_only_file(connection, self._url)
         return connection
 
@@ -407,7 +407,9 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def open_connection(config: RedisConfig, url: str, round_trip: float = ROUND_TRIP) -> AsyncIterator[Connection]:
+async def open_connection(
+    config: RedisConfig, url: str, round_trip: float = ROUND_TRIP, *, looks: bool = False
+) -> AsyncIterator[Connection]:
     """Connect, own the task that serves the calls, and close.
 
     Returns once the server has answered; calls still waiting at the end of the block get `Unreachable`.
@@ -416,7 +418,7 @@ async def open_connection(config: RedisConfig, url: str, round_trip: float = ROU
         Unreachable: the server did not answer for `redis.patience` seconds.
         ConfigError: URL, password, version or eviction policy of the server are wrong.
     """
-    connection = Connection(config, url, round_trip)
+    connection = Connection(config, url, round_trip, looks=looks)
     task = asyncio.create_task(connection.serve(), name="redis connection")
     try:
         await connection.read("PING")
@@ -429,6 +431,10 @@ async def open_connection(config: RedisConfig, url: str, round_trip: float = ROU
 
 @contextlib.asynccontextmanager
 async def open_to_look(config: RedisConfig, url: str) -> AsyncIterator[Connection]:
-    """As `open_connection`, for a person who waits: the first failure or `LOOK_SECONDS` without a reply is final."""
-    async with open_connection(config.model_copy(update={"patience": 0.0}), url, LOOK_SECONDS) as connection:
+    """As `open_connection`, for a person who waits: the first failure or `LOOK_SECONDS` without a reply is final.
+
+    It asks no foreign server to rewrite its append-only file.
+    """
+    impatient = config.model_copy(update={"patience": 0.0})
+    async with open_connection(impatient, url, LOOK_SECONDS, looks=True) as connection:
         yield connection

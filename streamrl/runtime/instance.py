@@ -41,7 +41,7 @@ ALIVE = frozenset({RoleState.STARTING, RoleState.READY, RoleState.DRAINING})
 
 @dataclass(slots=True)
 class Instance:
-    """RoleState of one role instance. All times are seconds of one monotonic clock.
+    """State of one role instance. All times are seconds of one monotonic clock.
 
     Args:
         policy: limits of its restarts.

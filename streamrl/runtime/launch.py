@@ -86,7 +86,7 @@ def prepare_run(
     if resume and not there:
         raise UsageError(f"there is no run in {folder} to resume", "leave out --resume to start one")
     if folder.exists() and not there and any(path.name not in _OURS for path in folder.iterdir()):
-        raise CannotCreate(f"{folder} is not empty and no run", "name another directory with --run, or remove it")
+        raise CannotCreate(f"{folder} is not empty and holds no run", "name another directory with --run, or remove it")
     changed = _changed(config, folder) if there and not fresh else ()
     checks = tuple(preflight(config, folder))
     put_aside = None

@@ -248,7 +248,7 @@ class Supervisor:
         self._send(DrainStage(names, round(seconds, 1)))
         for unit in stage:
             unit.request_stop("run ends")
-        if await self._all_unit_ended(stage, deadline, Haste.DRAIN):
+        if await self._all_ended(stage, deadline, Haste.DRAIN):
             return
         if self._haste is Haste.DRAIN:
             self._send(Notice(f"{', '.join(names)} did not end in time: stopping hard", error=True))
@@ -256,14 +256,14 @@ class Supervisor:
             if unit in stage or (self._haste >= Haste.TERMINATE and unit.spec.kind not in _STAYS_UP):
                 unit.terminate("run ends now")
         hard_end = min(loop.time() + self._config.term_grace, self._hard_end)
-        if not await self._all_unit_ended(stage, hard_end, Haste.TERMINATE):
+        if not await self._all_ended(stage, hard_end, Haste.TERMINATE):
             for unit in stage:
                 unit.signal(signal.SIGKILL)
             _, left_behind = await asyncio.wait(stage.values(), timeout=_KILL_DEADLINE)
             for task in left_behind:
                 task.cancel()
 
-    async def _all_unit_ended(self, stage: dict[Unit, asyncio.Task[None]], deadline: float, at_most: Haste) -> bool:
+    async def _all_ended(self, stage: dict[Unit, asyncio.Task[None]], deadline: float, at_most: Haste) -> bool:
         """Wait until the units of a stage have ended; False at the deadline or when the haste exceeds `at_most`."""
         loop = asyncio.get_running_loop()
         pending = set(stage.values())

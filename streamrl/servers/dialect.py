@@ -227,7 +227,7 @@ def read_finish(reason: Any) -> Finish | None:
     for known in _FINISHES:
         if reason == known:
             return known
-    raise WireError(f"a response ended for a reason that nobody knows: {reason!r}")
+    raise WireError(f"a response ended for an unknown reason: {reason!r}")
 
 
 def read_spans(spans: Any, total: int) -> Runs:

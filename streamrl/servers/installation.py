@@ -284,9 +284,11 @@ def _lock(folder: Path, say: Say) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise DeadlineExceeded(f"somebody else holds {path}", "end that installation first") from None
+                    raise DeadlineExceeded(
+                        f"another installation holds {path}", "end that installation first"
+                    ) from None
                 if not waited:
-                    say(f"somebody else is making {folder}: waiting")
+                    say(f"another installation is making {folder}: waiting")
                 waited += 1
                 time.sleep(0.5)
         yield file.fileno()

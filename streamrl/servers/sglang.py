@@ -288,7 +288,7 @@ def _finish(reason: Any) -> Finish | None:
     if reason is None:
         return None
     if not isinstance(reason, Mapping):
-        raise WireError(f"SGLang ended a response for a reason that nobody knows: {reason!r}")
+        raise WireError(f"SGLang ended a response for an unknown reason: {reason!r}")
     finish = read_finish(reason["type"])
     if isinstance(code := reason.get("status_code"), int) and code >= 400:
         raise stream_error({"message": reason.get("message"), "code": code})

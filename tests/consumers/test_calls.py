@@ -34,6 +34,16 @@ async def test_attempts_of_the_reward_come_before_those_of_the_worker():
     assert len(made) == 4
 
 
+async def test_a_wrapper_that_forgets_to_await_is_awaited_to_its_end():
+    async def inner(_sample):
+        return 0.5
+
+    async def outer(sample):
+        return inner(sample)
+
+    assert await outcome(calls_of(loaded(outer))) == 0.5
+
+
 async def test_retry_goes_on_beyond_the_attempts(monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.001)
     reward, made = failing(RuntimeError("starting"), times=20, value=0.5)
@@ -93,7 +103,7 @@ async def test_a_wait_for_the_circuit_ends_with_the_deadline():
     with pytest.raises(RewardUnavailable, match="away"):
         await calls._attempt(numbered(0), lease_end())
     calls.circuit.wait = lambda now: 60.0
-    with pytest.raises(RewardUnavailable, match=r"nobody scores since \d+ s: RewardUnavailable: away"):
+    with pytest.raises(RewardUnavailable, match=r"no score for \d+ s: RewardUnavailable: away"):
         await calls._attempt(numbered(0), lease_end())
 
 

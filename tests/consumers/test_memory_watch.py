@@ -80,7 +80,7 @@ async def test_a_leak_is_named_in_log_and_figures(caplog):
         await leaky.score(seen(), leased())
     keeps_memory.forget()
     assert "the worker grows by" in leaky.figures.leaks
-    record = next(record for record in caplog.records if record.msg == "a reward keeps memory")
+    record = next(record for record in caplog.records if record.msg == "the worker grows while a reward is called")
     assert (record.reward, record.together_with) == ("leaky", "")
     assert record.mib_per_second == pytest.approx(keeps_memory.BYTES / MIB, rel=0.2)
     assert idle.figures.leaks == ""

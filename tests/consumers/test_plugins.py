@@ -52,6 +52,14 @@ def of_verl(data_source, solution_str, ground_truth, extra_info):
 
 def of_trl(prompts, completions, **kwargs):
     return [1.0] * len(prompts)
+
+
+class OldRoom:
+    async def score(self, sample):
+        return 0.0
+
+    def room(self):
+        return 1
 """
 
 
@@ -110,6 +118,7 @@ async def test_args_weight_and_name_of_the_run_file(folder):
         ("is_no_python:Good", "importing is_no_python fails: SyntaxError", "is_no_python.py, line 2;"),
         ("MODULE:Abstract", "is abstract", "implement score"),
         ("MODULE:NoScore", "no method score", "add `async def score"),
+        ("MODULE:OldRoom", "the method room is now called slots", "rename it"),
         ("MODULE:NoSample", "does not take one sample", "score(sample)"),
         ("MODULE:Broken", "cannot be built: RuntimeError: no such judge", ""),
         ("MODULE:constant", "is of type int", "a class or a function"),

@@ -119,6 +119,26 @@ async def test_a_run_that_ends_before_its_first_step_exports_no_model(run):
     assert not (run.run_dir / "model").exists()
 
 
+async def test_a_run_whose_model_directory_is_gone_at_the_end_is_over_all_the_same(run, tmp_path):
+    """The last checkpoint is whole: `streamrl export` writes the model later."""
+    end_at_accuracy(run)
+    saved = orjson.loads((run.run_dir / "run.json").read_bytes())
+    model = tmp_path / "on_scratch_space"
+    shutil.copytree(saved["config"]["model"]["path"], model)
+    saved["config"]["model"]["path"] = str(model)
+    (run.run_dir / "run.json").write_bytes(orjson.dumps(saved))
+    async with run.play():
+        pid = run.start()
+        await run.until(lambda: len(run.steps()) >= 2)
+        shutil.rmtree(model)
+        async with open_ledgers(run.config, run.run_dir) as ledgers:
+            await ledgers.roles.beat("feeder.0", {"accuracy": 0.91, "accuracy_version": 2}, 60)
+        assert await run.wait(pid) == 0, run.log()
+    assert run.finished()["reason"] == "accuracy"
+    assert "no model exported" in run.log()
+    await run.audit()
+
+
 async def test_sigterm_leaves_everything_durable(run):
     run.configure(steps=None, checkpoint_every=1000)
     async with run.play():

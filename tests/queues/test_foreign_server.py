@@ -13,7 +13,7 @@ from streamrl.config import RedisConfig, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.access import connection_options, redact
-from streamrl.queues.connection import open_connection
+from streamrl.queues.connection import open_connection, open_to_look
 from tests.queues.ledger_kit import admit, close_group, until, until_async
 from tests.redis_kit import ForeignRedis, Probe, tear_script
 
@@ -168,6 +168,16 @@ async def test_one_rewrite_for_each_start_of_the_server(foreign: ForeignRedis, c
         async with open_connection(foreign.config, foreign.url):
             await until(lambda: rewritten(foreign))
     assert caplog.text.count("redis writes its append-only file anew") == 1
+
+
+async def test_a_look_asks_for_no_rewrite(foreign: ForeignRedis, caplog):
+    caplog.set_level(logging.INFO)
+    foreign.kill()
+    await asyncio.to_thread(foreign.start)
+    async with open_to_look(foreign.config, foreign.url) as connection:
+        assert await connection.read("PING") == b"PONG"
+    assert "anew" not in caplog.text
+    assert info(foreign)["aof_last_rewrite_time_sec"] == "-1"
 
 
 async def test_what_cannot_be_rewritten_is_left(foreign: ForeignRedis, caplog, tmp_path: Path):

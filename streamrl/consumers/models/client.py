@@ -459,7 +459,7 @@ class ModelClient:
         """Why no server took the request: all working servers are full, or none works."""
         if self._router.busy(request.failed):
             return RewardBusy(
-                f"the servers of reward model {self.name} had no place for a request in most of"
+                f"the servers of reward model {self.name} had no free slot for a request in most of"
                 f" {request.seconds:.1f} s",
                 f"more servers, a higher reward_models.{self.name}.concurrency if they can take it, or a longer"
                 " deadline",

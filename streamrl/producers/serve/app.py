@@ -140,6 +140,7 @@ class EngineApp:
     ) -> None:
         self._engine = engine
         self._tasks = tasks
+        self._running: set[asyncio.Task[web.StreamResponse]] = set()
         self._about = about
         self._deliveries = deliveries
         self._expected = None if key is None else f"Bearer {key}".encode()
@@ -197,9 +198,17 @@ class EngineApp:
     def _control(self, kind: type[_M], work: Callable[[_M, web.Request], Awaitable[Any]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             message = await _read(request, kind)
-            return await asyncio.shield(self._tasks.create_task(_answer(work(message, request))))
+            control = self._tasks.create_task(_answer(work(message, request)))
+            self._running.add(control)
+            control.add_done_callback(self._running.discard)
+            return await asyncio.shield(control)
 
         return handle
+
+    def cancel_controls(self) -> None:
+        """Cancel the controls that still run, when the server ends."""
+        for control in self._running:
+            control.cancel()
 
     def _look(self, work: Callable[[web.Request], Awaitable[Any]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -257,7 +266,7 @@ class EngineApp:
             self._leased.clear()
             late = self._leases.expire(loop.time())
             if late:
-                logger.warning("who paused the engine is silent: it goes on", extra={"owners": late})
+                logger.warning("a pause expired, its owner is silent: the engine resumes", extra={"owners": late})
                 if not self._leases:
                     await self._engine.resume()
 

@@ -55,7 +55,7 @@ class Deliveries:
         """Bring a version near; what was brought near before and not taken is forgotten.
 
         Raises:
-            WeightsError: it is not to be had, or its files are not what they should be.
+            WeightsError: it cannot be fetched, or its files are not what they should be.
         """
         self._near = None
         try:
@@ -69,7 +69,7 @@ class Deliveries:
             raise
         except (StreamrlError, OSError) as error:
             raise WeightsError(
-                f"version {message.pair[1]} is not to be had here: {error}",
+                f"version {message.pair[1]} cannot be fetched or read on this host: {error}",
                 "weights.transport http brings it to other hosts",
             ) from error
 

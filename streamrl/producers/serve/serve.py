@@ -99,7 +99,8 @@ async def _run(
             handle_signals=False,
             handler_cancellation=True,
             keepalive_timeout=_KEEP_ALIVE,
-            shutdown_timeout=_FAREWELL_SECONDS,
+            shutdown_timeout=_FAREWELL_SECONDS / 2,  # aiohttp waits for it twice
+            auto_decompress=False,  # nothing is inflated before the key is checked
         )
         await runner.setup()
         try:
@@ -112,6 +113,7 @@ async def _run(
             await engine.close()
         finally:
             await runner.cleanup()
+            served.cancel_controls()
 
 
 async def _watch(engine: HfEngine) -> None:

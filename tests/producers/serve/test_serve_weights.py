@@ -73,7 +73,7 @@ async def test_refused_weights_change_nothing(served, version, tmp_path):
             await engine.apply(broken(top + 5, weights, parts=parts))
         (good.folder / "model.safetensors").rename(tmp_path / "moved")
         gone = Version((1, top + 6), 1, good.tensors, good.folder, good.files, good.parts)
-        with pytest.raises(WeightsError, match="not to be had"):
+        with pytest.raises(WeightsError, match="cannot be fetched"):
             await engine.apply(gone)
         done = await engine.generate(request("after", limit=30))
         assert done.runs == [(0, good.number)]
