@@ -150,7 +150,7 @@ async def test_failures_of_a_service_open_the_circuit(error):
 async def test_failures_of_a_reward_with_a_pool_open_no_circuit(use, error):
     """The pool knows which of its servers are away, and a circuit would keep samples from those that work."""
     reward, made = failing(error)
-    calls = calls_of(loaded(reward, use=use))
+    calls = calls_of(loaded(reward, use=use, deadline=0.1))
     for index in range(20):
         with pytest.raises(type(error)):
             await calls._attempt(numbered(index), lease_end())

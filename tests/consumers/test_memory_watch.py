@@ -116,7 +116,7 @@ async def test_a_watch_that_runs_looks_again_and_again(monkeypatch):
     monkeypatch.setattr(watch, "_MEMORY_SECONDS", 0)
     calls = calls_of(loaded(tidies))
     async with asyncio.timeout(60):
-        watching = asyncio.create_task(MemoryWatch([calls], Growth(window=0.01, windows=4, least=4 * MIB)).run())
+        watching = asyncio.create_task(MemoryWatch([calls], Growth(window=0.01, windows=4, least=MIB)).run())
         while not calls.figures.leaks:
             await calls.score(seen(), leased())
             assert not watching.done()
