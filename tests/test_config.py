@@ -127,11 +127,15 @@ def test_a_greedy_baseline_is_one_more_response():
     assert own.responses == 9
 
 
-def test_bounds_follow_promise_two():
-    bounds = ["max_staleness=2", "learner.groups_per_step=8", "checkpoint.every=3"]
+@pytest.mark.parametrize(
+    ("staleness", "groups", "every", "budget", "hard_cap", "in_background"),
+    [(2, 8, 3, 24, 48, 72), (0, 5, 4, 5, 25, 45), (3, 2, 1, 8, 10, 12)],
+)
+def test_bounds_follow_promise_two(staleness, groups, every, budget, hard_cap, in_background):
+    bounds = [f"max_staleness={staleness}", f"learner.groups_per_step={groups}", f"checkpoint.every={every}"]
     config = load(None, [*bounds, "checkpoint.background=false"], {}).config
-    assert (config.budget, config.hard_cap) == (24, 48)
-    assert load(None, bounds, {}).config.hard_cap == 72
+    assert (config.budget, config.hard_cap) == (budget, hard_cap)
+    assert load(None, bounds, {}).config.hard_cap == in_background
 
 
 def test_servers_have_one_name_and_count_as_slots():

@@ -39,10 +39,10 @@ def defined() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", ["reference/faults.md", "internals/holes.md"])
-def test_every_test_that_a_page_names_exists(page):
+@pytest.mark.parametrize(("page", "least"), [("reference/faults.md", 200), ("internals/holes.md", 60)])
+def test_every_test_that_a_page_names_exists(page, least):
     named = re.findall(r"`(test_\w+(?:\.py)?)`", (DOCS / page).read_text())
-    assert len(named) > 40
+    assert len(named) >= least
     assert set(named) <= defined(), set(named) - defined()
 
 
@@ -52,7 +52,8 @@ def test_every_hole_names_its_tests():
     first = ["1", "2", "3", "4", "4b", *map(str, range(5, 38))]
     assert [number for number, _, _ in rows][: len(first)] == first, "later ones are welcome"
     for number, state, tests in rows:
-        assert tests.strip() or state in {"closed by argument, no test", "stated"}, f"hole {number} names no test"
+        named = re.findall(r"`test_\w+`", tests)
+        assert named or (number, state) == ("37", "stated"), f"hole {number} names no test"
 
 
 def test_every_fault_names_a_test():

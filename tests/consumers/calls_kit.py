@@ -22,7 +22,8 @@ QUICK = {"attempts": 2, "backoff": 0.001, "deadline": 60.0}
 
 def loaded(call: Callable[..., Any], *, instant: bool = False, group: bool = False, **spec: Any) -> LoadedReward:
     """A reward of one function; `spec` as in the run file."""
-    keys = RewardSpec(use="tests:reward", name=spec.pop("name", getattr(call, "__name__", "reward")), **spec)
+    use = spec.pop("use", "tests:reward")
+    keys = RewardSpec(use=use, name=spec.pop("name", getattr(call, "__name__", "reward")), **spec)
     return LoadedReward(
         name=keys.name or "",
         call=call,

@@ -155,6 +155,19 @@ async def test_failures_of_a_service_open_the_circuit(error):
     assert calls.circuit.opened == 1
 
 
+@pytest.mark.parametrize("use", ["judge", "reward_model"])
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), RewardUnavailable("all away")])
+async def test_failures_of_a_reward_with_a_pool_open_no_circuit(use, error):
+    """The pool knows which of its servers are away, and a circuit would keep samples from those that work."""
+    reward, made = failing(error)
+    calls = calls_of(loaded(reward, use=use, deadline=0.1))
+    for index in range(20):
+        with pytest.raises(type(error)):
+            await calls._attempt(numbered(index), lease_end())
+    assert len(made) == calls.figures.failures.total() == 20
+    assert calls.circuit.opened == 0
+
+
 async def test_concurrency_of_a_reward_and_waiting_takes_nothing_from_the_deadline():
     release, running, most = asyncio.Event(), 0, 0
 

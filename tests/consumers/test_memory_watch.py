@@ -109,6 +109,24 @@ async def test_growth_while_no_reward_is_called_is_said_without_a_name(caplog):
     assert calls.figures.leaks == ""
 
 
+async def test_a_watch_that_runs_looks_again_and_again(monkeypatch):
+    """The size of the process and the pause between two looks are played; the clock is real."""
+    sizes = itertools.count(MIB, MIB)
+    monkeypatch.setattr(watch, "resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(watch, "_MEMORY_SECONDS", 0)
+    calls = calls_of(loaded(tidies))
+    async with asyncio.timeout(60):
+        watching = asyncio.create_task(MemoryWatch([calls], Growth(window=0.01, windows=4, least=MIB)).run())
+        while not calls.figures.leaks:
+            await calls.score(seen(), leased())
+            assert not watching.done()
+            await asyncio.sleep(0)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert "the worker grows by" in calls.figures.leaks
+
+
 async def test_a_system_that_does_not_say_how_large_a_process_is_is_not_watched(monkeypatch):
     monkeypatch.setattr(watch, "resident_bytes", lambda: None)
     await asyncio.wait_for(MemoryWatch([]).run(), 30)

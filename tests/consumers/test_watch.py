@@ -135,6 +135,9 @@ async def test_a_step_that_took_long_is_counted_and_said_when_it_is_over(counted
     line = calls.figures.line()
     assert line["blocked"] == 4
     assert line["blocked_seconds"] >= 0.1
+    for seconds in (5000.0, 3.0):
+        calls.figures.held_loop(seconds)
+    assert calls.figures.line()["blocked_seconds"] == 5000.0, "the longest time counts, because a short one came later"
     said = [record for record in caplog.records if record.msg == "a reward held the event loop"]
     assert [record.times for record in said] == [1, 2, 4], "not once per sample"
     assert {record.reward for record in said} == {"computes"}

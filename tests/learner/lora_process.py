@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 from safetensors.torch import save_file
@@ -16,7 +17,7 @@ from weights_kit import export, full_tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_group import RankWorker
+from streamrl.learner.rank_group import NO_BASE, RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.step import Models
 from streamrl.weight_sync.publisher import Publisher
@@ -65,14 +66,16 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     merged = full_tensors(actor)
     if ranks.rank == 0:
         save_file(merged, out / "merged.safetensors")
+    refused: list[tuple[int, int]] = []
     if ranks.rank:
-        actor.published_rows()
-    else:
-        worker.snapshot()
+        worker._parts = SimpleNamespace(busy=True, refuse=refused.append)
+    left_out = worker.publish(1, 2, NO_BASE, NO_BASE) is None
     export(actor, out / "export")
     return {
         "records": records,
         "base_unchanged": fresh == base,
+        "left_out": left_out,
+        "refused": refused,
         "parameters": {key: list(p.to_local().shape) for key, p in actor.parameters.items()},
     }
 

@@ -66,7 +66,9 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
             key: [list(p.to_local().shape), list(p.shape), str(p.placements)] for key, p in actor.parameters.items()
         }
         found[f"{name}.records"] = train(actor, range(STEPS))
-        save_file(full_tensors(actor), out / f"{name}-{ranks.rank}.safetensors")
+        whole = full_tensors(actor)
+        if ranks.rank == 0:
+            save_file(whole, out / f"{name}-0.safetensors")
         found[f"{name}.logprobs"] = [
             values.tolist() for values in actor.compute_log_prob(pieces(0, ranks.world)[0][ranks.rank]).logprobs
         ]

@@ -1,4 +1,4 @@
-"""One rank that goes both ways through steps: `step_process.py MODEL OUT`; test_ways_two_ranks.py judges it."""
+"""One rank that goes both ways through steps: `step_process.py MODEL OUT`; test_step_two_ranks.py judges it."""
 
 from __future__ import annotations
 

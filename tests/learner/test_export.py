@@ -112,7 +112,18 @@ def test_an_adapter_is_merged_and_stands_by_itself(tmp_path, model_of, one_rank,
     assert held.keys() == actor.parameters.keys()
     assert all(torch.equal(held[name], parameter.to_local()) for name, parameter in actor.parameters.items())
     about = orjson.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_bytes())
-    assert (about["r"], about["use_dora"]) == (4, dora)
+    assert about == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.model.path,
+        "r": 4,
+        "lora_alpha": config.learner.lora.alpha,
+        "target_modules": actor.lora.about.targets,
+        "use_dora": dora,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
 
 
 def test_bfloat16_is_what_a_run_in_bfloat16_exports(tmp_path, model_of, one_rank):

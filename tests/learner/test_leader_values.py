@@ -13,7 +13,8 @@ from test_reference_servers import Server, fails
 GAE = {"advantage": {"use": "gae"}, "mini_batches": 2}
 FROZEN = {"reference": {"kind": "frozen"}}
 RECIPES = {
-    "model": {**GAE, "critic": {"kind": "model", "lr": 1e-3, "warmup_steps": 1}},
+    # With weight decay an update without a gradient moves the policy too.
+    "model": {**GAE, "weight_decay": 0.1, "critic": {"kind": "model", "lr": 1e-3, "warmup_steps": 1}},
     "kl in the reward": {**FROZEN, "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1}},
     "kl in the loss": {**FROZEN, "kl": {"where": "loss", "coefficient": 0.1, "controller": "adaptive"}},
     "base": {"reference": {"kind": "base"}, "lora": {"rank": 2}, "kl": {"where": "loss"}},

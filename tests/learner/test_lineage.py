@@ -115,6 +115,30 @@ def test_a_full_disk_delays_a_file_and_forgets_nothing(tmp_path):
     assert read_trained(tmp_path, [log.sync()]) == [1, 11, 22, 33, 44]
 
 
+def test_a_disk_that_is_full_for_the_second_file_alone_delays_both(tmp_path, make):
+    """The ids are written before the groups fail; a repeat writes the groups and does not write the ids again."""
+    lineage = make(1, 1)
+    link = lineage.sync()
+    lineage.add({"gid": gid, "rewards": [0.5]} for gid in (2, 3))
+    room = (tmp_path / record_file(1)).stat().st_size + 5
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
+        with pytest.raises(OSError):
+            lineage.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "checkpoints" / trained_file(1)).read_bytes() == b"1\n2\n3\n"
+    assert (tmp_path / record_file(1)).stat().st_size == room
+    assert held(tmp_path, link) == [1]
+    lineage.add([{"gid": 4}])
+    mark = lineage.mark()
+    assert lineage.sync() == mark
+    assert held(tmp_path, mark) == [1, 2, 3, 4]
+
+
 def test_a_closed_file_writes_into_no_other_file(tmp_path):
     log = EpochFile(tmp_path, trained_file(1))
     log.append(b"1\n")

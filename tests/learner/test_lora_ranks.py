@@ -87,3 +87,10 @@ def test_the_same_statistics_and_half_of_the_adapter_each(runs, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_its_adapter_a_rank_computes_what_the_base_does(runs, kind):
     assert all(found[kind]["base_unchanged"] for found in runs.found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_still_writes_leaves_a_version_out_and_holds_nobody_up(runs, kind):
+    """The rank takes part in the collective that the snapshot of the other rank needs, because that one would hang."""
+    assert [found[kind]["left_out"] for found in runs.found] == [False, False, True]
+    assert [found[kind]["refused"] for found in runs.found] == [[], [], [[1, 2]]]

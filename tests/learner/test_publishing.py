@@ -14,18 +14,44 @@ from streamrl.learner.publishing import Publishing
 from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.weight_sync.publisher import VersionFigures
 
+MANIFEST = object()
+
+
+class Outlet:
+    """Takes the manifest of a version, as the server of the weights does."""
+
+    def __init__(self) -> None:
+        self.announced = 0
+
+    def sources(self) -> list[str]:
+        return []
+
+    async def announce(self, manifest) -> None:
+        assert manifest is MANIFEST
+        self.announced += 1
+
+
+class Buffer:
+    """Takes a version and the bytes of its manifest, as the buffer of the learner does."""
+
+    def __init__(self) -> None:
+        self.shown: list[int] = []
+
+    async def announce(self, version, manifest) -> None:
+        assert manifest == b"%d" % version
+        self.shown.append(version)
+
 
 class Shelf:
-    """Publisher, outlet, version log and intake at once; `full` refuses every version, `slow` one."""
+    """Publisher and version log at once; `full` refuses every version, `slow` one."""
 
-    manifest = None
+    manifest = MANIFEST
     figures = VersionFigures(bytes=10, density=None, kind="full")
 
     def __init__(self) -> None:
         self.full = False
         self.slow = 0
-        self.shown: list[int] = []
-        self.announced = 0
+        self.outlet, self.buffer = Outlet(), Buffer()
 
     def publish(self, *, version, **_) -> bytes:
         if self.full:
@@ -38,20 +64,8 @@ class Shelf:
     def holds_newest(self) -> bool:
         return True
 
-    def sources(self) -> list[str]:
-        return []
-
     def note(self, version, step) -> None:
         pass
-
-    async def announce(self, *said) -> None:
-        """As the outlet (a manifest), and as the buffer (a version with its manifest)."""
-        if len(said) == 1:
-            self.announced += 1
-            return
-        version, manifest = said
-        assert manifest == b"%d" % version
-        self.shown.append(version)
 
     def close(self, **_) -> None:
         pass
@@ -64,7 +78,7 @@ async def publish(publishing, *versions) -> None:
 
 
 def make(shelf, tasks, deadline=60.0):
-    return Publishing(shelf, shelf, shelf, shelf, epoch=1, world=1, deadline=deadline, tasks=tasks)
+    return Publishing(shelf, shelf.outlet, shelf, shelf.buffer, epoch=1, world=1, deadline=deadline, tasks=tasks)
 
 
 async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written():
@@ -81,8 +95,8 @@ async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_writte
         shelf.full = False
         await publish(publishing, (7, 1))
         assert await publishing.repeat()
-    assert (publishing.version, shelf.shown) == (7, [1, 1, 7, 7])
-    assert shelf.announced == 2
+    assert (publishing.version, shelf.buffer.shown) == (7, [1, 1, 7, 7])
+    assert shelf.outlet.announced == 2
     assert publishing.record["published"] == 7
     publishing.close()
 
@@ -94,7 +108,7 @@ async def test_one_slow_version_is_left_out():
     async with asyncio.TaskGroup() as tasks:
         publishing = make(shelf, tasks, deadline=0.5)
         await publish(publishing, (1, 0), (2, 1), (3, 2))
-    assert shelf.shown == [1, 3]
+    assert shelf.buffer.shown == [1, 3]
     publishing.close()
 
 

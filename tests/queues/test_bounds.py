@@ -1,12 +1,16 @@
-"""Pure functions: the bounds of admission and the pauses of an outage."""
+"""The bounds of admission, and the pauses of an outage: pure functions, but for one look at the script."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import RunConfig
+from streamrl.queues import Ledgers
 from streamrl.queues.outage import LONGEST_PAUSE, Outage, pause
+from streamrl.queues.records import AdmitOutcome
+from tests.queues.ledger_kit import admit
 
 
 def configured(staleness: int, groups: int, every: int, *, background: bool = False) -> RunConfig:
@@ -21,7 +25,7 @@ def configured(staleness: int, groups: int, every: int, *, background: bool = Fa
 
 
 def room(config: RunConfig, live: int, held: int) -> int:
-    """Groups that `admit.lua` lets in (`test_scripts.py::test_admit_keeps_both_bounds`)."""
+    """Groups that `admit.lua` lets in (`test_the_room_of_these_tests_is_that_of_the_script`)."""
     return max(0, min(config.budget - (live - held), config.hard_cap - live))
 
 
@@ -32,6 +36,39 @@ def test_hand_computed_bounds():
     assert [room(config, *counts) for counts in ((20, 0), (40, 20), (47, 40), (48, 0))] == [4, 4, 1, 0]
     assert not config.checkpoint_due(0, 24)
     assert [config.checkpoint_due(*counts) for counts in ((2, 16), (3, 0), (1, 24))] == [False, True, True]
+
+
+@given(st.integers(0, 8), st.integers(1, 32), st.integers(1, 12), st.booleans(), st.integers(0, 30))
+def test_the_bounds_are_those_of_promise_two(staleness, groups, every, background, steps):
+    """Up to two intervals of trained groups are live where the next one begins before the checkpoint is written."""
+    config = configured(staleness, groups, every, background=background)
+    untrained = (staleness + 1) * groups
+    trained = every * groups * (2 if background else 1)
+    assert config.budget == untrained
+    assert config.hard_cap == untrained + trained
+    for held in (trained - 1, trained, trained + 1):
+        due = steps >= every or held >= trained
+        assert config.checkpoint_due(steps, held) == (due and steps > 0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_the_room_of_these_tests_is_that_of_the_script(ledgers: Ledgers, background):
+    """Ask the script until it is full, for all counts of live and of held groups up to more than the hard cap."""
+    config = configured(1, 2, 2, background=background)
+    keys, read = ledgers.train.keys, ledgers.connection.read
+    bounds = {"budget": config.budget, "hard_cap": config.hard_cap}
+    cursor = 0
+    for live in range(config.hard_cap + 2):
+        for held in range(live + 1):
+            await read("DEL", keys.live)
+            if live:
+                await read("ZADD", keys.live, *(word for gid in range(live) for word in (gid, f"old-{gid}")))
+            await read("HSET", keys.state, "held", held)
+            before = cursor
+            while (found := await admit(ledgers.train, cursor, **bounds)).outcome is AdmitOutcome.ADMITTED:
+                cursor += 1
+            assert found.outcome is AdmitOutcome.FULL
+            assert cursor - before == room(config, live, held), (live, held)
 
 
 @given(st.integers(0, 3), st.integers(1, 16), st.integers(1, 5), st.integers(1, 200))

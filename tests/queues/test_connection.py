@@ -99,7 +99,7 @@ async def test_nobody_listens(tmp_path: Path):
 
 
 async def test_a_server_that_says_nothing_counts_as_gone(ledgers: Ledgers, run: RedisRun, monkeypatch):
-    monkeypatch.setattr(connection, "ROUND_TRIP", 0.2)
+    monkeypatch.setattr(ledgers.connection, "_round_trip_seconds", 0.2)
     run.pause()
     call = asyncio.create_task(ledgers.train.live())
     await until(lambda: ledgers.connection.since_error() < 60)

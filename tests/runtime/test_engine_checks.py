@@ -17,6 +17,7 @@ from streamrl.errors import CannotCreate, ConfigError, Unreachable
 from streamrl.runtime import engine_checks
 from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
 from streamrl.servers import environments
+from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
 
@@ -85,6 +86,11 @@ def test_a_gpu_that_is_not_there_is_refused_by_every_kind(
 def test_flags_that_streamrl_needs_for_itself_are_refused(environment: Path, flag: str):
     with pytest.raises(ConfigError, match="which streamrl chooses"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu", "flags": {flag: "1"}}))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_plug_in_of_every_engine_is_there(kind: str):
+    assert (PLUGIN / "streamrl_engine" / f"{kind}.py").is_file()
 
 
 def test_an_installation_without_the_plug_in_is_found(

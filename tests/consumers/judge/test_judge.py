@@ -18,6 +18,7 @@ from streamrl.consumers import RewardContext
 from streamrl.consumers.calls import NoTime, ScoringFailed
 from streamrl.consumers.models import open_models, verdicts
 from streamrl.consumers.models.judge import Judge
+from streamrl.consumers.models.router import EJECT_AFTER, PoolServerState
 from streamrl.consumers.models.verdicts import Unreadable
 from streamrl.consumers.opening import open_scorer
 from streamrl.consumers.plugins import load_rewards
@@ -181,11 +182,14 @@ async def test_a_pattern_that_takes_for_ever_is_an_unreadable_vote_and_holds_nob
         score = await judge.score(seen())
         assert (score.value, score.parts) == (6.0, {"unreadable": 1.0})
     async with chats(lambda _: ["Score: " + "a" * 200 + "!"]) as (one,):
-        async with scoring(run_of(EXPLODES, [one.url], attempts=3)) as scorer:
-            with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*the regex takes too much"):
-                await scorer.score(seen(), lease_end())
-            assert scorer.calls[0].circuit.open_since is None
-        assert len(one.bodies) == 1 + 2, "once at the start, and two tries"
+        config = run_of(EXPLODES, [one.url], attempts=3)
+        async with open_models(config) as models, open_scorer(config, RewardContext(config, Path(), models)) as scorer:
+            for _ in range(EJECT_AFTER):
+                with pytest.raises(ScoringFailed, match=r"0 of 2 votes can be read.*the regex takes too much"):
+                    await scorer.score(seen(), lease_end())
+            (server,) = models["critic"].standings()
+            assert (server.state, server.failed, server.ejections) == (PoolServerState.SERVING, 0, 0)
+        assert len(one.bodies) == 1 + 2 * EJECT_AFTER, "once at the start, and two tries for each sample"
 
 
 async def test_a_process_of_the_pattern_that_somebody_kills_says_nothing_of_the_vote():
