@@ -70,7 +70,8 @@ class Clock(transformers.TrainerCallback):
         accuracy = self._held_out.accuracy(model, self._options["prompts"])
         self.curve.append((state.global_step, now - self._began - self._paused, accuracy))
         self._paused += time.perf_counter() - now
-        control.should_training_stop = accuracy >= self._options["goal"]
+        if accuracy >= self._options["goal"]:  # never False: that would take back the trainer's own end
+            control.should_training_stop = True
 
 
 def reward(completion_ids: list[list[int]], completions: list[str], answer: list[str], **_: Any) -> list[float]:

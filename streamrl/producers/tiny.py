@@ -17,7 +17,8 @@ from streamrl.engine import Completion
 from streamrl.weight_sync.tensors import Version
 
 VOCABULARY: Final = 320
-CONTEXT: Final = 4096
+CONTEXT: Final = 16384
+"""A response of this length takes longer than anything that is done while it is generated."""
 PAD, BOS, EOS, STOP = 0, 1, 2, 5
 FIRST_PLAIN: Final = 8
 """Tokens from here on mean nothing in particular: prompts are drawn of them."""

@@ -23,7 +23,7 @@ BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""
 INTERVAL = 4
 """Tokens between two messages of a server."""
-LONG = 3900
+LONG = 16000
 """Tokens of a response that does not end before a test has done what it wants, however busy the machine is."""
 SOON = 20.0
 """Deadline of what should take milliseconds, on two busy cores."""
@@ -49,7 +49,7 @@ def run_config(kind: str, folder: Path, *, deadline: float = 20.0, **engine: Any
                 "threads": 1,
                 "dtype": "bfloat16",
                 "slots": 64,
-                "kv_cache": "256MiB",
+                "kv_cache": "512MiB",
                 "stream_interval": INTERVAL,
                 "start_deadline": 300,
                 "flags": LORA_FLAGS.get(kind, {}),

@@ -53,7 +53,7 @@ async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40
 async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_weights(bench: Bench):
     await bench.prepare(1)
     before, tokens, lives = bench.number, prompt(8), len(bench.servers)
-    task, heard, _ = bench.begin(tokens, 1200)
+    task, heard, _ = bench.begin(tokens, 4000)
     await heard.at_least(2 * INTERVAL)
     strike(bench, signal.SIGSTOP)
     async with asyncio.timeout(RESTART):
@@ -66,5 +66,5 @@ async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_
         assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, after)]
     assert len(bench.servers) == lives + 1
     (_, change, old), (_, end, new) = bench.judge_apart(tokens, done)
-    assert (done.finish, end, old, new) == ("length", 1200, before, after)
+    assert (done.finish, end, old, new) == ("length", 4000, before, after)
     assert change >= 2 * INTERVAL

@@ -129,10 +129,10 @@ async def test_an_engine_on_a_server_that_runs_already(place: Place):
     try:
         bench = place.bench(engine)
         await bench.prepare(1)
-        task, heard, _ = bench.begin(prompt(1))
-        await heard.at_least(2 * INTERVAL)
+        begun = bench.begin(prompt(1))
+        await begun[1].at_least(2 * INTERVAL)
         await bench.apply()
-        done = await task
+        done = await bench.end(begun, 8 * INTERVAL)
         assert [number for _, _, number in bench.judge(prompt(1), done)] == [0, 1]
         assert 0 < engine.pause_seconds < 30
     finally:

@@ -16,7 +16,19 @@ import pytest_asyncio
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from vllm_kit import Failed, Live, forward, named, random_model, replay, request, save_model, served, write_version
+from vllm_kit import (
+    CONTEXT,
+    Failed,
+    Live,
+    forward,
+    named,
+    random_model,
+    replay,
+    request,
+    save_model,
+    served,
+    write_version,
+)
 
 from streamrl.servers.launch import PLUGIN
 
@@ -105,7 +117,7 @@ async def during(world: World, limit: int, heard: int) -> asyncio.Task[Any]:
 async def test_it_says_what_it_is(world: World) -> None:
     about = world.live.dialect.read_about(await world.live.calls(world.live.dialect.about()))
     assert about.version.startswith("0.32")
-    assert about.context == 1024
+    assert about.context == CONTEXT
     assert about.can_update
     assert about.probe is not None
 
@@ -140,7 +152,7 @@ async def test_a_cut_file_is_refused_before_anything_is_changed(world: World) ->
 async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world: World) -> None:
     before, version = world.number, world.write()
     await world.live.calls(world.live.dialect.prefetch(version))
-    task = await during(world, 900, 40)
+    task = await during(world, 4000, 40)
     await world.live.calls(world.live.dialect.pause("keep"))
     world.fault.touch()
     for _ in range(2):
@@ -164,7 +176,7 @@ async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(wor
 
 
 async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world: World) -> None:
-    task = await during(world, 900, 40)
+    task = await during(world, 4000, 40)
     await world.live.calls(world.live.dialect.pause("abort"))
     assert (await task).finish == "abort"
     held = asyncio.create_task(world.live.generate(request("held", PROMPT, 5), world.number))

@@ -28,7 +28,7 @@ from streamrl.servers.vllm import VllmDialect
 from streamrl.weight_sync.tensors import Version
 
 VOCABULARY = 400
-CONTEXT = 1024
+CONTEXT = 4096
 
 
 def random_model(seed: int, *, tied: bool) -> Any:
