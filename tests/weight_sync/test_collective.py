@@ -1,4 +1,4 @@
-"""A broadcast reaches all that live; when one is killed or stopped in its middle, the others pull."""
+"""A broadcast reaches all that live; when one is killed or stopped in its middle, or too slow, the others pull once."""
 
 import asyncio
 import contextlib
@@ -140,7 +140,37 @@ async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monk
         if blow == signal.SIGSTOP:
             victim.signal(signal.SIGCONT)
             await until(lambda: len(broadcaster._members) == 3)  # it comes back by itself
-            await take(learner, 4, found, broadcasts=[1, 2, 2])
+            for version in (4, 5, 6):  # and pulls for a while
+                await take(learner, version, found, broadcasts=[0, version - 2, version - 2])
+            await take(learner, 7, found, broadcasts=[1, 5, 5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1, 2])
+async def test_a_member_that_is_always_too_slow_delays_only_itself(tmp_path, slow, caplog):
+    """After one version that all pull, the others get the next ones by broadcast; it comes back when it is faster."""
+    async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
+        by_rank = [member.hello.name for member in learner.server._broadcaster._members.values()]
+        name = by_rank[slow]
+        flag = tmp_path / f"slow-{name}"
+        flag.touch()
+
+        async def expect(version, of_slow, of_others):
+            broadcasts = [of_slow if member.name == name else of_others for member in found]
+            await take(learner, version, found, broadcasts=broadcasts)
+
+        await expect(2, 0, 0)
+        assert [entry.member for entry in caplog.records if "too slow" in entry.message] == [name]
+        for version in (3, 4, 5, 6):
+            await expect(version, 0, version - 2)
+        await expect(7, 0, 4)  # it is tried again
+        await expect(8, 0, 5)
+        assert learner.server._broadcaster._absences[name].versions == 8
+        flag.unlink()
+        for version in range(9, 16):
+            await expect(version, 0, version - 3)
+        await expect(16, 1, 13)
+        assert not learner.server._broadcaster._absences
 
 
 async def take(learner, version, found, broadcasts):
