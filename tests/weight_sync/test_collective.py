@@ -18,12 +18,15 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import Unreachable, WireError
 from streamrl.weight_sync import broadcast
 from streamrl.weight_sync.broadcast import (
+    Broadcaster,
     BroadcastGroup,
     Done,
     Go,
+    Got,
     GroupPlace,
     Hello,
     Rendezvous,
+    _Member,
     pack,
     unpack_from_host,
     unpack_from_member,
@@ -181,6 +184,27 @@ async def take(learner, version, found, broadcasts):
     answers = [await member.answer() for member in found]
     assert [answer["version"] for answer in answers] == [version] * len(found)
     assert [answer["broadcasts"] for answer in answers] == broadcasts
+
+
+async def test_of_equally_slow_members_one_is_left_out(tmp_path):
+    """A member that waits for a slow one looks as slow: the second failure shows who it was, and a death shows none."""
+    broadcaster = Broadcaster(tmp_path, "127.0.0.1", DEADLINE)
+    first, second, third = (_Member(number, Hello(f"m{number}"), None, None) for number in range(3))
+
+    def settle(**received):
+        taking = [member for member in (first, second, third) if member.hello.name in received]
+        answers = {member: received[member.hello.name] for member in taking if received[member.hello.name] is not None}
+        broadcaster._settle(taking, {member: Got(1, size == 9, size) for member, size in answers.items()})
+        return {name: absence.versions for name, absence in broadcaster._absences.items()}
+
+    assert settle(m0=9, m1=9, m2=9) == {}
+    assert settle(m0=6, m1=None, m2=4) == {}  # one has died
+    assert settle(m0=6, m1=4, m2=4) == {"m1": 4}
+    assert settle(m0=6, m2=4) == {"m1": 4, "m2": 4}
+    assert settle(m0=9, m1=9) == {"m2": 4}
+    assert settle(m0=6, m1=4, m2=4) == {"m2": 8}
+    for versions in (16, 32, 64, 64):
+        assert settle(m2=0) == {"m2": versions}
 
 
 async def test_followers_by_broadcast_and_by_pull(tmp_path):
