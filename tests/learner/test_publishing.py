@@ -16,7 +16,7 @@ from streamrl.weight_sync.publisher import VersionFigures
 
 
 class Shelf:
-    """Publisher, outlet, version log and intake at once; `full` refuses every version, `slow` one."""
+    """Publisher, weight server, version log and intake at once; `full` refuses every version, `slow` one."""
 
     manifest = None
     figures = VersionFigures(bytes=10, density=None, kind="full")
@@ -45,7 +45,7 @@ class Shelf:
         pass
 
     async def announce(self, *said) -> None:
-        """As the outlet (a manifest), and as the buffer (a version with its manifest)."""
+        """As the weight server (a manifest), and as the buffer (a version with its manifest)."""
         if len(said) == 1:
             self.announced += 1
             return
