@@ -100,14 +100,14 @@ async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | N
 
     Raises:
         DeadlineExceeded: engines did not leave.
-        ExceptionGroup: also when the turn was lost; the block is cancelled then, and the process has to end.
+        ExceptionGroup: also when the device lock was lost; the block is cancelled then, and the process has to end.
     """
     if role.config.rollout.placement != "colocated" or rank:
         yield None
         return
     switch = LearnerDevices(role.ledgers.device_lock, uuid.uuid4().hex, deadline=role.config.turn_deadline)
     async with asyncio.TaskGroup() as tasks:
-        renewing = tasks.create_task(switch.run(), name="turn on the devices")
+        renewing = tasks.create_task(switch.run(), name="device lock")
         await switch.take()
         yield switch
         renewing.cancel()
@@ -171,7 +171,7 @@ class Leader:
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
             async with (
-                open_server(self._config, self._role.run_dir, publisher.root) as outlet,
+                open_server(self._config, self._role.run_dir, publisher.root) as weight_server,
                 asyncio.TaskGroup() as tasks,
             ):
                 self._saver = Saver(
@@ -179,7 +179,7 @@ class Leader:
                 )
                 self._publishing = Publishing(
                     publisher,
-                    outlet,
+                    weight_server,
                     versions,
                     self._buffer,
                     epoch=start.epoch,

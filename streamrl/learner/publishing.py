@@ -40,7 +40,7 @@ class Publishing:
 
     Args:
         publisher: used by the thread of this object only.
-        outlet: is told of each version.
+        weight_server: is told of each version.
         log: every version is noted there before it is published.
         buffer: writes the manifest into the ledger.
         epoch: of this learner.
@@ -52,7 +52,7 @@ class Publishing:
     def __init__(
         self,
         publisher: Publisher,
-        outlet: WeightServer,
+        weight_server: WeightServer,
         log: VersionsLog,
         buffer: TrainBuffer,
         *,
@@ -63,7 +63,7 @@ class Publishing:
     ) -> None:
         self.version = 0
         self.record: dict[str, object] = {"publish_seconds": 0.0}
-        self._publisher, self._outlet, self._world = publisher, outlet, world
+        self._publisher, self._weight_server, self._world = publisher, weight_server, world
         self._log, self._buffer, self._epoch = log, buffer, epoch
         self._deadline, self._tasks = deadline, tasks
         self._running: asyncio.Task[None] | None = None
@@ -148,7 +148,7 @@ class Publishing:
             ) from error
         self._failed_steps.clear()
         self.version, self._manifest = version, data
-        await self._outlet.announce(manifest)
+        await self._weight_server.announce(manifest)
         await self._buffer.announce(version, data)
         self._shown_at = time.monotonic()
         figures = self._publisher.figures
@@ -175,7 +175,7 @@ class Publishing:
             shapes=snapshot.shapes,
             world=self._world,
             base=base,
-            sources=self._outlet.sources(),
+            sources=self._weight_server.sources(),
             adapter=snapshot.adapter,
         )
         return data, self._publisher.manifest

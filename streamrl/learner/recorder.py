@@ -95,9 +95,9 @@ class Recorder:
         try:
             publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
             try:
-                async with open_server(self._config, self._role.run_dir, publisher.root) as outlet:
+                async with open_server(self._config, self._role.run_dir, publisher.root) as weight_server:
                     versions.note(self._version, 0)
-                    await self._publish(publisher, outlet)
+                    await self._publish(publisher, weight_server)
                     self._role.ready()
                     await self._record_all()
             finally:
@@ -107,7 +107,7 @@ class Recorder:
             self._lineage.close()
             versions.close()
 
-    async def _publish(self, publisher: Publisher, outlet: WeightServer) -> None:
+    async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
         """The model of the run is its only version."""
         from streamrl.learner.sharding import load_model
 
@@ -122,11 +122,11 @@ class Recorder:
                 step=0,
                 tensors=((name, weight.detach().to(dtype)) for name, weight in model.named_parameters()),
                 base=None,
-                sources=outlet.sources(),
+                sources=weight_server.sources(),
             )
 
         self._manifest = await asyncio.to_thread(write)
-        await outlet.announce(publisher.manifest)
+        await weight_server.announce(publisher.manifest)
         await self._ledger.consume(self._start.nonce, 0, self._version, self._manifest)
 
     async def _record_all(self) -> None:

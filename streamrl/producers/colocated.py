@@ -42,8 +42,8 @@ _ABORT_PAUSE: Final = 0.05
 
 
 @asynccontextmanager
-async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
-    """Start an engine when it is its turn, and for the length of the block let it leave and come back.
+async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+    """Start an engine when the device lock admits it, and for the length of the block let it leave and come back.
 
     An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
     """
@@ -54,7 +54,7 @@ async def taking_turns(role: Role, engine: Engine) -> AsyncIterator[Engine]:
     try:
         await switch.start(shared.start)
         async with asyncio.TaskGroup() as tasks:
-            switching = tasks.create_task(switch.run(), name="turn on the devices")
+            switching = tasks.create_task(switch.run(), name="device lock")
             yield shared
             switching.cancel()
     finally:

@@ -24,7 +24,7 @@ from typing import Final
 
 from streamrl.engine import Completion, Engine, Request
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
-from streamrl.producers.colocated import taking_turns
+from streamrl.producers.colocated import under_device_lock
 from streamrl.producers.engines import make_engine
 from streamrl.producers.group.fleet import Fleet
 from streamrl.producers.group.group import EngineGroup
@@ -70,7 +70,7 @@ async def run_rollout(role: Role) -> None:
 async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
     """Start an engine for the length of the block, on devices of its own or on shared ones."""
     if role.config.rollout.placement == "colocated":
-        async with taking_turns(role, engine) as shared:
+        async with under_device_lock(role, engine) as shared:
             yield shared
         return
     try:

@@ -4,8 +4,9 @@
 RUNNING  -> for a minute more groups dropped than trained, by now by more than a budget -> STOPPED
 STOPPED  -> after a pause that doubles (1 to 10 minutes), the groups of one step are admitted: a trial
          -> at least as many groups were trained as dropped since the stop or the last trial -> RUNNING
-``` A budget is what may be in flight at the same time. A run that drops more than that drops what it has just admitted,
-so a burst of stale groups after a pause or a restart stops nothing, however long a step takes. A trial is all that a
+```
+A budget is what may be in flight at the same time. A run that drops more than that drops what it has just admitted, so
+a burst of stale groups after a pause or a restart stops nothing, however long a step takes. A trial is all that a
 run loses per pause while the cause lasts; the run goes on by itself when the cause is gone. Groups with equal rewards
 do not count, because `learner.advantage.zero_variance` asks for dropping them, nor do those that a person threw away.
 """

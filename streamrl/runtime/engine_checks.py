@@ -148,8 +148,9 @@ def shared_memory_copies(config: RunConfig) -> int:
     """Copies of the weights that lie in /dev/shm at the same time, at most, when all replicas run on this host.
 
     Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more
-    where somebody may still be pulling, and two in the spool of each replica that fetches versions or completes deltas.
+    where somebody may still be pulling, and two in the staging folder of each replica that fetches versions or
+    completes deltas.
     """
     weights = config.weights
-    spools = config.rollout.replicas if weights.pulled or weights.delta.enabled else 0
-    return (0 if weights.transport == "directory" else 3) + (2 if weights.pulled else 0) + 2 * spools
+    staging_folders = config.rollout.replicas if weights.pulled or weights.delta.enabled else 0
+    return (0 if weights.transport == "directory" else 3) + (2 if weights.pulled else 0) + 2 * staging_folders

@@ -134,7 +134,8 @@ def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")
 def memory(config: RunConfig, model_float32: int) -> Need:
     """Bytes of host memory that a run takes: processes, weights on the CPU, versions in /dev/shm.
 
-    The two counts differ in the versions: those that a replica still pulls, or has in its spool, are not there always.
+    The two counts differ in the versions: those that a replica still pulls, or has in its staging folder, are not there
+    always.
     """
     counts = processes(config)
     sizes = {"float32": model_float32, "bfloat16": model_float32 // 2}

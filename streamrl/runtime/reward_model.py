@@ -271,7 +271,7 @@ class WorkTurn:
 
     Args:
         demand: whether there is work.
-        shared: the turn of the devices where the learner shares them; None where it does not.
+        shared: the device lock where the learner shares its devices; None where it does not.
     """
 
     def __init__(self, demand: Demand, shared: DeviceLock | None) -> None:

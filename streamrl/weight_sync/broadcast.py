@@ -6,12 +6,13 @@ host   -> member done (the version announced last, if any)
 then for each version:
 host   -> member offer (manifest)          member -> host  ready (room was taken)
 host   -> member go (group, rank, size)    the bytes travel in the group, over gloo or NCCL
-                                           member -> host  got (whole or not), unless the broadcast failed
+host   -> member done (when that failed)   member -> host  got (whole or not, bytes)
 host   -> member done                      a member that has not got it by now pulls it over http
 ```
 These messages are JSON over one WebSocket each. The open WebSocket is the membership: a member whose process dies is
 out of it at once. When a member dies or stalls in mid-broadcast the round fails for all of them, and each pulls the
-version over http. What came is used only when it has the checksums of the manifest.
+version over http. The slowest of them is not offered the next versions, so the others get those by broadcast again.
+What came is used only when it has the checksums of the manifest.
 
 A group is built directly, beside the group that the process trains in, and has its own name in the store, its own
 thread and its own timeout. Gloo is tested with processes that are killed and stopped. NCCL has been written from its
@@ -29,7 +30,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -58,6 +59,9 @@ _STALL_SHARE: Final = 0.1
 _SHORTEST_STALL: Final = 1.0
 _PROOF_BYTES_PER_SECOND: Final = 200e6
 """A slow member still proves so many bytes."""
+_FIRST_ABSENCE: Final = 4
+"""Versions that a member which was too slow is not offered; twice as many each time that it is too slow again."""
+_LONGEST_ABSENCE: Final = 64
 _BEAT_SECONDS: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 1 << 16
 _FIRST_PAUSE: Final = 0.2
@@ -112,10 +116,11 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 
 
 class Got(msgspec.Struct, frozen=True, tag="got"):
-    """How the round ended for the member: `whole` means received and proven."""
+    """How the round ended for the member: `whole` means received and proven; `bytes` as `BroadcastGroup.begun`."""
 
     number: _Number
     whole: bool
+    bytes: _Number
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -192,7 +197,7 @@ class BroadcastGroup:
     """This process in one group. Its calls wait in a thread of its own, so no other work waits.
 
     `store` is the rendezvous in this process, or its address; `progress` the bytes sent or received in the present
-    call.
+    call, `begun` the same with the piece that is under way: a member that others wait for has begun less than they.
     """
 
     def __init__(self, place: GroupPlace, store: Any | tuple[str, int]) -> None:
@@ -200,13 +205,14 @@ class BroadcastGroup:
         self._store: Any = store
         self._group: _Gloo | _Nccl | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"broadcast {place.group}")
-        self.progress = 0
+        self.progress = self.begun = 0
 
     async def send(self, files: Sequence[Path]) -> None:
         """Send files to all others, in order.
 
         `Unreachable`: a process did not take a piece in time; the group cannot be used any more.
         """
+        self.progress = self.begun = 0
         await asyncio.get_running_loop().run_in_executor(self._thread, self._send, files)
 
     async def receive(self, files: Sequence[Path]) -> None:
@@ -214,6 +220,7 @@ class BroadcastGroup:
 
         Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
         """
+        self.progress = self.begun = 0
         await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, files)
 
     def leave(self) -> None:
@@ -231,14 +238,14 @@ class BroadcastGroup:
         self._pass_on(files, "r+b", mmap.MAP_SHARED)
 
     def _pass_on(self, files: Sequence[Path], mode: Literal["rb", "r+b"], flags: int) -> None:
-        self.progress = 0
         with self._failures():
             group = self._joined()
             for path in files:
                 with path.open(mode) as file:
                     for piece in _pieces(file.fileno(), flags):
+                        self.begun += piece.nbytes
                         group.broadcast(piece)
-                        self.progress += piece.nbytes
+                        self.progress = self.begun
 
     def _joined(self) -> _Gloo | _Nccl:
         if self._group is None:
@@ -346,11 +353,20 @@ class _Member:
     answers: asyncio.Queue[Ready | Got | None] = field(default_factory=asyncio.Queue)
 
 
+@dataclass
+class _Absence:
+    """A member is left out of so many `versions`, of which `left` are still to come."""
+
+    versions: int
+    left: int
+
+
 class Broadcaster:
     """Sends each version that is announced to all members, in one round; `deadline` is for one version.
 
     A member that does not answer is dropped, one that fails pulls the version over http; the learner waits for neither.
-    What is announced while a round runs waits, and only the newest of it.
+    One that is too slow is left out of some versions, and keeps that when it joins again under its name. What is
+    announced while a round runs waits, and only the newest of it.
     """
 
     def __init__(self, root: Path, host: str, deadline: float) -> None:
@@ -359,6 +375,7 @@ class Broadcaster:
         self._stall = max(_SHORTEST_STALL, _STALL_SHARE * deadline)
         self._rendezvous = Rendezvous(self._address)
         self._members: dict[int, _Member] = {}
+        self._absences: dict[str, _Absence] = {}
         self._numbers = itertools.count(1)
         self._group: tuple[list[int], BroadcastGroup] | None = None
         self._waiting: Manifest | None = None
@@ -415,12 +432,25 @@ class Broadcaster:
         return connection
 
     async def _spread(self, manifest: Manifest) -> None:
-        members = list(self._members.values())
-        if members:
-            await self._round(manifest, members)
-        self._done = manifest.pair
+        left_out = {name for name, absence in self._absences.items() if absence.left}
+        for name in left_out:
+            self._absences[name].left -= 1
+        invited: list[_Member] = []
         for member in list(self._members.values()):
-            await self._tell(member, Done(manifest.pair))
+            if member.hello.name in left_out:
+                await self._tell(member, Done(manifest.pair))  # so it pulls at once
+            else:
+                invited.append(member)
+        if invited:
+            await self._round(manifest, invited)
+        if self._done != manifest.pair:
+            await self._finish(manifest.pair)
+
+    async def _finish(self, pair: Pair) -> None:
+        """End the round: who has not got the version pulls it."""
+        self._done = pair
+        for member in list(self._members.values()):
+            await self._tell(member, Done(pair))
 
     async def _round(self, manifest: Manifest, members: Sequence[_Member]) -> None:
         number = next(self._numbers)
@@ -438,10 +468,41 @@ class Broadcaster:
                 number, where.group, rank, where.size, self._address, self._rendezvous.port, where.backend, self._stall
             )
             await self._tell(member, go)
+        proving = manifest.total_bytes / _PROOF_BYTES_PER_SECOND
         if not await self._send(group, manifest):
-            self._disband()  # members leave it when they hear `Done`
+            proving = 0.0
+            await self._finish(manifest.pair)  # members say how far they came, and pull
+        answers = await self._answers(taking, Got, number, self._stall + proving)
+        self._settle(taking, answers)
+
+    def _settle(self, taking: Sequence[_Member], answers: Mapping[_Member, Got]) -> None:
+        """Leave the slowest member out of the next versions if some did not get this one.
+
+        Members that were waited for in vain have been left out already, and nobody is slow when one has died. A slow
+        member may hold others up at its own piece, because pieces travel from member to member. Of equals, the one
+        that was too slow before is left out, and only one: if it is not the slow one, the next round shows that.
+        """
+        missed = {member: got.bytes for member, got in answers.items() if not got.whole}
+        for member in answers.keys() - missed.keys():
+            self._absences.pop(member.hello.name, None)
+        if len(answers) == len(taking) and not missed:
             return
-        await self._answers(taking, Got, number, self._stall + manifest.total_bytes / _PROOF_BYTES_PER_SECOND)
+        self._disband()  # it is of no more use to those who failed
+        if len(answers) == len(taking):
+            least = min(missed.values())
+            equals = [member for member in taking if missed.get(member) == least]
+            self._leave_out(max(equals, key=self._times_slow), received=least)
+
+    def _times_slow(self, member: _Member) -> int:
+        absence = self._absences.get(member.hello.name)
+        return 0 if absence is None else absence.versions
+
+    def _leave_out(self, member: _Member, received: int | None = None) -> None:
+        """Do not offer the next versions to a member; `received` is None when it did not answer."""
+        versions = min(max(_FIRST_ABSENCE, 2 * self._times_slow(member)), _LONGEST_ABSENCE)
+        self._absences[member.hello.name] = _Absence(versions, versions)
+        extra = {"member": member.hello.name, "bytes": received, "versions": versions}
+        logger.warning("member of the broadcast is too slow: it pulls the next versions", extra=extra)
 
     async def _send(self, group: BroadcastGroup, manifest: Manifest) -> bool:
         """Send the files; False when that failed."""
@@ -478,7 +539,7 @@ class Broadcaster:
     async def _answers(
         self, members: Sequence[_Member], kind: type[_Answer], number: int, seconds: float
     ) -> dict[_Member, _Answer]:
-        """Return what members answer; those that do not answer in time are dropped."""
+        """Return what members answer; those that do not answer in time are dropped, and left out of next versions."""
         answers: dict[_Member, _Answer] = {}
 
         async def hear(member: _Member) -> None:
@@ -494,7 +555,8 @@ class Broadcaster:
             for task in hearing:
                 task.cancel()
         for member in members:
-            if member not in answers:
+            if member not in answers and member.number in self._members:
+                self._leave_out(member)
                 self._drop(member)
         return answers
 
@@ -630,7 +692,7 @@ class CollectiveSource(WeightSource):
                         case Go() as go:
                             self._go(socket, go, tasks)
                         case Done() as done:
-                            await self._end(done.pair)
+                            await self._end(socket, done.pair)
                 self._leave_round()
         except BaseExceptionGroup as error:
             raise unwrap(error) from error
@@ -686,15 +748,18 @@ class CollectiveSource(WeightSource):
             if not whole:
                 self._staging.drop(taken.draft)
         self._round = None
-        await self._say(socket, Got(taken.number, whole))
+        await self._say(socket, Got(taken.number, whole, group.begun))
         async with self._changed:
             self._changed.notify_all()
 
-    async def _end(self, pair: Pair) -> None:
+    async def _end(self, socket: aiohttp.ClientWebSocketResponse, pair: Pair) -> None:
         """No broadcast brings this version any more: when it is still under way here, the round failed."""
-        if self._round is not None and self._round.manifest.pair <= pair:
+        taken = self._round
+        if taken is not None and taken.manifest.pair <= pair:
+            begun = self._group.begun if self._group is not None and taken.receiving is not None else 0
             self._leave_round()
             self._leave_group()
+            await self._say(socket, Got(taken.number, whole=False, bytes=begun))
         async with self._changed:
             self._connected, self._done = True, max(self._done, pair)
             self._changed.notify_all()

@@ -8,7 +8,8 @@ delta    base is what is held  changed values are written into the mapped files;
 then     every part of every tensor is hashed; only files with the hashes of the manifest hold that version
 ```
 A base that was cancelled, torn or found wrong holds no version: the next one is rebuilt from the newest anchor.
-`pin` makes a durable copy in the same way.
+`pin` makes a durable copy in the same way, but one file after the other, in memory: the disk of a run directory may
+know no maps that are shared and writable, and a write tells when it is full, where a map would end the process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Final
 
 import msgspec
 import torch
+from typing_extensions import override
 
 from streamrl.atomic import fsync_directory
 from streamrl.config import WeightsConfig
@@ -43,7 +45,17 @@ from streamrl.weight_sync.manifest import (
     read_manifest,
 )
 from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
-from streamrl.weight_sync.tensors import DTYPES, Readers, Version, assemble, map_shared, map_version, raw_bytes
+from streamrl.weight_sync.tensors import (
+    DTYPES,
+    Readers,
+    Version,
+    assemble,
+    map_shard,
+    map_shared,
+    map_version,
+    raw_bytes,
+    write_tensors,
+)
 
 logger = logging.getLogger(__name__)
 _LONGEST_CHAIN: Final = 1000
@@ -307,10 +319,36 @@ class Staging:
 # ---- versions that a person keeps: plain full files in RUN_DIR/pinned/v-EPOCH-VERSION
 
 
+class _FileInMemory(DeltaBase):
+    """One file of a version: full files are mapped privately, so what deltas change stays in memory until `write`."""
+
+    @override
+    def _replace(self, folder: Path, shard: Shard) -> None:
+        self._tables[shard.file] = map_shard(folder / shard.file, shard)
+
+    def write(self, path: Path) -> Shard:
+        """Write the file through to the disk and return its entry for the manifest."""
+        return write_tensors(path, list(self._tables[path.name].items()), durable=True)
+
+
+def _only(manifest: Manifest, file: str) -> Manifest:
+    """Return a manifest as if its version had this file alone."""
+    index = next((index for index, shard in enumerate(manifest.shards) if shard.file == file), None)
+    if index is None:
+        return msgspec.structs.replace(manifest, shards=[], tensors=[])
+    tensors = [
+        msgspec.structs.replace(entry, parts=[0], hashes=entry.hashes and [entry.hashes[entry.parts.index(index)]])
+        for entry in manifest.tensors
+        if index in entry.parts
+    ]
+    return msgspec.structs.replace(manifest, shards=[manifest.shards[index]], tensors=tensors)
+
+
 def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
     """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
 
-    Deltas are applied, so the copy needs nothing else. A version that is pinned already is left as it is.
+    Deltas are applied, so the copy needs nothing else. One file is held in memory at a time. A version that is pinned
+    already is left as it is.
 
     Raises:
         WeightsError: the files are not what their manifests say, or went away because newer versions came.
@@ -327,12 +365,14 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
             chain.append(checked_base(read_manifest(root / folder_name(*base_pair(chain[-1]))), chain[-1]))
         draft.mkdir(parents=True)
         _check_disk(draft, chain[0])
-        base = DeltaBase(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)
-        for manifest in reversed(chain):
-            base.apply(Link(manifest, root / manifest.folder))
-        base.version()
-        shards = [_durable(draft / shard.file) for shard in chain[0].shards]
+        shards: list[Shard] = []
+        for shard in chain[0].shards:
+            held = _FileInMemory(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)
+            for manifest in reversed(chain):
+                held.apply(Link(_only(manifest, shard.file), root / manifest.folder))
+            shards.append(held.write(draft / shard.file))
         copy = msgspec.structs.replace(chain[0], base=None, sources=[], shards=shards)
+        map_version(draft, copy)  # it has all tensors of the manifest, and no others
         with (draft / MANIFEST_FILE).open("xb") as file:
             file.write(encode(copy))
             file.flush()
@@ -388,10 +428,3 @@ def _check_disk(folder: Path, manifest: Manifest) -> None:
             f"no room for version {manifest.version} in {folder.parent}: needs {need >> 20} MiB, {free >> 20} MiB left",
             _DISK_HINT,
         )
-
-
-def _durable(path: Path) -> Shard:
-    """Write a file through to the disk and return its entry for the manifest."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return Shard(file=path.name, bytes=path.stat().st_size, checksum=file_checksum(path))

@@ -39,7 +39,7 @@ Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
 
 class Versions(Protocol):
-    """What a follower needs of the weights stream (streamrl.queues.WeightsStream)."""
+    """What a follower needs of the weights stream (streamrl.queues.ledgers.WeightsStream)."""
 
     async def newest(self) -> tuple[int, bytes] | None:
         """Return number and manifest of the newest version, None before the first."""

@@ -45,7 +45,7 @@ _NO_LONGER_THERE: Final = (404, 410)
 _REFUSED: Final = (401, 403)
 _SIDE_BY_SIDE: Final = 4
 _SILENCE_SHARE: Final = 0.25
-"""PartialFile of the deadline for which a server may be silent before another one is asked."""
+"""Part of the deadline for which a server may be silent before another one is asked."""
 _ASKED_AT_ONCE: Final = 4
 _PROBE_SECONDS: Final = 1.0
 _PROOFS: Final = 3

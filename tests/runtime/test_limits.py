@@ -102,7 +102,7 @@ def test_what_takes_memory(monkeypatch: pytest.MonkeyPatch):
     assert memory(half, 4 * GIB).least - memory(half, 0).least == 3 * 4 * GIB + 3 * 2 * GIB
     pulled = memory(config(weights={"transport": "http"}), 4 * GIB)
     assert pulled.least - trained.least == 3 * 4 * GIB
-    assert pulled.most - pulled.least == (2 + 2) * 4 * GIB, "somebody may still be pulling; the spool of the replica"
+    assert pulled.most - pulled.least == (2 + 2) * 4 * GIB, "somebody may still be pulling; the folder of the replica"
     deltas = memory(config(weights={"transport": "http", "delta": {"enabled": True}}), 4 * GIB)
     assert (deltas.least - trained.least, deltas.most) == (4 * GIB, pulled.most)
     monkeypatch.setattr(environments, "has_gpu", lambda: True)

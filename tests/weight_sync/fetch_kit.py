@@ -62,7 +62,7 @@ async def open_learner(config, run_dir):
             yield learner
         finally:
             learner.publisher.close(unlink=True)
-            release_memory(run_dir)  # the spools of members that were killed
+            release_memory(run_dir)  # the staging folders of members that were killed
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""A broadcast reaches all that live; when one is killed or stopped in its middle, the others pull."""
+"""A broadcast reaches all that live; when one is killed or stopped in its middle, or too slow, the others pull once."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,15 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import Unreachable, WireError
 from streamrl.weight_sync import broadcast
 from streamrl.weight_sync.broadcast import (
+    Broadcaster,
     BroadcastGroup,
     Done,
     Go,
+    Got,
     GroupPlace,
     Hello,
     Rendezvous,
+    _Member,
     pack,
     unpack_from_host,
     unpack_from_member,
@@ -140,7 +143,37 @@ async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monk
         if blow == signal.SIGSTOP:
             victim.signal(signal.SIGCONT)
             await until(lambda: len(broadcaster._members) == 3)  # it comes back by itself
-            await take(learner, 4, found, broadcasts=[1, 2, 2])
+            for version in (4, 5, 6):  # and pulls for a while
+                await take(learner, version, found, broadcasts=[0, version - 2, version - 2])
+            await take(learner, 7, found, broadcasts=[1, 5, 5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1, 2])
+async def test_a_member_that_is_always_too_slow_delays_only_itself(tmp_path, slow, caplog):
+    """After one version that all pull, the others get the next ones by broadcast; it comes back when it is faster."""
+    async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
+        by_rank = [member.hello.name for member in learner.server._broadcaster._members.values()]
+        name = by_rank[slow]
+        flag = tmp_path / f"slow-{name}"
+        flag.touch()
+
+        async def expect(version, of_slow, of_others):
+            broadcasts = [of_slow if member.name == name else of_others for member in found]
+            await take(learner, version, found, broadcasts=broadcasts)
+
+        await expect(2, 0, 0)
+        assert [entry.member for entry in caplog.records if "too slow" in entry.message] == [name]
+        for version in (3, 4, 5, 6):
+            await expect(version, 0, version - 2)
+        await expect(7, 0, 4)  # it is tried again
+        await expect(8, 0, 5)
+        assert learner.server._broadcaster._absences[name].versions == 8
+        flag.unlink()
+        for version in range(9, 16):
+            await expect(version, 0, version - 3)
+        await expect(16, 1, 13)
+        assert not learner.server._broadcaster._absences
 
 
 async def take(learner, version, found, broadcasts):
@@ -151,6 +184,27 @@ async def take(learner, version, found, broadcasts):
     answers = [await member.answer() for member in found]
     assert [answer["version"] for answer in answers] == [version] * len(found)
     assert [answer["broadcasts"] for answer in answers] == broadcasts
+
+
+async def test_of_equally_slow_members_one_is_left_out(tmp_path):
+    """A member that waits for a slow one looks as slow: the second failure shows who it was, and a death shows none."""
+    broadcaster = Broadcaster(tmp_path, "127.0.0.1", DEADLINE)
+    first, second, third = (_Member(number, Hello(f"m{number}"), None, None) for number in range(3))
+
+    def settle(**received):
+        taking = [member for member in (first, second, third) if member.hello.name in received]
+        answers = {member: received[member.hello.name] for member in taking if received[member.hello.name] is not None}
+        broadcaster._settle(taking, {member: Got(1, size == 9, size) for member, size in answers.items()})
+        return {name: absence.versions for name, absence in broadcaster._absences.items()}
+
+    assert settle(m0=9, m1=9, m2=9) == {}
+    assert settle(m0=6, m1=None, m2=4) == {}  # one has died
+    assert settle(m0=6, m1=4, m2=4) == {"m1": 4}
+    assert settle(m0=6, m2=4) == {"m1": 4, "m2": 4}
+    assert settle(m0=9, m1=9) == {"m2": 4}
+    assert settle(m0=6, m1=4, m2=4) == {"m2": 8}
+    for versions in (16, 32, 64, 64):
+        assert settle(m2=0) == {"m2": versions}
 
 
 async def test_followers_by_broadcast_and_by_pull(tmp_path):

@@ -1,6 +1,7 @@
 """Anchors and deltas: every version is bit for bit the weights, late joiners too, and what is kept is bounded."""
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
@@ -256,12 +257,30 @@ def test_a_full_disk_leaves_nothing_pinned(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("streamrl.weight_sync.chain.shutil.copyfile", full)
+    monkeypatch.setattr("streamrl.weight_sync.tensors.os.write", full)
     with pytest.raises(CannotCreate, match="No space left"):
         pin(publisher.root, tmp_path, (1, 1))
     assert list((tmp_path / "pinned").iterdir()) == []
     monkeypatch.undo()
     pin(publisher.root, tmp_path, (1, 1))
+
+
+def test_a_version_is_pinned_where_no_shared_map_is_possible(tmp_path, monkeypatch):
+    """The files of the run directory are written, not mapped, and those of the transport stay as they are."""
+    publisher, training = Publisher(configure(), "r", tmp_path), Training()
+    for version in (1, 2, 3):
+        weights = training.weights()
+        publish(publisher, version, weights)
+        training.step()
+    before = {path: path.read_bytes() for path in publisher.root.rglob("*") if path.is_file()}
+
+    def no_map(_):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr("streamrl.weight_sync.chain.map_shared", no_map)
+    assert bits(dict(_rebuilt(publisher, tmp_path, 3))) == bits(weights)
+    kept = {path: path.read_bytes() for path in publisher.root.rglob("*") if path.is_file()}
+    assert kept == before
 
 
 def test_the_catalogue_shows_what_can_be_read(tmp_path):

@@ -29,7 +29,7 @@ class Deliveries:
 
     Args:
         deadline: seconds for pulling one version, and for reading it.
-        place: names the spool of pulled versions; the token of the weights lies there, unless
+        place: names the staging folder of pulled versions; the token of the weights lies there, unless
             $STREAMRL_WEIGHTS_TOKEN_FILE names it.
         pulls: whether versions may be pulled from where a message says.
     """
@@ -39,7 +39,7 @@ class Deliveries:
         self._place = place
         self._pulls = pulls
         self._open = AsyncExitStack()
-        self._arrivals: Staging | None = None
+        self._staging: Staging | None = None
         self._near: tuple[Weights, Fetched | Version] | None = None
 
     async def __aenter__(self) -> Self:
@@ -81,9 +81,9 @@ class Deliveries:
         found, self._near = self._near[1], None
         if isinstance(found, Version):
             return found
-        assert self._arrivals is not None
+        assert self._staging is not None
         try:
-            return await self._arrivals.make(found)
+            return await self._staging.make(found)
         except OSError as error:
             raise WeightsError(f"version {message.pair[1]} cannot be read: {error}") from error
 
@@ -96,12 +96,12 @@ class Deliveries:
                 "this server pulls no weights from other hosts",
                 "start it with --api-key-file, and see docs/guides/engines.md",
             )
-        if self._arrivals is None:
+        if self._staging is None:
             # a server that once saw a delta keeps the full files of its base
             config = WeightsConfig(transport="http", deadline=self._deadline, delta=DeltaConfig(enabled=message.deltas))
             opened = open_staging(config, self._place, name="served", board=None, status=None)
-            self._arrivals = await self._open.enter_async_context(opened)
-        return await self._arrivals.fetch(await self._manifest(message))
+            self._staging = await self._open.enter_async_context(opened)
+        return await self._staging.fetch(await self._manifest(message))
 
     async def _manifest(self, message: Weights) -> Manifest:
         """The manifest of a version, from the first source that has it."""
