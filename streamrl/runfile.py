@@ -94,7 +94,8 @@ def read_saved(path: Path) -> LoadedConfig:
 
 def _as_of_now(saved: Any) -> Any:
     """What an earlier version saved, without what is gone; a run that was started with it can be looked at."""
-    learner = saved.get("config", {}).get("learner") if isinstance(saved, dict) else None
+    config = saved.get("config") if isinstance(saved, dict) else None
+    learner = config.get("learner") if isinstance(config, dict) else None
     if isinstance(learner, dict):
         if learner.get("matmul_precision") == "auto":
             learner["matmul_precision"] = "highest"

@@ -213,7 +213,7 @@ async def test_no_place_at_a_server_that_works_is_busy_and_not_away(deadline):
     async with servers(["held"]) as (one,), client_of(one.url, concurrency=1) as client:
         first = asyncio.create_task(ask(client))
         await one.has(1)
-        with pytest.raises(RewardBusy, match="no place"):
+        with pytest.raises(RewardBusy, match="no free slot"):
             await ask(client, deadline=deadline)
         one.let_go.set()
         assert await first == score_of(IDS)
