@@ -114,7 +114,10 @@ async def test_people_are_told_who_is_waited_for(monkeypatch):
     async def quick(sample):
         return 1.0
 
-    for kind, line in ((RewardBusy, "waiting for judge: its servers are busy"), (RewardUnavailable, "waiting for judge, ")):
+    for kind, line in (
+        (RewardBusy, "waiting for judge: its servers are busy"),
+        (RewardUnavailable, "waiting for judge, "),
+    ):
         kinds[0] = kind
         patient = PatientScorer(scorer(loaded(judge), loaded(quick), attempts=1), LONG)
         async with asyncio.timeout(60):
