@@ -1,8 +1,8 @@
-"""Rewards that hold the event loop or make the process grow: who they are.
+"""Names the rewards that block the event loop, and those that are called while the worker grows.
 
-A thread looks ten times a second which call is on the stack of the event loop, and whether the loop has gone round
-since the last look. What keeps even threads from running for longer than `supervisor.liveness_deadline` (a C function
-that never lets go of the interpreter) is in the stacks that the supervisor asks for before it kills the worker.
+A thread checks ten times a second which call is on the stack of the event loop, and whether the loop has turned since
+the last check. A C function that never releases the interpreter stops this thread too: after
+`supervisor.liveness_deadline` the supervisor writes all stacks to the log and kills the worker.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 HELD_SECONDS: Final = 1.0
 """A reward that keeps the event loop for longer than this is counted."""
 NAMED_SECONDS: Final = 5.0
-"""After so long a reward is named that still holds the event loop."""
+"""A reward that still holds the event loop after this time is named."""
 _LOOK_SECONDS: Final = 0.1
 _STACK_LINES: Final = 8
 _CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
 _WORK: Final = CallThreads._work.__code__  # noqa: SLF001 (its frame says what runs in a thread)
 _END: Final = signal.SIGVTALRM
-"""Sent to the main thread to end a call: rewards use SIGALRM themselves, and nobody uses this one."""
+"""Sent to the main thread to end a call: rewards use SIGALRM themselves, and this signal is free."""
 _MEMORY_SECONDS: Final = 1.0
 
 
@@ -98,7 +98,7 @@ class LoopWatch:
             frames = sys._current_frames()  # noqa: SLF001 (the documented way to see other threads)
             now = time.monotonic()
             kept = now - before - _LOOK_SECONDS
-            # Without computing in this process it is the machine that is busy, and no reward's fault.
+            # If this process has not computed meanwhile, the machine is busy, and no reward is to blame.
             kept = kept if kept > HELD_SECONDS and time.process_time() - computed > HELD_SECONDS else 0.0
             self._look(frames.get(thread), now, kept)
             if not self._turning:

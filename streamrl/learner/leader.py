@@ -1,8 +1,8 @@
 """The learner's role: rank 0 leads, the other ranks follow.
 
 ```
-take over -> load -> publish -> { micro-batches as groups complete -> update -> log -> consume -> publish }
-                                  every k steps: checkpoint -> retire
+take over -> load -> publish -> { micro-batches as groups complete -> update -> consume -> publish }
+                                  every k steps: ids to the lineage -> checkpoint -> retire
 ```
 The event loop (ledger, files) and torch (one thread of its own) run side by side: while a micro-batch is computed, the
 next groups are read; while a version is written, the next step is trained.
@@ -56,8 +56,8 @@ _REPEAT_SECONDS: Final = 2.0
 async def run_learner(role: Role) -> None:
     """Train until the run is over or `role.stop` is set; then everything trained is in a checkpoint and retired.
 
-    After the end of the run it returns at once when it is started again, unless there is more to do now. Cancelled or
-    killed at any point it leaves behind what the next learner goes on from.
+    Started again after the end of a run, it returns at once, unless there is more to do now. It may be cancelled or
+    killed at any point: the next learner goes on from the last checkpoint and the ledger.
 
     Raises:
         Refused: going on would lose groups or break another promise.
@@ -81,12 +81,12 @@ async def run_learner(role: Role) -> None:
 
 
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
-    async with _on_devices(role, ranks.rank) as switch:
+    async with _on_devices(role, ranks.rank) as devices:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
         models = await torch.run(make_models, role.config, ranks)
         worker = await torch.run(RankWorker, role.config, ranks, models, role.run_dir)
         if ranks.rank == 0:
-            await _lead(role, RankGroup(worker, torch, switch))
+            await _lead(role, RankGroup(worker, torch, devices))
             return
         role.ready()
         await follow(worker, torch, role.ledgers.train)
@@ -94,9 +94,9 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 @asynccontextmanager
 async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | None]:
-    """Have devices that are shared with engines (`rollout.placement: colocated`) when the block begins.
+    """Take the devices that are shared with engines (`rollout.placement: colocated`) before the block begins.
 
-    None when they are the learner's own, or another rank takes care of it.
+    Yields None when the devices are the learner's own, or when another rank takes them.
 
     Raises:
         DeadlineExceeded: engines did not leave.
@@ -105,11 +105,11 @@ async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | N
     if role.config.rollout.placement != "colocated" or rank:
         yield None
         return
-    switch = LearnerDevices(role.ledgers.device_lock, uuid.uuid4().hex, deadline=role.config.turn_deadline)
+    devices = LearnerDevices(role.ledgers.device_lock, uuid.uuid4().hex, deadline=role.config.turn_deadline)
     async with asyncio.TaskGroup() as tasks:
-        renewing = tasks.create_task(switch.run(), name="device lock")
-        await switch.take()
-        yield switch
+        renewing = tasks.create_task(devices.run(), name="device lock")
+        await devices.take()
+        yield devices
         renewing.cancel()
 
 

@@ -372,25 +372,25 @@ class RankGroup:
     Args:
         worker: rank 0's share of the work.
         torch: rank 0's torch thread.
-        switch: of devices that are shared with engines; orders that need them take them. None: they are ours.
+        devices: shared with engines; orders that need them take them. None: they are the learner's own.
     """
 
-    def __init__(self, worker: RankWorker, torch: TorchThread, switch: LearnerDevices | None = None) -> None:
+    def __init__(self, worker: RankWorker, torch: TorchThread, devices: LearnerDevices | None = None) -> None:
         self.worker, self.torch = worker, torch
         self._told_at = time.monotonic()
-        self._switch = switch
-        if switch is not None:
-            switch.attach(load=lambda: self.order(Command.RELOAD), unload=lambda: self.order(Command.UNLOAD))
+        self._devices = devices
+        if devices is not None:
+            devices.attach(load=lambda: self.order(Command.RELOAD), unload=lambda: self.order(Command.UNLOAD))
 
     @property
     def alternates(self) -> bool:
         """Whether engines stand still while this learner works."""
-        return self._switch is not None
+        return self._devices is not None
 
     async def release(self) -> None:
         """There is nothing to do for now: engines may have shared devices. A repeat does nothing."""
-        if self._switch is not None:
-            await self._switch.give()
+        if self._devices is not None:
+            await self._devices.give()
 
     async def order(self, command: Command, *arguments: int, samples: Sequence[TrainSample] | None = None) -> Any:
         """Have all ranks execute a command; returns what `RankWorker.execute` returns on this one.
@@ -403,8 +403,8 @@ class RankGroup:
             arguments: of the command.
             samples: of a micro-batch, those of this rank.
         """
-        if self._switch is not None and command not in _NEEDS_NO_DEVICE:
-            await self._switch.take()
+        if self._devices is not None and command not in _NEEDS_NO_DEVICE:
+            await self._devices.take()
 
         def execute() -> Any:
             self.worker.ranks.broadcast_ints([command, *arguments])

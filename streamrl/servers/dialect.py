@@ -24,6 +24,15 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 """Text whose token ids tell whether a server has the tokenizer of the run."""
+TOKENIZE_PROBE: Final = Call(
+    "POST",
+    "/tokenize",
+    {"prompt": PROBE, "add_special_tokens": False},
+    repeatable=True,
+    missing_ok=True,
+    optional=True,
+)
+"""Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
 _LOWEST: Final = -9000.0
 _OTHER_KINDS: Final = "use engine.kind vllm or sglang"

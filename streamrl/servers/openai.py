@@ -24,7 +24,7 @@ from streamrl.engine import Request
 from streamrl.errors import ConfigError, Refused, WeightsError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
-    PROBE,
+    TOKENIZE_PROBE,
     Chunk,
     Dialect,
     ServerInfo,
@@ -95,14 +95,7 @@ class OpenaiDialect(Dialect):
         return [
             Call("GET", "/v1/models", repeatable=True),
             Call("GET", "/version", repeatable=True, missing_ok=True, optional=True),
-            Call(
-                "POST",
-                "/tokenize",
-                {"prompt": PROBE, "add_special_tokens": False},
-                repeatable=True,
-                missing_ok=True,
-                optional=True,
-            ),
+            TOKENIZE_PROBE,
         ]
 
     @override

@@ -13,7 +13,7 @@ from streamrl.engine import MemoryTag, PauseMode, Request
 from streamrl.errors import DataError, Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
-    PROBE,
+    TOKENIZE_PROBE,
     Chunk,
     Dialect,
     ServerInfo,
@@ -125,14 +125,7 @@ class VllmDialect(Dialect):
             Call(
                 "GET", "/server_info", query={"config_format": "json"}, repeatable=True, optional=True, missing_ok=True
             ),
-            Call(
-                "POST",
-                "/tokenize",
-                {"prompt": PROBE, "add_special_tokens": False},
-                repeatable=True,
-                optional=True,
-                missing_ok=True,
-            ),
+            TOKENIZE_PROBE,
         )
 
     @override

@@ -12,7 +12,7 @@ host   -> member done                      a member that has not got it by now p
 These messages are JSON over one WebSocket each. The open WebSocket is the membership: a member whose process dies is
 out of it at once. When a member dies or stalls in mid-broadcast the round fails for all of them, and each pulls the
 version over http. The slowest of them is not offered the next versions, so the others get those by broadcast again.
-What came is used only when it has the checksums of the manifest.
+Received files are used only if they have the checksums of the manifest.
 
 A group is built directly, beside the group that the process trains in, and has its own name in the store, its own
 thread and its own timeout. Gloo is tested with processes that are killed and stopped. NCCL has been written from its
@@ -58,7 +58,7 @@ _STALL_SHARE: Final = 0.1
 """Part of `weights.deadline` that one piece may take."""
 _SHORTEST_STALL: Final = 1.0
 _PROOF_BYTES_PER_SECOND: Final = 200e6
-"""A slow member still proves so many bytes."""
+"""A slow member still computes the checksums of so many bytes."""
 _FIRST_ABSENCE: Final = 4
 """Versions that a member which was too slow is not offered; twice as many each time that it is too slow again."""
 _LONGEST_ABSENCE: Final = 64

@@ -28,7 +28,7 @@ from streamrl.consumers.models.router import (
 )
 from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import RewardContext
-from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError
+from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
 from streamrl.queues.ledgers import Ledgers
 
@@ -512,18 +512,15 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
         key = await asyncio.to_thread(read_key, f"reward_models.{name}.api_key_file", model.api_key_file)
         clients[name] = ModelClient(name, model, api_key=key, limit=_limit(name, model, ledgers))
     try:
-        async with asyncio.TaskGroup() as tasks:
-            watches = [
-                tasks.create_task(client.watch(_servers(client, ledgers)), name=f"servers of {name}")
-                for name, client in clients.items()
-            ]
-            yield clients
-            for watch in watches:
-                watch.cancel()
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise
+        with unwrapped():
+            async with asyncio.TaskGroup() as tasks:
+                watches = [
+                    tasks.create_task(client.watch(_servers(client, ledgers)), name=f"servers of {name}")
+                    for name, client in clients.items()
+                ]
+                yield clients
+                for watch in watches:
+                    watch.cancel()
     finally:
         for client in clients.values():
             await client.close()

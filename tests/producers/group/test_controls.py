@@ -23,6 +23,18 @@ def paths(toy, *wanted):
     return [path for path, _ in toy.bodies if path in wanted]
 
 
+def held_at(toy, path):
+    """Hold the next call of a path: the first event says that it has come, the second lets it go on."""
+    come, go = asyncio.Event(), asyncio.Event()
+
+    async def hold():
+        come.set()
+        await go.wait()
+
+    toy.faults[path] = [hold]
+    return come, go
+
+
 async def test_one_response_under_two_versions_without_an_abort():
     toy = Toy()
     async with engine_on_stepped(toy) as engine:
@@ -64,17 +76,8 @@ async def test_runs_are_observed_where_the_server_does_not_tell_them():
 async def test_prefetch_while_generating_and_new_requests_wait_for_the_change_only():
     toy = Toy()
     async with engine_on_stepped(toy) as engine:
-        fetching, go, changing, change = (asyncio.Event() for _ in range(4))
-
-        async def fetch():
-            fetching.set()
-            await go.wait()
-
-        async def swap():
-            changing.set()
-            await change.wait()
-
-        toy.faults["/prefetch"], toy.faults["/update"] = [fetch], [swap]
+        fetching, go = held_at(toy, "/prefetch")
+        changing, change = held_at(toy, "/update")
         applying = asyncio.create_task(engine.apply(version(1)))
         await fetching.wait()
         assert not toy.paused
@@ -179,13 +182,7 @@ async def test_a_control_without_an_answer_is_the_death_of_the_server(path):
 async def test_an_update_ends_although_its_caller_left():
     toy = Toy()
     async with engine_on(toy) as engine:
-        changing, change = asyncio.Event(), asyncio.Event()
-
-        async def swap():
-            changing.set()
-            await change.wait()
-
-        toy.faults["/update"] = [swap]
+        changing, change = held_at(toy, "/update")
         task = asyncio.create_task(engine.apply(version(1)))
         await changing.wait()
         task.cancel()
@@ -349,13 +346,7 @@ async def test_closing_a_paused_server_lets_it_go_on():
 async def test_closing_waits_for_an_update_that_has_begun():
     toy = Toy()
     async with engine_on(toy) as engine:
-        changing, change = asyncio.Event(), asyncio.Event()
-
-        async def swap():
-            changing.set()
-            await change.wait()
-
-        toy.faults["/update"] = [swap]
+        changing, change = held_at(toy, "/update")
         task = asyncio.create_task(engine.apply(version(1)))
         await changing.wait()
         closing = asyncio.create_task(engine.close())

@@ -12,9 +12,8 @@ from contextlib import suppress
 import aiohttp
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
-from serve_kit import KEY, TOKEN, Served, Versions, caught, client_of, completion_of, request, serving
+from serve_kit import KEY, TOKEN, Served, caught, client_of, completion_of, request
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, StreamrlError
@@ -26,19 +25,6 @@ from streamrl.servers.process import ManagedServer, ServerSettings
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-versions = Versions()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
-    """The server that most tests share; each test brings newer weights than the one before."""
-    async with serving(tmp_path_factory.mktemp("served")) as server:
-        yield server
-
-
-@pytest.fixture
-def version(tmp_path):
-    return lambda seed: versions.make(tmp_path, seed)
 
 
 async def test_log_probabilities_and_listeners(served, version):
@@ -304,7 +290,7 @@ async def test_an_engine_that_dies_takes_the_server_with_it(tmp_path):
         server.kill()
 
 
-async def test_a_server_that_streamrl_starts(tmp_path):
+async def test_a_server_that_streamrl_starts(version, tmp_path):
     tiny.make_model(tmp_path / "model")
     config = RunConfig.model_validate(
         {
@@ -317,7 +303,7 @@ async def test_a_server_that_streamrl_starts(tmp_path):
     engine = ServerEngine(dialect, config, server=server)
     try:
         await engine.start()
-        await engine.apply(versions.make(tmp_path, 9)[0])
+        await engine.apply(version(9)[0])
         done = await engine.generate(request("a", limit=9))
         assert (len(done.tokens), len(done.runs)) == (9, 1)
     finally:

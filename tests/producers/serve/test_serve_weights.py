@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import pytest_asyncio
 import torch
-from serve_kit import TOKEN, Versions, client_of, completion_of, request, serving
+from serve_kit import TOKEN, client_of, completion_of, request
 
 from streamrl.errors import WeightsError
 from streamrl.producers import tiny
@@ -17,19 +16,6 @@ from streamrl.weight_sync.tensors import Version, write_tensors
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-versions = Versions()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
-    """The server that all tests share; each test brings newer weights than the one before."""
-    async with serving(tmp_path_factory.mktemp("served")) as server:
-        yield server
-
-
-@pytest.fixture
-def version(tmp_path):
-    return lambda seed: versions.make(tmp_path, seed)
 
 
 async def test_nobody_is_lost_while_versions_come(served, version):
@@ -118,7 +104,7 @@ def _message(manifest: Manifest, folder, **more):
     }
 
 
-async def test_parts_with_a_manifest_are_proved(served, tmp_path):
+async def test_parts_with_a_manifest_are_proved(served, versions, tmp_path):
     number = versions.number()
     weights = tiny.random_weights(30)
     manifest = _publish(tmp_path, number, weights)
@@ -147,7 +133,7 @@ async def test_parts_with_a_manifest_are_proved(served, tmp_path):
         assert tiny.worst_error(judge, request("").tokens.tolist(), done) < 1e-4
 
 
-async def test_a_version_is_pulled_by_a_host_that_does_not_see_the_folder(served, tmp_path):
+async def test_a_version_is_pulled_by_a_host_that_does_not_see_the_folder(served, versions, tmp_path):
     first, second = versions.number(), versions.number()
     weights = {number: tiny.random_weights(number) for number in (first, second)}
     manifests = {number: _publish(tmp_path, number, weights[number]) for number in (first, second)}
