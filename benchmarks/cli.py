@@ -54,9 +54,9 @@ async def measure(run_dir: Path) -> dict[str, object]:
     config = loaded.config
     save(loaded, run_dir / "run.json")
     async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
-        for gid in range(GROUPS):
+        for group_id in range(GROUPS):
             await ledgers.train.admit(
-                cursor=gid,
+                cursor=group_id,
                 fingerprint="bench",
                 prompt=b"prompt",
                 samples=8,

@@ -77,9 +77,9 @@ async def measure(run_dir: Path, steps: int) -> dict[str, Any]:
         }
 
 
-def size_of(gid: int, sample: int) -> int:
+def size_of(group_id: int, sample: int) -> int:
     """Bytes of a payload: skewed, as lengths of responses are."""
-    share = ((gid * SAMPLES + sample) * 2654435761 % (1 << 32)) / (1 << 32)
+    share = ((group_id * SAMPLES + sample) * 2654435761 % (1 << 32)) / (1 << 32)
     return int(SMALLEST + share * share * (LARGEST - SMALLEST))
 
 
@@ -139,7 +139,7 @@ class Play:
     async def feed(self) -> None:
         """Admit while there is room; when the last answers were FULL, mostly one group at a time."""
         terms = AdmissionTerms("memory", SAMPLES, 2, BUDGET, HARD_CAP, MAX_DEAD)
-        admitter = Admitter(self.train, terms, lambda gid: NOISE[gid % 1000 :][:PROMPT])
+        admitter = Admitter(self.train, terms, lambda group_id: NOISE[group_id % 1000 :][:PROMPT])
         while not self.over.is_set():
             await self.open.wait()
             if self.over.is_set():
@@ -162,23 +162,23 @@ class Play:
         work = await lease.ledger.open_work(lease)
         if work is None:
             return
-        if lease.gid % 97 == 13 and lease.attempt == 1:
+        if lease.group_id % 97 == 13 and lease.attempt == 1:
             await lease.ledger.fail_prompt(lease, "no message of ours", TRACEBACK)
             return
         async with asyncio.TaskGroup() as tasks:
             for k in work.missing:
-                number = lease.gid * SAMPLES + k
+                number = lease.group_id * SAMPLES + k
                 if number % 211 == 5:
                     tasks.create_task(lease.ledger.fail_sample(lease, k, "engine", TRACEBACK))
                 else:
-                    tasks.create_task(lease.ledger.emit(lease, k, NOISE[number % 1000 :][: size_of(lease.gid, k)]))
+                    tasks.create_task(lease.ledger.emit(lease, k, NOISE[number % 1000 :][: size_of(lease.group_id, k)]))
 
     async def score(self, lease: Lease) -> None:
         """A trivial reward; some samples die of it."""
         sample = await lease.ledger.leased_sample(lease)
         if sample is None:
             return
-        if (lease.gid * SAMPLES + sample.sample) % 307 == 7:
+        if (lease.group_id * SAMPLES + sample.sample) % 307 == 7:
             await lease.ledger.fail_score(lease, "reward", TRACEBACK)
         else:
             await lease.ledger.score(lease, NOISE[:40])
@@ -187,7 +187,7 @@ class Play:
         """A round of held-out prompts every twenty steps, retired as they close."""
         ledger, nonce, end, due = self.held_out, uuid4().hex, 0, 1
         terms = AdmissionTerms("held out", 1, 1, HELD_OUT_BUDGET, HELD_OUT_BUDGET, MAX_DEAD)
-        admitter = Admitter(ledger, terms, lambda gid: NOISE[gid % 1000 :][:PROMPT])
+        admitter = Admitter(ledger, terms, lambda group_id: NOISE[group_id % 1000 :][:PROMPT])
         await ledger.fence(nonce, 0)
         while not self.over.is_set() or await ledger.oldest_live(1):
             if self.step >= due and self.open.is_set() and not self.over.is_set():
@@ -218,28 +218,28 @@ class Play:
         """The oldest closed groups that are not trained; some are dropped as stale on the way."""
         fresh = set(self.fresh)
         found = []
-        for gid in await self.train.closed():
-            if gid % 61 == 3 and gid not in fresh:
-                await self.train.drop(self.nonce, gid, "stale")
-            elif gid not in fresh:
-                found.append(gid)
+        for group_id in await self.train.closed():
+            if group_id % 61 == 3 and group_id not in fresh:
+                await self.train.drop(self.nonce, group_id, "stale")
+            elif group_id not in fresh:
+                found.append(group_id)
         return found[:GROUPS_PER_STEP]
 
     async def train_step(self, least: int = GROUPS_PER_STEP) -> None:
         """Train the oldest closed groups; without enough of them wait, and save when nothing else frees a place."""
-        gids = await self.candidates()
-        if len(gids) < least:
+        group_ids = await self.candidates()
+        if len(group_ids) < least:
             if len(self.fresh) >= CHECKPOINT_EVERY * GROUPS_PER_STEP and (await self.train.state()).live >= HARD_CAP:
                 await self.save()
             await self.train.wait_closed(0.05)
             return
-        await self.train.begin(self.nonce, gids)
-        await asyncio.gather(*(self.train.read_group(gid) for gid in gids))
-        assert self.trained.isdisjoint(gids)
-        self.trained.update(gids)
-        self.fresh += gids
+        await self.train.begin(self.nonce, group_ids)
+        await asyncio.gather(*(self.train.read_group(group_id) for group_id in group_ids))
+        assert self.trained.isdisjoint(group_ids)
+        self.trained.update(group_ids)
+        self.fresh += group_ids
         self.step, self.version = self.step + 1, self.version + 1
-        await self.train.consume(self.nonce, len(self.fresh), self.version, NOISE[:MANIFEST], gids)
+        await self.train.consume(self.nonce, len(self.fresh), self.version, NOISE[:MANIFEST], group_ids)
         late = self.step // CHECKPOINT_EVERY % 20 == 0
         if self.step % CHECKPOINT_EVERY == 0 and not late:
             await self.save()
@@ -278,7 +278,7 @@ class Play:
         """Replay the oldest dead group, drop all other letters."""
         for ledger in (self.train, self.held_out):
             letters = await ledger.dead_letters()
-            whole = [letter.gid for letter in letters if letter.sample is None]
+            whole = [letter.group_id for letter in letters if letter.sample is None]
             if whole and ledger is self.train and self.open.is_set():
                 await ledger.replay_each([whole[0]], budget=BUDGET, hard_cap=HARD_CAP)
             await ledger.drop_dead([letter.entry for letter in await ledger.dead_letters()])

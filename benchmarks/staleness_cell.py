@@ -166,11 +166,11 @@ class Run:
         stats = self._worker.apply(sum(len(sample.tokens) for sample in samples), len(samples))
         return float(np.mean([sample.reward for sample in samples])), stats
 
-    def _group(self, gid: int, index: int, outcomes: Sequence[JobOutcome], step: int) -> list[TrainSample]:
+    def _group(self, group_id: int, index: int, outcomes: Sequence[JobOutcome], step: int) -> list[TrainSample]:
         prompt = np.asarray(self._train.ids[index], dtype=np.int32)
         samples = [
             TrainSample(
-                gid=gid,
+                group_id=group_id,
                 prompt=prompt,
                 tokens=np.asarray(outcome.tokens, dtype=np.int32),
                 logprobs=np.asarray(outcome.logprobs, dtype=np.float32),

@@ -68,7 +68,7 @@ def actor(lines: Lines, folder: Path, options: dict[str, Any], batch: list[Respo
 def sample_of(response: Response) -> TrainSample:
     count = len(response.tokens)
     return TrainSample(
-        gid=response.group,
+        group_id=response.group,
         prompt=np.asarray(response.prompt, dtype=np.int32),
         tokens=np.asarray(response.tokens, dtype=np.int32),
         logprobs=np.full(count, -4.85, dtype=np.float32),  # that of a uniform guess: a model with random weights

@@ -76,14 +76,14 @@ def batch_of(groups: list[tuple[int, int]]) -> list[TrainSample]:
         return source.integers(3, 120, count).astype(np.int32)
 
     batch = []
-    for gid, (before, after) in enumerate(groups):
+    for group_id, (before, after) in enumerate(groups):
         prompt = ids(before)
         for number in range(GROUP):
             logprobs = np.full(after, -3, dtype=np.float32)
             reward = 1.0 if number % 2 else -1.0
             advantages = np.full(after, reward, dtype=np.float32)
             steps = np.zeros(after, dtype=np.int64)
-            batch.append(TrainSample(gid, prompt, ids(after), logprobs, steps, reward, advantages))
+            batch.append(TrainSample(group_id, prompt, ids(after), logprobs, steps, reward, advantages))
     return batch
 
 

@@ -14,52 +14,58 @@ def configured(**archive) -> RunConfig:
     return RunConfig(name="kept", archive=ArchiveConfig(enabled=True, **archive))
 
 
-def prompt_of(gid: int, *, evaluation: bool = False) -> wire.Prompt:
+def prompt_of(group_id: int, *, evaluation: bool = False) -> wire.Prompt:
     return wire.Prompt(
-        tokens=wire.pack_int32([gid, 2]),
-        text=f"{gid} + 1 =",
-        answer=str(gid + 1),
-        metadata={"level": gid % 3},
-        line=gid,
+        tokens=wire.pack_int32([group_id, 2]),
+        text=f"{group_id} + 1 =",
+        answer=str(group_id + 1),
+        metadata={"level": group_id % 3},
+        line=group_id,
         evaluation=evaluation,
     )
 
 
-def response_of(gid: int, number: int) -> wire.Sample:
+def response_of(group_id: int, number: int) -> wire.Sample:
     """Right when group and number are both even or both odd."""
-    right = (gid + number) % 2 == 0
+    right = (group_id + number) % 2 == 0
     return wire.Sample(
         tokens=wire.pack_int32([5, 6, 7][: 1 + number % 3]),
         logprobs=wire.pack_float32([-0.25, -0.5, -0.75][: 1 + number % 3]),
         runs=[(0, 3)],
         finish="stop",
-        text=str(gid + 1 if right else gid),
+        text=str(group_id + 1 if right else group_id),
         engine="hf",
     )
 
 
-def score_of(gid: int, number: int) -> wire.SampleScore:
-    value = float((gid + number) % 2 == 0)
+def score_of(group_id: int, number: int) -> wire.SampleScore:
+    value = float((group_id + number) % 2 == 0)
     return wire.SampleScore(value=value, parts={"exact_match": value}, seconds=0.25)
 
 
 def closed(
-    gid: int, *, attempt: int = 1, samples: int = 4, dead: tuple[int, ...] = (), bonus: float = 0.0, evaluation=False
+    group_id: int,
+    *,
+    attempt: int = 1,
+    samples: int = 4,
+    dead: tuple[int, ...] = (),
+    bonus: float = 0.0,
+    evaluation=False,
 ) -> ClosedGroup:
     """A group with `samples` responses, of which those in `dead` have a cause of death."""
     alive = [number for number in range(samples) if number not in dead]
 
     def score(number: int) -> bytes:
-        found = score_of(gid, number)
+        found = score_of(group_id, number)
         return wire.encode(wire.SampleScore(value=found.value + bonus, parts=found.parts, seconds=found.seconds))
 
     return ClosedGroup(
-        gid=gid,
+        group_id=group_id,
         size=samples,
         attempt=attempt,
         version=3,
-        prompt=wire.encode(prompt_of(gid, evaluation=evaluation)),
-        samples={number: (wire.encode(response_of(gid, number)), score(number)) for number in alive},
+        prompt=wire.encode(prompt_of(group_id, evaluation=evaluation)),
+        samples={number: (wire.encode(response_of(group_id, number)), score(number)) for number in alive},
         causes={number: f"deadline: sample {number}" for number in dead},
         crashes=0,
     )

@@ -141,7 +141,7 @@ def test_deeply_nested_garbage_is_refused():
 
 def test_frames_stop_at_a_cut_tail_and_at_the_limit(tmp_path: Path):
     path = tmp_path / "groups.msgpack"
-    frames = [wire.pack_frame({"gid": gid, "note": "x" * gid}) for gid in range(50)]
+    frames = [wire.pack_frame({"gid": group_id, "note": "x" * group_id}) for group_id in range(50)]
     path.write_bytes(b"".join(frames) + frames[0][:-1])
     assert [frame["gid"] for frame in wire.read_frames(path)] == list(range(50))
     assert [frame["gid"] for frame in wire.read_frames(path, len(b"".join(frames[:7])) + 1)] == list(range(7))

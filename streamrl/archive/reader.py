@@ -11,7 +11,7 @@ from streamrl.archive import read_archive
 
 for group in read_archive(Path("runs/demo")):
     for sample in group.samples:
-        print(group.gid, sample.number, sample.score.value, sample.score.parts, sample.response.text)
+        print(group.group_id, sample.number, sample.score.value, sample.score.parts, sample.response.text)
 ```
 """
 
@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, Final
 import msgpack
 import msgspec
 import zstandard
+from typing_extensions import deprecated
 
 from streamrl import wire
 from streamrl.errors import ConfigError, WireError
@@ -72,7 +73,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
     it is not known. A record without responses says that this version of the group is lost (`lost`).
     """
 
-    gid: int
+    group_id: int = msgspec.field(name="gid")
     prompt: bytes
     samples: list[tuple[bytes, bytes]]
     causes: list[tuple[int, str]] = []
@@ -84,7 +85,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, group: ClosedGroup) -> RecordedGroup:
         """A group as Redis holds it; of dead samples only the cause is kept."""
         return cls(
-            gid=group.gid,
+            group_id=group.group_id,
             prompt=group.prompt,
             samples=[group.samples[k] for k in sorted(group.samples)],
             causes=sorted(group.causes.items()),
@@ -156,8 +157,8 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
         if header.id != first.id:
             raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
         for group in groups:
-            if group.gid not in seen and not group.lost:
-                seen.add(group.gid)
+            if group.group_id not in seen and not group.lost:
+                seen.add(group.group_id)
                 yield group
 
 
@@ -235,7 +236,7 @@ class ArchivedGroup:
     """One closed group.
 
     Attributes:
-        gid: its id in the run.
+        group_id: its id in the run.
         attempt: 1, or more after a replay.
         version: of the weights at its admission.
         at: when it was archived, in seconds since 1970; 0 where that is not known.
@@ -246,7 +247,7 @@ class ArchivedGroup:
         raw: as it is in the file.
     """
 
-    gid: int
+    group_id: int
     attempt: int
     version: int
     at: float
@@ -255,6 +256,12 @@ class ArchivedGroup:
     causes: dict[int, str]
     header: Header
     raw: RecordedGroup
+
+    @property
+    @deprecated("use `group_id`")
+    def gid(self) -> int:
+        """The same id under its former name."""
+        return self.group_id
 
 
 class ArchiveReading:
@@ -280,10 +287,10 @@ class ArchiveReading:
     def __iter__(self) -> Iterator[ArchivedGroup]:
         last: dict[tuple[int, int], int] = {}
         for place, (_, group) in enumerate(self._read()):
-            last[group.gid, group.attempt] = place
+            last[group.group_id, group.attempt] = place
         self.problems.clear()
         for place, (header, group) in enumerate(self._read()):
-            if last.get((group.gid, group.attempt)) != place:
+            if last.get((group.group_id, group.attempt)) != place:
                 continue
             if group.lost:
                 self.problems.append(_lost(group))
@@ -291,15 +298,15 @@ class ArchiveReading:
             try:
                 yield _opened(header, group)
             except WireError as error:
-                self.problems.append(f"group {group.gid}: {error.message}")
+                self.problems.append(f"group {group.group_id}: {error.message}")
 
-    def find(self, gid: int) -> list[ArchivedGroup]:
+    def find(self, group_id: int) -> list[ArchivedGroup]:
         """All attempts at one group, ascending; none when it is not here."""
         self.problems.clear()
         found: dict[int, ArchivedGroup] = {}
         lost: dict[int, str] = {}
         for header, group in self._read():
-            if group.gid != gid:
+            if group.group_id != group_id:
                 continue
             if group.lost:
                 found.pop(group.attempt, None)
@@ -310,7 +317,7 @@ class ArchiveReading:
                 found[group.attempt] = _opened(header, group)
             except WireError as error:
                 found.pop(group.attempt, None)
-                self.problems.append(f"group {gid}: {error.message}")
+                self.problems.append(f"group {group_id}: {error.message}")
         self.problems += lost.values()
         return [found[attempt] for attempt in sorted(found)]
 
@@ -359,7 +366,9 @@ def archive_files(path: Path, *, evaluation: bool = False) -> list[Path]:
 
 
 def _lost(group: RecordedGroup) -> str:
-    return f"group {group.gid}, attempt {group.attempt}: it closed again, and how it closed then is lost (full disk)"
+    return (
+        f"group {group.group_id}, attempt {group.attempt}: it closed again, and how it closed then is lost (full disk)"
+    )
 
 
 def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
@@ -369,7 +378,7 @@ def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
         for number, (payload, score) in zip(group.numbers, group.samples, strict=True)
     )
     return ArchivedGroup(
-        gid=group.gid,
+        group_id=group.group_id,
         attempt=group.attempt,
         version=group.version,
         at=group.at,

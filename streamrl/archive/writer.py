@@ -186,7 +186,7 @@ class Archive:
         """Add a group; a repeat of the same content does nothing. It waits in memory for `settle`, `sync` or `run`."""
         if self._thread is None:
             return
-        key, content = (group.gid, group.attempt), _digest(group)
+        key, content = (group.group_id, group.attempt), _digest(group)
         if self._seen.get(key) == content:
             return
         if key in self._seen:
@@ -336,7 +336,7 @@ class Archive:
 
     def _left_of(self, lost: Sequence[RecordedGroup]) -> list[RecordedGroup]:
         """Records in place of lost groups that closed again: they say that an earlier version is not the last."""
-        again = [group for group in lost if (group.gid, group.attempt) in self._again]
+        again = [group for group in lost if (group.group_id, group.attempt) in self._again]
         return [msgspec.structs.replace(group, samples=[], causes=[]) for group in again]
 
     def _remove_oldest(self) -> None:

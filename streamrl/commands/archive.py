@@ -218,7 +218,7 @@ def _shared(group: ArchivedGroup) -> dict[str, Any]:
     return {
         "run": group.header.run,
         "evaluation": prompt.evaluation,
-        "group": group.gid,
+        "group": group.group_id,
         "attempt": group.attempt,
         "version": group.version,
         "at": group.at,

@@ -48,7 +48,7 @@ def ls(
     if each:
         for letter in shown:
             who = "whole group" if letter.sample is None else f"sample {letter.sample}"
-            output.write(f"{letter.entry:18}  group {letter.gid}  {who}  {letter.stage}  {printable(letter.why)}")
+            output.write(f"{letter.entry:18}  group {letter.group_id}  {who}  {letter.stage}  {printable(letter.why)}")
     else:
         output.write("\n\n".join("\n".join(_cause_lines(cause)) for cause in causes[:limit]))
     count, kind = (len(letters), "letters") if each else (len(causes), "causes")
@@ -116,10 +116,12 @@ def replay(letters: Letters, run: RunOption = None, evaluation: EvalOption = Fal
     outcomes = asyncio.run(_replay(target, letters, evaluation=evaluation))
     waiting = sum(outcome is ReplayOutcome.QUEUED for outcome in outcomes.values())
     if json:
-        output.write_json(REPLAY_SCHEMA, [{"group": gid, "outcome": said.value} for gid, said in outcomes.items()])
+        output.write_json(
+            REPLAY_SCHEMA, [{"group": group_id, "outcome": said.value} for group_id, said in outcomes.items()]
+        )
     else:
-        for gid, outcome in outcomes.items():
-            output.write(f"group {gid}: {outcome.value}{_advice(outcome)}")
+        for group_id, outcome in outcomes.items():
+            output.write(f"group {group_id}: {outcome.value}{_advice(outcome)}")
         if waiting:
             groups = _counted(waiting, "group waits", "groups wait")
             output.note(f"{groups} for room: the feeder admits them, before anything new")
@@ -183,29 +185,31 @@ async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         letters = await ledger.dead_letters()
-        gids = list(dict.fromkeys(letter.gid for letter in _chosen(letters, entries)))
+        group_ids = list(dict.fromkeys(letter.group_id for letter in _chosen(letters, entries)))
         if list(entries) == ["all"]:
-            gids = _dead_groups(letters) or gids
+            group_ids = _dead_groups(letters) or group_ids
         if evaluation:
-            return await ledger.replay_each(gids, budget=_ROOM_FOR_ALL, hard_cap=_ROOM_FOR_ALL)
-        outcomes = await ledger.queue_replays(gids)
-        for gid, entry in (await ledger.queued_replays()).items():
-            outcome = await ledger.replay_queued(gid, entry, budget=run.config.budget, hard_cap=run.config.hard_cap)
+            return await ledger.replay_each(group_ids, budget=_ROOM_FOR_ALL, hard_cap=_ROOM_FOR_ALL)
+        outcomes = await ledger.queue_replays(group_ids)
+        for group_id, entry in (await ledger.queued_replays()).items():
+            outcome = await ledger.replay_queued(
+                group_id, entry, budget=run.config.budget, hard_cap=run.config.hard_cap
+            )
             if outcome is ReplayOutcome.FULL:
                 break
-            if gid in outcomes and outcome is not ReplayOutcome.GONE:  # gone: the feeder was faster
-                outcomes[gid] = outcome
+            if group_id in outcomes and outcome is not ReplayOutcome.GONE:  # gone: the feeder was faster
+                outcomes[group_id] = outcome
         return outcomes
 
 
 def _dead_groups(letters: Sequence[DeadLetter]) -> list[int]:
     """The groups that are dead as a whole; says what is left out."""
-    gids = dict.fromkeys(letter.gid for letter in letters if letter.sample is None)
-    alone = sum(letter.gid not in gids for letter in letters)
+    group_ids = dict.fromkeys(letter.group_id for letter in letters if letter.sample is None)
+    alone = sum(letter.group_id not in group_ids for letter in letters)
     if alone:
         samples = _counted(alone, "dead sample of a group that goes", "dead samples of groups that go")
         output.note(f"{samples} on without {'it' if alone == 1 else 'them'} cannot be replayed")
-    return list(gids)
+    return list(group_ids)
 
 
 def _counted(count: int, one: str, many: str) -> str:

@@ -76,7 +76,7 @@ def letter_data(letter: DeadLetter) -> dict[str, Any]:
     """A dead letter as plain data; `sample` is null for a whole group."""
     return {
         "id": letter.entry,
-        "group": letter.gid,
+        "group": letter.group_id,
         "sample": letter.sample,
         "attempt": letter.attempt,
         "stage": letter.stage,

@@ -250,8 +250,8 @@ def _about(config: RunConfig, source: Path) -> dict[str, Any]:
 
 def _counts(outcome: RescoreResult) -> dict[str, Any]:
     failures = [
-        {"group": each.gid, "attempt": each.attempt, "sample": each.number, "why": each.why}
-        for each in sorted(outcome.failures, key=lambda failure: (failure.gid, failure.attempt, failure.number))
+        {"group": each.group_id, "attempt": each.attempt, "sample": each.number, "why": each.why}
+        for each in sorted(outcome.failures, key=lambda failure: (failure.group_id, failure.attempt, failure.number))
     ]
     return {
         "groups": outcome.groups,
@@ -270,17 +270,17 @@ def _different(reading: ArchiveReading, outcome: RescoreResult, count: int) -> l
     wanted = {outcome.keys[place][:2] for place in places}
     if not wanted:
         return []
-    groups = {key: group for group in reading if (key := (group.gid, group.attempt)) in wanted}
+    groups = {key: group for group in reading if (key := (group.group_id, group.attempt)) in wanted}
     rows = []
     for place in places:
-        gid, attempt, number = outcome.keys[place]
-        group = groups.get((gid, attempt))
+        group_id, attempt, number = outcome.keys[place]
+        group = groups.get((group_id, attempt))
         sample = next((each for each in group.samples if each.number == number), None) if group is not None else None
         if group is None or sample is None:
             continue  # `archive.files` removed it meanwhile
         rows.append(
             {
-                "group": gid,
+                "group": group_id,
                 "attempt": attempt,
                 "sample": number,
                 "old": outcome.old[place],

@@ -176,7 +176,7 @@ def _groups(samples: Sequence[RewardSample], *, whole: bool) -> list[dict[int, R
     """What is scored together, by number: single samples, or groups, which have one prompt."""
     found: dict[Any, dict[int, RewardSample]] = {}
     for number, sample in enumerate(samples):
-        key = (sample.prompt.evaluation, sample.gid, sample.prompt.text) if whole else number
+        key = (sample.prompt.evaluation, sample.group_id, sample.prompt.text) if whole else number
         found.setdefault(key, {})[number] = sample
     return list(found.values())
 
@@ -194,7 +194,7 @@ def _has_score(each: Trial) -> bool:
 
 def _data(each: Trial) -> dict[str, Any]:
     sample, end = each.sample, each.end
-    data: dict[str, Any] = {"sample": each.number, "group": sample.gid, "index": sample.index}
+    data: dict[str, Any] = {"sample": each.number, "group": sample.group_id, "index": sample.index}
     data["line"] = sample.prompt.line
     data |= {"response": sample.text, "seconds": round(each.seconds, 6)}
     if isinstance(end, Exception):

@@ -44,27 +44,33 @@ def show(
     return int(ExitCode.OK if found["responses"] else ExitCode.FAILURE)
 
 
-def find_group(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
+def find_group(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, Any]:
     """What is known of a group: the ledger while it is live there, else the archive; scores made again with both."""
     try:
-        known = asyncio.run(_live(run, gid, evaluation=evaluation))
+        known = asyncio.run(_live(run, group_id, evaluation=evaluation))
     except StreamrlError as error:
         output.note(f"warning: Redis cannot be asked, so only the archive is read: {error.message}")
         known = {"state": "unknown", "responses": []}
-    found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "attempt": None, "prompt": None, "letters": []}
+    found: dict[str, Any] = {
+        "group": group_id,
+        "evaluation": evaluation,
+        "attempt": None,
+        "prompt": None,
+        "letters": [],
+    }
     found |= {"earlier_attempts": 0, "source": "ledger" if known["responses"] else None, **known}
     if not known["responses"]:
-        attempts = _archived(run.path, gid, evaluation=evaluation)
+        attempts = _archived(run.path, group_id, evaluation=evaluation)
         if attempts:
             newest = attempts[-1]
             found |= {"source": "archive", "earlier_attempts": len(attempts) - 1, **_archived_data(newest)}
-    found["rescored"] = _rescored(run.path, gid, found["attempt"], evaluation=evaluation)
+    found["rescored"] = _rescored(run.path, group_id, found["attempt"], evaluation=evaluation)
     return found
 
 
-async def _live(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
+async def _live(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, Any]:
     async with ledgers_to_look(run) as opened:
-        known = await (opened.evaluation if evaluation else opened.train).trace(gid)
+        known = await (opened.evaluation if evaluation else opened.train).trace(group_id)
     if known is None:
         return {"state": "unknown", "responses": []}
     letters = [letter_data(letter) for letter in known.get("letters", ())]
@@ -94,22 +100,22 @@ def _archived_data(group: ArchivedGroup) -> dict[str, Any]:
     }
 
 
-def _archived(run_dir: Path, gid: int, *, evaluation: bool) -> list[ArchivedGroup]:
+def _archived(run_dir: Path, group_id: int, *, evaluation: bool) -> list[ArchivedGroup]:
     files = archive_files(run_dir, evaluation=evaluation)
     reading = ArchiveReading(files)
-    found = reading.find(gid)
+    found = reading.find(group_id)
     note_problems(reading)
     if not files:
         output.note("no archive: archive.enabled: true keeps the groups that have left Redis")
     return found
 
 
-def _rescored(run_dir: Path, gid: int, attempt: int | None, *, evaluation: bool) -> dict[str, dict[str, Any]]:
+def _rescored(run_dir: Path, group_id: int, attempt: int | None, *, evaluation: bool) -> dict[str, dict[str, Any]]:
     """Scores that were made again of this attempt at the group, by the name of the set: sample to score and parts."""
     found: dict[str, dict[str, Any]] = {}
     folders = sorted((run_dir / RESCORED).iterdir()) if (run_dir / RESCORED).is_dir() else []
     for folder in folders:
-        groups = ArchiveReading(archive_files(folder, evaluation=evaluation)).find(gid)
+        groups = ArchiveReading(archive_files(folder, evaluation=evaluation)).find(group_id)
         for group in groups:
             if group.attempt != attempt:
                 continue  # other responses than those that are shown

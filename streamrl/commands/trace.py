@@ -27,12 +27,18 @@ def trace(group: GroupArgument, run: RunOption = None, evaluation: EvalOption = 
     return int(ExitCode.FAILURE if found["state"] == "unknown" else ExitCode.OK)
 
 
-async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, Any]:
+async def _trace(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, Any]:
     async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
-        known = await ledger.trace(gid)
+        known = await ledger.trace(group_id)
         state = await ledger.state()
-    found: dict[str, Any] = {"group": gid, "evaluation": evaluation, "state": "unknown", "letters": [], "record": None}
+    found: dict[str, Any] = {
+        "group": group_id,
+        "evaluation": evaluation,
+        "state": "unknown",
+        "letters": [],
+        "record": None,
+    }
     if known is not None:
         found |= {key: value for key, value in known.items() if key not in _BYTES}
         found["letters"] = [letter_data(letter) for letter in known.get("letters", ())]
@@ -43,7 +49,7 @@ async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, 
             sample_data(k, known["payloads"].get(k), known["scores"].get(k), known["causes"].get(k))
             for k in range(known["samples"])
         ]
-    record = _evaluated(run.path, gid) if evaluation else _trained(run.path, gid, state)
+    record = _evaluated(run.path, group_id) if evaluation else _trained(run.path, group_id, state)
     if record is not None:
         # The disk is the truth for what was trained; Redis may have been set back since.
         found["record"] = record
@@ -55,7 +61,7 @@ async def _trace(run: RunDirectory, gid: int, *, evaluation: bool) -> dict[str, 
 _BYTES = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
 
 
-def _trained(run_dir: Path, gid: int, state: LedgerState) -> dict[str, Any] | None:
+def _trained(run_dir: Path, group_id: int, state: LedgerState) -> dict[str, Any] | None:
     """The durable record of a group that today's weights were trained on."""
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.lineage import read_record
@@ -64,16 +70,16 @@ def _trained(run_dir: Path, gid: int, state: LedgerState) -> dict[str, Any] | No
     newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
     try:
         frames = read_record(run_dir, newest.record) if newest else ()
-        return next((frame for frame in frames if frame.get("gid") == gid), None)
+        return next((frame for frame in frames if frame.get("gid") == group_id), None)
     except (WireError, OSError) as error:
         output.note(f"warning: {error}")
         return None
 
 
-def _evaluated(run_dir: Path, gid: int) -> dict[str, Any] | None:
+def _evaluated(run_dir: Path, group_id: int) -> dict[str, Any] | None:
     from streamrl.monitor.tail import Tail
 
-    return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == gid), None)
+    return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == group_id), None)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -375,4 +375,4 @@ def _scores(results: Any, samples: Subject) -> list[Score]:
 
 def _identity(subject: Subject) -> Hashable:
     first = subject[0] if isinstance(subject, Sequence) else subject
-    return first.prompt.evaluation, first.gid, first.index
+    return first.prompt.evaluation, first.group_id, first.index

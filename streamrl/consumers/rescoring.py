@@ -57,7 +57,7 @@ Key = tuple[int, int, int]
 class Failure:
     """A response without a new score."""
 
-    gid: int
+    group_id: int
     attempt: int
     number: int
     why: str
@@ -138,7 +138,8 @@ class RescoredSet:
         """The new scores that are there, by group and attempt."""
         reading = ArchiveReading(archive_files(self.folder, evaluation=evaluation))
         found = {
-            (group.gid, group.attempt): {sample.number: sample.score for sample in group.samples} for group in reading
+            (group.group_id, group.attempt): {sample.number: sample.score for sample in group.samples}
+            for group in reading
         }
         if reading.problems:
             raise ConfigError(f"{self.files}: {reading.problems[0]}", "make the scores anew with --force")
@@ -148,7 +149,7 @@ class RescoredSet:
         """Write a group with its new scores, within a second; `CannotCreate`: no room."""
         by_number = dict(zip(group.raw.numbers, group.raw.samples, strict=True))
         record = RecordedGroup(
-            gid=group.gid,
+            group_id=group.group_id,
             prompt=group.raw.prompt,
             samples=[(by_number[number][0], wire.encode(scores[number])) for number in sorted(scores)],
             causes=sorted((group.causes | causes).items()),
@@ -222,7 +223,7 @@ async def rescore_groups(
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(_ahead(groups)) as coming:
             async for group in coming:
                 await slots.acquire()
-                tasks.create_task(one(group), name=f"group {group.gid}")
+                tasks.create_task(one(group), name=f"group {group.group_id}")
     finally:
         await asyncio.to_thread(into.sync)
     outcome.seconds = time.monotonic() - started
@@ -240,26 +241,26 @@ async def _one(
     group: ArchivedGroup, score: ScoreGroup, into: RescoredSet, outcome: RescoreResult, *, drop_failed: bool
 ) -> None:
     outcome.groups += 1
-    there = into.kept.get((group.gid, group.attempt))
+    there = into.kept.get((group.group_id, group.attempt))
     if there is not None:
         for sample in group.samples:
             if (new := there.get(sample.number)) is not None:
                 outcome.kept += 1
-                outcome.add((group.gid, group.attempt, sample.number), sample.score.value, new.value)
+                outcome.add((group.group_id, group.attempt, sample.number), sample.score.value, new.value)
         return
     if not group.samples:
         return
-    samples = [RewardSample.of(group.prompt, each.response, group.gid, each.number) for each in group.samples]
+    samples = [RewardSample.of(group.prompt, each.response, group.group_id, each.number) for each in group.samples]
     results = await score(samples)
     scores: dict[int, wire.SampleScore] = {}
     causes: dict[int, str] = {}
     for sample, result in zip(group.samples, results, strict=True):
         if isinstance(result, wire.SampleScore):
             scores[sample.number] = result
-            outcome.add((group.gid, group.attempt, sample.number), sample.score.value, result.value)
+            outcome.add((group.group_id, group.attempt, sample.number), sample.score.value, result.value)
         else:
             causes[sample.number] = result.message
-            outcome.failures.append(Failure(group.gid, group.attempt, sample.number, result.message))
+            outcome.failures.append(Failure(group.group_id, group.attempt, sample.number, result.message))
     outcome.scored += len(scores)
     if not causes or (drop_failed and len(scores) >= _LEAST):
         into.add(group, scores, causes)

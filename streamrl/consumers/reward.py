@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+from typing_extensions import deprecated
+
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.wire import Int32Array, Prompt, Sample, utf8
@@ -118,8 +120,8 @@ class RewardSample:
 
     `text` is the response without special tokens, `tokens` are the sampled ids with the end-of-sequence token, shape
     (completion tokens,), and `finish` says how it ended: `stop` (end of sequence), `length` (limit) or `abort`.
-    `gid` is the id of its group and `index` its number in it, from 0: together they name it in `streamrl trace`, in
-    dead letters and in logs. Both are 0 where there is no run. Held-out groups have ids of their own
+    `group_id` is the id of its group and `index` its number in it, from 0: together they name it in `streamrl trace`,
+    in dead letters and in logs. Both are 0 where there is no run. Held-out groups have ids of their own
     (`prompt.evaluation`).
     """
 
@@ -127,11 +129,17 @@ class RewardSample:
     prompt: RewardPrompt
     tokens: Int32Array
     finish: Literal["stop", "length", "abort"]
-    gid: int = 0
+    group_id: int = 0
     index: int = 0
 
+    @property
+    @deprecated("use `group_id`")
+    def gid(self) -> int:
+        """The same id under its former name."""
+        return self.group_id
+
     @classmethod
-    def of(cls, prompt: Prompt, sample: Sample, gid: int = 0, index: int = 0) -> RewardSample:
+    def of(cls, prompt: Prompt, sample: Sample, group_id: int = 0, index: int = 0) -> RewardSample:
         """Build what a reward sees from the two messages of the wire (nothing is copied)."""
         seen = RewardPrompt(
             text=prompt.text,
@@ -142,7 +150,9 @@ class RewardSample:
             line=prompt.line,
             evaluation=prompt.evaluation,
         )
-        return cls(text=sample.text, prompt=seen, tokens=sample.token_ids, finish=sample.finish, gid=gid, index=index)
+        return cls(
+            text=sample.text, prompt=seen, tokens=sample.token_ids, finish=sample.finish, group_id=group_id, index=index
+        )
 
 
 class AskedModel(Protocol):

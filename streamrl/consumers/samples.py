@@ -79,7 +79,7 @@ def make_sample(
         evaluation=evaluation,
     )
     ids = _bytes_of(response) if tokens is None else np.asarray(tokens, dtype=np.int32)
-    return RewardSample(text=response, prompt=seen, tokens=ids, finish=finish, gid=group, index=index)
+    return RewardSample(text=response, prompt=seen, tokens=ids, finish=finish, group_id=group, index=index)
 
 
 def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[RewardSample]:
@@ -118,7 +118,7 @@ def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
     reading = read_archive(path)
     for group in reading:
         for sample in group.samples:
-            yield RewardSample.of(group.prompt, sample.response, group.gid, sample.number)
+            yield RewardSample.of(group.prompt, sample.response, group.group_id, sample.number)
     if problems is not None:
         problems += reading.problems
     elif reading.problems:

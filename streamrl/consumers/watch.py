@@ -147,7 +147,7 @@ class LoopWatch:
             self._tell(f"{name} holds the event loop for {seconds:.0f} s at {_place(frame, call.calls)}")
         if (call.key, call.since) not in self._named:
             self._named = {(call.key, call.since)}
-            extra = {"reward": name, "group": sample.gid, "sample": sample.index, "seconds": round(seconds, 1)}
+            extra = {"reward": name, "group": sample.group_id, "sample": sample.index, "seconds": round(seconds, 1)}
             logger.error("a reward holds the event loop", extra=extra | {"stack": _stack(frame)})
 
     def _look_at_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
@@ -229,7 +229,7 @@ class Foreground(LoopWatch):
         name, sample, place = call.calls.reward.name, call.sample, _place(frame, call.calls)
         if (name, place) not in self._named:
             self._named.add((name, place))
-            who = f"{name}, sample {sample.index} of group {sample.gid}"
+            who = f"{name}, sample {sample.index} of group {sample.group_id}"
             self._tell(f"{who}: {what} for {seconds:.0f} s at {place} (deadline {call.calls.deadline:g} s){hint}")
 
 

@@ -136,7 +136,7 @@ class RewardWorker:
         try:
             prompt = wire.decode(leased.prompt, wire.Prompt)
             sample = wire.decode(leased.payload, wire.Sample)
-            score = await self._scorer.score(RewardSample.of(prompt, sample, lease.gid, leased.sample), until)
+            score = await self._scorer.score(RewardSample.of(prompt, sample, lease.group_id, leased.sample), until)
             data = _encoded(score, started)
         except WireError as error:
             await self._bury(lease, f"wire: {error}")
@@ -181,7 +181,7 @@ class RewardWorker:
             self._count(score.value)
         self.failed += len(causes)
         for index, cause in causes.items():
-            logger.warning("sample is dead", extra={"group": lease.gid, "sample": index, "why": cause.why})
+            logger.warning("sample is dead", extra={"group": lease.group_id, "sample": index, "why": cause.why})
 
     def _count(self, value: float) -> None:
         self.scored += 1
@@ -192,7 +192,7 @@ class RewardWorker:
     ) -> None:
         if await lease.ledger.fail_score(lease, why, detail, fail_group=fail_group):
             self.failed += samples
-            logger.warning("sample is dead", extra={"group": lease.gid, "sample": lease.sample, "why": why})
+            logger.warning("sample is dead", extra={"group": lease.group_id, "sample": lease.sample, "why": why})
 
     async def record(self, leases: Leases) -> None:
         """Once a second: show the counts in the role's status and append them to its metrics. Runs until cancelled."""
@@ -263,7 +263,7 @@ def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample]
     samples, causes = {}, {}
     for index, payload in sorted(leased.payloads.items()):
         try:
-            samples[index] = RewardSample.of(prompt, wire.decode(payload, wire.Sample), lease.gid, index)
+            samples[index] = RewardSample.of(prompt, wire.decode(payload, wire.Sample), lease.group_id, index)
         except WireError as error:
             causes[index] = Cause(f"wire: {error}")
     return samples, causes

@@ -189,7 +189,7 @@ class TrainSample:
     """One response with what the learner needs of it; n sampled tokens.
 
     Attributes:
-        gid: id of its group.
+        group_id: id of its group.
         prompt: token ids of the prompt, shape (prompt tokens,), at least one.
         tokens: sampled token ids, shape (n,); without any, the sample gives no gradient.
         logprobs: log-probability that each token was sampled with, shape (n,), finite.
@@ -204,7 +204,7 @@ class TrainSample:
         returns: what the critic learns, shape (n,); None likewise.
     """
 
-    gid: int
+    group_id: int
     prompt: Int32Array
     tokens: Int32Array
     logprobs: Float32Array
@@ -221,15 +221,17 @@ class TrainSample:
     def __post_init__(self) -> None:
         count = len(self.tokens)
         if count != len(self.logprobs):
-            raise ValueError(f"group {self.gid}: {count} tokens with {len(self.logprobs)} log-probabilities")
+            raise ValueError(f"group {self.group_id}: {count} tokens with {len(self.logprobs)} log-probabilities")
         if count != len(self.steps) or count != len(self.advantages):
-            raise ValueError(f"group {self.gid}: {count} tokens need as many steps and advantages")
+            raise ValueError(f"group {self.group_id}: {count} tokens need as many steps and advantages")
         if not len(self.prompt):
-            raise ValueError(f"group {self.gid}: a prompt without tokens, nothing predicts the first sampled token")
+            raise ValueError(
+                f"group {self.group_id}: a prompt without tokens, nothing predicts the first sampled token"
+            )
         if not np.all(np.isfinite(self.logprobs)):
-            raise ValueError(f"group {self.gid}: a log-probability of the sampling policy is not finite")
+            raise ValueError(f"group {self.group_id}: a log-probability of the sampling policy is not finite")
         if not np.all(np.isfinite(self.advantages)):
-            raise ValueError(f"group {self.gid}: an advantage is not finite in float32")
+            raise ValueError(f"group {self.group_id}: an advantage is not finite in float32")
 
     @property
     def width(self) -> int:
@@ -297,7 +299,7 @@ def layout(batch: Sequence[TrainSample], limits: Limits) -> list[Microbatch]:
     prompts: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(batch):
         if len(sample.tokens):
-            prompts.setdefault((sample.gid, sample.prompt.tobytes()), []).append(index)
+            prompts.setdefault((sample.group_id, sample.prompt.tobytes()), []).append(index)
     extents = [Extent(len(sample.prompt), len(sample.tokens)) for sample in batch]
     return [_microbatch(batch, extents, rows, limits) for rows in plan(extents, [*prompts.values()], limits)]
 

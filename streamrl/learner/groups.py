@@ -25,7 +25,7 @@ class TrainGroup:
     """One group, ready to be trained.
 
     Attributes:
-        gid: its id.
+        group_id: its id.
         crashes: learners that died in a step with it.
         samples: its usable responses; the greedy one is not among them.
         mixed_version: responses whose tokens come from more than one version.
@@ -33,7 +33,7 @@ class TrainGroup:
         versions: step of each version that sampled some of its tokens.
     """
 
-    gid: int
+    group_id: int
     crashes: int
     samples: tuple[TrainSample, ...]
     mixed_version: int
@@ -113,9 +113,9 @@ class GroupOpener:
                 raise reason
             train = self._estimated(samples)
         except (WireError, ValueError) as error:
-            raise Unusable(f"group {closed.gid} cannot be trained: {error}") from error
+            raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error
         return TrainGroup(
-            gid=closed.gid,
+            group_id=closed.group_id,
             crashes=closed.crashes,
             samples=train,
             mixed_version=sum(
@@ -147,7 +147,7 @@ def _train_samples(
     baseline = next((reward for sample, reward in responses if sample.greedy), None)
     train = [
         TrainSample(
-            gid=closed.gid,
+            group_id=closed.group_id,
             prompt=prompt,
             tokens=sample.token_ids,
             logprobs=sample.token_logprobs,

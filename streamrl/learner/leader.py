@@ -377,22 +377,22 @@ class Leader:
             return None
         groups = self._buffer.applied()
         epoch, number = self._start.epoch, self._version + 1
-        gids = [group.gid for group in groups]
+        group_ids = [group.group_id for group in groups]
         self._saver.trained(group_frame(group, epoch=epoch, step=step, version=number) for group in groups)
-        await self._make_room(gids)
+        await self._make_room(group_ids)
         return groups, stats
 
-    async def _make_room(self, gids: Sequence[int]) -> None:
+    async def _make_room(self, group_ids: Sequence[int]) -> None:
         """Free the places of trained groups, and publish when it is this step's turn."""
         due = self._worker.step - self._published_step >= self._config.learner.publish_every
         if due and not self._config.max_staleness:
             # Nobody may begin the next step with the weights before: they have to know of the new ones first.
             await self._publish()
             await self._publishing.settle()
-            await self._buffer.free_places(gids)
+            await self._buffer.free_places(group_ids)
             return
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._buffer.free_places(gids))
+            tasks.create_task(self._buffer.free_places(group_ids))
             if due:
                 tasks.create_task(self._publish())
 

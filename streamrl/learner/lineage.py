@@ -39,11 +39,11 @@ class TrainedDigest:
         self.count = count
         self._sum = int(digest, 16)
 
-    def add(self, gids: Iterable[int]) -> None:
+    def add(self, group_ids: Iterable[int]) -> None:
         """Count groups whose gradients were applied."""
-        for gid in gids:
+        for group_id in group_ids:
             self.count += 1
-            self._sum = (self._sum + int.from_bytes(hashlib.sha256(b"g%d" % gid).digest()[:16], "big")) % _MODULUS
+            self._sum = (self._sum + int.from_bytes(hashlib.sha256(b"g%d" % group_id).digest()[:16], "big")) % _MODULUS
 
     @property
     def hexdigest(self) -> str:
@@ -67,17 +67,17 @@ def read_trained(folder: Path, chain: Sequence[Link]) -> list[int]:
     Raises:
         Refused: a log is missing, shorter than the chain says, or holds something else than ids.
     """
-    gids: list[int] = []
+    group_ids: list[int] = []
     for file, size in chain:
         try:
             with (folder / file).open("rb") as log:
                 data = log.read(size)
-            gids.extend(int(line) for line in data.split())
+            group_ids.extend(int(line) for line in data.split())
         except (OSError, ValueError) as error:
             raise Refused(f"{folder / file}: the log of trained groups cannot be read: {error}") from error
         if len(data) != size:
             raise Refused(f"{folder / file}: {len(data)} bytes, the checkpoint needs {size}")
-    return gids
+    return group_ids
 
 
 def read_record(run_dir: Path, record: Sequence[Link]) -> Iterator[dict[str, Any]]:
@@ -181,7 +181,7 @@ class Lineage:
         self._groups = EpochFile(run_dir, record_file(epoch))
 
     def add(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Add trained groups: each a frame with at least `gid`."""
+        """Add trained groups: each a frame with at least `group_id`."""
         for group in groups:
             self._ids.append(b"%d\n" % group["gid"])
             self._groups.append(pack_frame(group))

@@ -159,7 +159,7 @@ def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> di
     """
     ages = group.staleness(step - 1)
     return {
-        "gid": group.gid,
+        "gid": group.group_id,
         "step": step,
         "epoch": epoch,
         "version": version,

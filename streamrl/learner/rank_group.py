@@ -183,11 +183,11 @@ class RankWorker:
             case Command.IDLE | Command.STOP:
                 return None
 
-    def train(self, gids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool = False) -> bool:
+    def train(self, group_ids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool = False) -> bool:
         """Take in one micro-batch. Returns False, without effect, if any rank lacks its samples or reference log-probs.
 
         Args:
-            gids: all groups of the micro-batch, on all ranks.
+            group_ids: all groups of the micro-batch, on all ranks.
             samples: this rank's share; None when it could not be read.
             idle: no group of the micro-batch has a gradient, so no rank runs the model.
         """
@@ -203,7 +203,7 @@ class RankWorker:
         except NoReference as error:
             logger.warning("micro-batch not trained", extra={"error": error.message})
             return False
-        self._gids.extend(gids)
+        self._gids.extend(group_ids)
         return True
 
     def apply(self, tokens: int, responses: int) -> StepStats:
@@ -422,10 +422,10 @@ class RankGroup:
         all_read = self.worker.recipe.reads_all
         owners = share(groups, self.worker.ranks.world, self.worker.work, all_read=all_read)
         order = MicrobatchOrder(
-            {group.gid: owner for group, owner in zip(groups, owners, strict=True)},
+            {group.group_id: owner for group, owner in zip(groups, owners, strict=True)},
             {version: step for group in groups for version, step in group.versions.items()},
         )
-        mine = [sample for group in groups if order.owners[group.gid] == 0 for sample in group.samples]
+        mine = [sample for group in groups if order.owners[group.group_id] == 0 for sample in group.samples]
         trained: bool = await self.order(Command.TRAIN, *order.encode(), samples=mine)
         return trained
 
@@ -470,19 +470,19 @@ async def read_share(
     order: MicrobatchOrder, rank: int, ledger: Ledger, opener: GroupOpener
 ) -> list[TrainSample] | None:
     """The samples of a rank's groups; None when one of them is not there (any more)."""
-    mine = [gid for gid, owner in order.owners.items() if owner == rank]
+    mine = [group_id for group_id, owner in order.owners.items() if owner == rank]
     async with asyncio.TaskGroup() as tasks:
-        reads = [tasks.create_task(ledger.read_group(gid)) for gid in mine]
+        reads = [tasks.create_task(ledger.read_group(group_id)) for group_id in mine]
     samples: list[TrainSample] = []
-    for gid, read in zip(mine, reads, strict=True):
+    for group_id, read in zip(mine, reads, strict=True):
         closed = read.result()
         if closed is None:
-            logger.warning("group is not there", extra={"group": gid})
+            logger.warning("group is not there", extra={"group": group_id})
             return None
         try:
             samples.extend(opener(closed, order.step_of).samples)
         except Unusable as error:
-            logger.warning("group cannot be read", extra={"group": gid, "error": str(error)})
+            logger.warning("group cannot be read", extra={"group": group_id, "error": str(error)})
             return None
     return samples
 

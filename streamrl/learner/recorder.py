@@ -133,15 +133,17 @@ class Recorder:
         reason: Reason | None = None
         while not self._role.stop.is_set():
             closed = await self._ledger.closed()
-            await self._take([gid for gid in closed if gid not in self._durable and gid not in self._fresh])
-            revived = any(gid in self._durable for gid in closed)
+            await self._take(
+                [group_id for group_id in closed if group_id not in self._durable and group_id not in self._fresh]
+            )
+            revived = any(group_id in self._durable for group_id in closed)
             reason = await self._reason()
             if reason or self._digest.count + len(self._fresh) >= self._goal:
                 break
             if revived or (self._fresh and time.monotonic() >= self._saved_at + _SAVE_SECONDS):
                 await self._save()
             # Also where nothing is new: engines that come back find the version again after Redis lost seconds.
-            unretired = sum(gid in self._fresh for gid in closed)
+            unretired = sum(group_id in self._fresh for group_id in closed)
             await self._ledger.consume(self._start.nonce, unretired, self._version, self._manifest)
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
         await self._save()
@@ -166,22 +168,22 @@ class Recorder:
         steps = self._config.learner.steps
         return float("inf") if steps is None else steps * self._config.learner.groups_per_step
 
-    async def _take(self, gids: Sequence[int]) -> None:
+    async def _take(self, group_ids: Sequence[int]) -> None:
         """Read closed groups that are not recorded yet, oldest first; one that is no message of ours dies."""
-        for gid in gids:
+        for group_id in group_ids:
             if self._digest.count + len(self._fresh) >= self._goal:
                 return
-            group = await self._ledger.read_group(gid)
+            group = await self._ledger.read_group(group_id)
             if group is None:
                 continue
             try:
                 frame = _frame(group, self._start.epoch)
             except WireError as error:
-                await self._ledger.fail_group(self._start.nonce, gid, f"cannot be recorded: {error}")
+                await self._ledger.fail_group(self._start.nonce, group_id, f"cannot be recorded: {error}")
                 continue
             self._writer.add(RecordedGroup.of(group))
             self._lineage.add([frame])
-            self._fresh.add(gid)
+            self._fresh.add(group_id)
 
     async def _reason(self) -> Reason | None:
         """Whether the data is at its end and every live group is recorded."""
@@ -189,7 +191,7 @@ class Recorder:
         if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
             return None
         closed = await self._ledger.closed()
-        done = all(gid in self._fresh or gid in self._durable for gid in closed)
+        done = all(group_id in self._fresh or group_id in self._durable for group_id in closed)
         return "data" if done and state.live <= len(closed) else None
 
     async def _save(self) -> None:
@@ -200,7 +202,7 @@ class Recorder:
                 await asyncio.to_thread(self._write)
             except OSError as error:
                 raise CannotCreate(f"the recording cannot be written: {error}", "make room and go on") from error
-        retired = [gid for gid in await self._ledger.closed() if gid in self._durable]
+        retired = [group_id for group_id in await self._ledger.closed() if group_id in self._durable]
         await self._ledger.retire(self._start.nonce, self._checkpoint, 0, retired)
 
     def _write(self) -> None:
@@ -257,7 +259,7 @@ def _frame(group: ClosedGroup, epoch: int) -> dict[str, Any]:
     samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples.values()]
     scores = [wire.decode(score, wire.SampleScore) for _, score in group.samples.values()]
     return {
-        "gid": group.gid,
+        "gid": group.group_id,
         "epoch": epoch,
         "rewards": [score.value for score in scores],
         "tokens": [len(sample.tokens) // 4 for sample in samples],

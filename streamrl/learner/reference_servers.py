@@ -316,7 +316,7 @@ class Remote:
             scores = read_scores(about, answer, sample)
         except BadRequest as error:
             raise DataError(
-                f"group {sample.gid}: the reference server refuses a response: {error.message}",
+                f"group {sample.group_id}: the reference server refuses a response: {error.message}",
                 "does it hold a model with the vocabulary of model.path?",
             ) from error
         finally:

@@ -43,7 +43,7 @@ class _Saving:
     """A checkpoint that is being written: its meta data but the shards, the groups it makes durable, its beginning."""
 
     meta: Meta
-    gids: frozenset[int]
+    group_ids: frozenset[int]
     started: float
 
 
@@ -180,7 +180,7 @@ class Saver:
             await self._withdraw(meta, error)
             return
         self._check_alone()
-        await self._buffer.saved(meta.name, saving.gids)
+        await self._buffer.saved(meta.name, saving.group_ids)
         self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)

@@ -144,10 +144,12 @@ class RowModel:
         known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
             if sample.width > self.limits.longest:
-                return ValueError(f"group {sample.gid}: {sample.width} tokens, the model takes {self.limits.longest}")
+                return ValueError(
+                    f"group {sample.group_id}: {sample.width} tokens, the model takes {self.limits.longest}"
+                )
             both = () if known else np.concatenate([sample.prompt, sample.tokens])
             if any(token < 0 or token >= self.vocabulary for token in both):
-                return ValueError(f"group {sample.gid}: a token id is not in the vocabulary of the model")
+                return ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
         return None
 
     def _reshard(self) -> None:

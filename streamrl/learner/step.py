@@ -188,12 +188,12 @@ def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
     return [next(computed) if alive else sample for sample, alive in zip(batch, live, strict=True)]
 
 
-def update_collected(models: Models, gids: Sequence[int], samples: Sequence[TrainSample], step: int) -> StepStats:
+def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence[TrainSample], step: int) -> StepStats:
     """All updates of a step. When advantages cannot be computed on some rank, none is applied: `skipped`.
 
     Args:
         models: of this rank.
-        gids: of all groups of the step on all ranks; the same order everywhere.
+        group_ids: of all groups of the step on all ranks; the same order everywhere.
         samples: this rank's share, as `collect` returned them.
         step: of the learner, before the update.
     """
@@ -202,12 +202,12 @@ def update_collected(models: Models, gids: Sequence[int], samples: Sequence[Trai
     if estimated is None:
         return StepStats.of([], kl_coefficient=coefficient, failed=True)
     limits = _limits(models, estimated, step)
-    counts = _counts(actor.ranks, gids, estimated)
+    counts = _counts(actor.ranks, group_ids, estimated)
     policy_updates: list[UpdateStats] = []
     critic_updates: list[CriticStats] = []
-    for chosen in _mini_batches(recipe, gids, step):
-        batch = [sample for sample in estimated if sample.gid in chosen]
-        tokens, responses = (int(count) for count in counts[[gid in chosen for gid in gids]].sum(axis=0))
+    for chosen in _mini_batches(recipe, group_ids, step):
+        batch = [sample for sample in estimated if sample.group_id in chosen]
+        tokens, responses = (int(count) for count in counts[[group_id in chosen for group_id in group_ids]].sum(axis=0))
         if step >= recipe.critic_warmup:
             size = recipe.normaliser(tokens=tokens, responses=responses)
             _, stats = actor.update_policy(batch, size=size, step=step, kl_coefficient=coefficient, limits=limits)
@@ -272,7 +272,7 @@ def _advantages(models: Models, samples: Sequence[TrainSample]) -> list[FloatArr
         return [sample.advantages.astype(np.float64) for sample in samples]
     groups: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault(sample.gid, []).append(index)
+        groups.setdefault(sample.group_id, []).append(index)
     arrays: list[FloatArray] = [np.zeros(0)] * len(samples)
     for members in groups.values():
         group = [samples[index] for index in members]
@@ -308,19 +308,19 @@ def _limits(models: Models, samples: Sequence[TrainSample], step: int) -> tuple[
     return corrections.step_limits(old - behaviour, advantages, ages, lambda values: _all_sum(ranks, values))
 
 
-def _counts(ranks: Ranks, gids: Sequence[int], samples: Sequence[TrainSample]) -> FloatArray:
+def _counts(ranks: Ranks, group_ids: Sequence[int], samples: Sequence[TrainSample]) -> FloatArray:
     """Sampled tokens and responses of each group, whichever rank has it, shape (groups, 2)."""
-    places = {gid: place for place, gid in enumerate(gids)}
-    counts = np.zeros((len(gids), 2))
+    places = {group_id: place for place, group_id in enumerate(group_ids)}
+    counts = np.zeros((len(group_ids), 2))
     for sample in samples:
-        counts[places[sample.gid]] += sizes([sample])
+        counts[places[sample.group_id]] += sizes([sample])
     return _all_sum(ranks, counts)
 
 
-def _mini_batches(recipe: Recipe, gids: Sequence[int], step: int) -> Iterator[set[int]]:
+def _mini_batches(recipe: Recipe, group_ids: Sequence[int], step: int) -> Iterator[set[int]]:
     """Groups of each update of the step."""
     for number in range(recipe.passes):
-        order = np.random.default_rng([recipe.seed, step, number]).permutation(np.asarray(gids))
+        order = np.random.default_rng([recipe.seed, step, number]).permutation(np.asarray(group_ids))
         for part in np.array_split(order, recipe.mini_batches):
             if part.size:
                 yield set(part.tolist())

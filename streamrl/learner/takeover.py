@@ -104,7 +104,7 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
         check_digest(meta, trained)
     # A Redis that lost its data would admit all trained groups again: lift its cursor to the first gap.
     known = set(trained)
-    await ledger.lift(nonce, next(gid for gid in itertools.count() if gid not in known))
+    await ledger.lift(nonce, next(group_id for group_id in itertools.count() if group_id not in known))
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
     checkpoints.remove_drafts(fence.epoch)
     notes = read_versions(checkpoints.folder)

@@ -106,7 +106,7 @@ class TrainBuffer:
     @property
     def fresh(self) -> set[int]:
         """Ids in the weights that no durable checkpoint holds."""
-        return {gid for gid, state in self._groups.items() if state.stage in {Stage.APPLIED, Stage.TRAINED}}
+        return {group_id for group_id, state in self._groups.items() if state.stage in {Stage.APPLIED, Stage.TRAINED}}
 
     @property
     def room(self) -> int:
@@ -167,7 +167,7 @@ class TrainBuffer:
         limit = self._config.token_staleness_limit
         async with self._lock:
             candidates = self._at(Stage.CANDIDATE)
-            stale = [group.gid for group in candidates if max(group.staleness(step), default=0) > limit]
+            stale = [group.group_id for group in candidates if max(group.staleness(step), default=0) > limit]
             await self._drop(sorted(stale), "stale")
 
     def set_equal_aside(self, room: int) -> int:
@@ -179,15 +179,15 @@ class TrainBuffer:
         Args:
             room: free places in the step.
         """
-        equal = [group.gid for group in self._nearest(room) if group.zero_variance]
-        for gid in equal:
-            self._groups[gid].stage = Stage.EQUAL_REWARDS
+        equal = [group.group_id for group in self._nearest(room) if group.zero_variance]
+        for group_id in equal:
+            self._groups[group_id].stage = Stage.EQUAL_REWARDS
         return len(equal)
 
     async def drop_equal(self) -> None:
         """Drop what `set_equal_aside` took out."""
         async with self._lock:
-            equal = sorted(group.gid for group in self._at(Stage.EQUAL_REWARDS))
+            equal = sorted(group.group_id for group in self._at(Stage.EQUAL_REWARDS))
             self.zero_variance += await self._drop(equal, ZERO_VARIANCE)
 
     def take_lengths(self) -> list[int]:
@@ -200,14 +200,14 @@ class TrainBuffer:
     async def begin(self, groups: Sequence[TrainGroup]) -> None:
         """Take groups into the step: their crash counter goes up until it is cleared."""
         for group in groups:
-            self._groups.pop(group.gid, None)  # in_step has the order in which they were begun
-            self._groups[group.gid] = GroupState(Stage.IN_STEP, group)
-        await self._ledger.begin(self._nonce, [group.gid for group in groups])
+            self._groups.pop(group.group_id, None)  # in_step has the order in which they were begun
+            self._groups[group.group_id] = GroupState(Stage.IN_STEP, group)
+        await self._ledger.begin(self._nonce, [group.group_id for group in groups])
 
     def computed(self, groups: Sequence[TrainGroup]) -> None:
         """The forward and backward pass of these groups killed nobody."""
         for group in groups:
-            self._groups[group.gid].computed = True
+            self._groups[group.group_id].computed = True
 
     async def clear_crash_counts(self) -> None:
         """Clear the crash counters of groups of the step that were `computed` since the last call."""
@@ -215,20 +215,20 @@ class TrainBuffer:
         for state in done:
             state.computed = False
         if done:
-            await self._clear_crash_counts([state.group.gid for state in done if state.group is not None])
+            await self._clear_crash_counts([state.group.group_id for state in done if state.group is not None])
 
     async def release(self, groups: Sequence[TrainGroup]) -> None:
         """Take groups out of the step untrained: they are read again, and are candidates then."""
-        gids = sorted(group.gid for group in groups)
-        await self._clear_crash_counts(gids)
-        for gid in gids:
-            self._groups.pop(gid, None)
+        group_ids = sorted(group.group_id for group in groups)
+        await self._clear_crash_counts(group_ids)
+        for group_id in group_ids:
+            self._groups.pop(group_id, None)
         await self.refresh()
 
     async def discard(self, groups: Sequence[TrainGroup], why: str) -> None:
         """Drop groups of the step whose update could not be applied."""
         async with self._lock:
-            await self._drop([group.gid for group in groups], why)
+            await self._drop([group.group_id for group in groups], why)
 
     def applied(self) -> list[TrainGroup]:
         """The update of the step is in the weights: its groups are trained. Returns them.
@@ -237,17 +237,17 @@ class TrainBuffer:
         """
         groups = self.in_step
         for group in groups:
-            self._groups[group.gid] = GroupState(Stage.APPLIED, None)
+            self._groups[group.group_id] = GroupState(Stage.APPLIED, None)
         return groups
 
-    async def free_places(self, gids: Sequence[int]) -> None:
+    async def free_places(self, group_ids: Sequence[int]) -> None:
         """Free the places of trained groups in the budget, and clear their crash counters."""
         async with self._lock:
-            for gid in gids:
-                if gid in self._groups:
-                    self._groups[gid].stage = Stage.TRAINED
+            for group_id in group_ids:
+                if group_id in self._groups:
+                    self._groups[group_id].stage = Stage.TRAINED
             await self._read()
-            await self._ledger.consume(self._nonce, self.unretired, 0, None, gids)
+            await self._ledger.consume(self._nonce, self.unretired, 0, None, group_ids)
 
     async def announce(self, version: int, manifest: bytes) -> None:
         """Show engines a version of the weights; a repeat shows it again where Redis has forgotten it."""
@@ -255,85 +255,85 @@ class TrainBuffer:
             await self._read()
             await self._ledger.consume(self._nonce, self.unretired, version, manifest)
 
-    async def saved(self, checkpoint: str, gids: Collection[int]) -> None:
+    async def saved(self, checkpoint: str, group_ids: Collection[int]) -> None:
         """Fresh groups are in a durable checkpoint: retire them."""
-        self.durable.update(gids)
-        for gid in gids:
-            self._groups.pop(gid, None)
+        self.durable.update(group_ids)
+        for group_id in group_ids:
+            self._groups.pop(group_id, None)
         self._checkpoint = checkpoint
         async with self._lock:
             await self._retire(await self._ledger.closed())
             await self._read()
 
-    async def _clear_crash_counts(self, gids: Sequence[int]) -> None:
+    async def _clear_crash_counts(self, group_ids: Sequence[int]) -> None:
         # `unretired` is not written: the last reading may be older than a retirement, or than a Redis from the past.
-        await self._ledger.consume(self._nonce, None, 0, None, gids)
+        await self._ledger.consume(self._nonce, None, 0, None, group_ids)
 
     # ---- inside the lock
 
-    async def _drop(self, gids: Sequence[int], why: str) -> int:
+    async def _drop(self, group_ids: Sequence[int], why: str) -> int:
         """Drop closed groups; returns how many were there."""
         count = 0
-        if gids:
+        if group_ids:
             await self.archive.settle()
-        for gid in gids:
-            count += await self._ledger.drop(self._nonce, gid, why)
-            self._groups.pop(gid, None)
-        self._oldest_live = [gid for gid in self._oldest_live if gid not in gids]
+        for group_id in group_ids:
+            count += await self._ledger.drop(self._nonce, group_id, why)
+            self._groups.pop(group_id, None)
+        self._oldest_live = [group_id for group_id in self._oldest_live if group_id not in group_ids]
         self.dropped += count
         return count
 
     async def _read(self) -> None:
         closed = await self._ledger.closed()
         self._count(closed)
-        if any(gid in self.durable for gid in closed):
+        if any(group_id in self.durable for group_id in closed):
             await self._retire(closed)
-        untrained = [gid for gid in closed if not self._taken(gid)]
+        untrained = [group_id for group_id in closed if not self._taken(group_id)]
         self.untrained = len(untrained)
         nearest = dict.fromkeys(untrained[: _LOOK_AHEAD * self._config.learner.groups_per_step])
         async with asyncio.TaskGroup() as tasks:
-            new = [gid for gid in nearest if gid not in self._groups]
-            reads = [tasks.create_task(self._ledger.read_group(gid)) for gid in new]
+            new = [group_id for group_id in nearest if group_id not in self._groups]
+            reads = [tasks.create_task(self._ledger.read_group(group_id)) for group_id in new]
         opened = [await self._open(read.result()) for read in reads]
         if self._config.learner.order == "strict":
             self._oldest_live = await self._ledger.oldest_live(self._config.hard_cap)
         for group in self._at(Stage.CANDIDATE):
-            if group.gid not in nearest:
-                del self._groups[group.gid]
+            if group.group_id not in nearest:
+                del self._groups[group.group_id]
         for found in opened:
-            if found is not None and not self._taken(found.gid):
-                self._groups[found.gid] = GroupState(Stage.CANDIDATE, found)
+            if found is not None and not self._taken(found.group_id):
+                self._groups[found.group_id] = GroupState(Stage.CANDIDATE, found)
         self.changed.set()
 
     async def _retire(self, closed: Sequence[int]) -> None:
-        gids = [gid for gid in closed if gid in self.durable]
-        self._count([gid for gid in closed if gid not in self.durable])
-        await self._ledger.retire(self._nonce, self._checkpoint, self.unretired, gids)
+        group_ids = [group_id for group_id in closed if group_id in self.durable]
+        self._count([group_id for group_id in closed if group_id not in self.durable])
+        await self._ledger.retire(self._nonce, self._checkpoint, self.unretired, group_ids)
 
     async def _open(self, closed: ClosedGroup | None) -> TrainGroup | None:
         if closed is None:
             return None
         self.archive.add(closed)
         if closed.crashes >= self._config.learner.max_group_crashes:
-            await self._bury(closed.gid, f"learner: {closed.crashes} learners died in steps with this group")
+            await self._bury(closed.group_id, f"learner: {closed.crashes} learners died in steps with this group")
             return None
         try:
             group = self._opener(closed, self._branch.step)
         except Unusable as error:
-            await self._bury(closed.gid, error.message)
+            await self._bury(closed.group_id, error.message)
             return None
         self._lengths += [len(sample.tokens) for sample in group.samples]
         return group
 
-    async def _bury(self, gid: int, why: str) -> None:
-        logger.warning("group is dead", extra={"group": gid, "why": why})
+    async def _bury(self, group_id: int, why: str) -> None:
+        logger.warning("group is dead", extra={"group": group_id, "why": why})
         await self.archive.settle()
-        await self._ledger.fail_group(self._nonce, gid, why)
+        await self._ledger.fail_group(self._nonce, group_id, why)
 
     def _count(self, closed: Sequence[int]) -> None:
-        trained = {gid for gid, state in self._groups.items() if state.stage is Stage.TRAINED}
+        trained = {group_id for group_id, state in self._groups.items() if state.stage is Stage.TRAINED}
         self._closed = len(closed)
-        self.unretired = sum(gid in self.durable or gid in trained for gid in closed)
+        self.unretired = sum(group_id in self.durable or group_id in trained for group_id in closed)
 
     # ---- looking
 
@@ -342,13 +342,13 @@ class TrainBuffer:
 
     def _nearest(self, room: int) -> list[TrainGroup]:
         """The oldest candidates; in strict order those among the oldest live groups that are not trained yet."""
-        groups = sorted(self._at(Stage.CANDIDATE), key=lambda group: group.gid)[:room]
+        groups = sorted(self._at(Stage.CANDIDATE), key=lambda group: group.group_id)[:room]
         if self._config.learner.order != "strict":
             return groups
-        first = set([gid for gid in self._oldest_live if not self._taken(gid)][:room])
-        return [group for group in groups if group.gid in first]
+        first = set([group_id for group_id in self._oldest_live if not self._taken(group_id)][:room])
+        return [group for group in groups if group.group_id in first]
 
-    def _taken(self, gid: int) -> bool:
+    def _taken(self, group_id: int) -> bool:
         """Whether a group is trained, in the step, or keeps a place of it."""
-        state = self._groups.get(gid)
-        return gid in self.durable or (state is not None and state.stage is not Stage.CANDIDATE)
+        state = self._groups.get(group_id)
+        return group_id in self.durable or (state is not None and state.stage is not Stage.CANDIDATE)

@@ -74,10 +74,10 @@ class Accuracy:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take one line of evaluation.jsonl."""
-        gid = line.get("gid")
-        if gid is None or gid in self._seen:
+        group_id = line.get("gid")
+        if group_id is None or group_id in self._seen:
             return
-        self._seen.add(gid)
+        self._seen.add(group_id)
         version = int(line["round"])
         self._right[version] += int(line["right"])
         self._samples[version] += len(line["scores"])

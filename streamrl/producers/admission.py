@@ -61,12 +61,12 @@ class Admitter:
                 the groups in flight are untouched.
         """
         last = self.cursor + min(limit, BURST)
-        gids = range(self.cursor, last if end is None else min(last, end))
-        if not gids:
+        group_ids = range(self.cursor, last if end is None else min(last, end))
+        if not group_ids:
             return AdmitOutcome.ADMITTED
         async with asyncio.TaskGroup() as group:
             # Tasks start in this order and their commands share a pipeline, so each finds the cursor at its own id.
-            tasks = [group.create_task(self._admit_one(gid, version)) for gid in gids]
+            tasks = [group.create_task(self._admit_one(group_id, version)) for group_id in group_ids]
         answers = [task.result() for task in tasks]
         self.cursor = answers[-1].cursor
         outcomes = {answer.outcome for answer in answers}
@@ -86,12 +86,12 @@ class Admitter:
             " raise max_dead, then `streamrl up --resume`",
         )
 
-    async def _admit_one(self, gid: int, version: int) -> Admission:
+    async def _admit_one(self, group_id: int, version: int) -> Admission:
         terms = self._terms
         return await self._ledger.admit(
-            cursor=gid,
+            cursor=group_id,
             fingerprint=terms.fingerprint,
-            prompt=self._prompt(gid),
+            prompt=self._prompt(group_id),
             samples=terms.samples,
             min_group=terms.min_group,
             budget=terms.budget,

@@ -51,8 +51,8 @@ class AllAlike:
         if samples and not same_kind(samples):
             self._over = True
             return
-        groups = {one.gid for one in letters if one.sample is None and (not oldest or one.gid < oldest[0])}
-        samples = [letter for letter in samples if letter.gid in groups]
+        groups = {one.group_id for one in letters if one.sample is None and (not oldest or one.group_id < oldest[0])}
+        samples = [letter for letter in samples if letter.group_id in groups]
         if len(samples) < SAMPLES or len(groups) < GROUPS:
             return
         if any(letter.scored for letter in letters) or await self._ledger.has_scores():

@@ -1,8 +1,8 @@
 """Prompts from a JSONL file, in an order that anybody can compute again.
 
-The prompt of a group is a pure function of (seed, data, group id): `gid` is the cursor at which the group was admitted,
-so a feeder that starts again, or that Redis takes back some seconds, admits the same prompt under the same id. A
-fingerprint of all that the function depends on is kept in the ledger, which refuses any other data.
+The prompt of a group is a pure function of (seed, data, group id): the id is the cursor at which the group was
+admitted, so a feeder that starts again, or that Redis takes back some seconds, admits the same prompt under the same
+id. A fingerprint of all that the function depends on is kept in the ledger, which refuses any other data.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def index(self, gid: int, seed: int, *, shuffle: bool) -> int:
-        """Return which prompt group `gid` has: each epoch of `len(self)` ids has every prompt once."""
-        epoch, position = divmod(gid, len(self.prompts))
+    def index(self, group_id: int, seed: int, *, shuffle: bool) -> int:
+        """Return which prompt group `group_id` has: each epoch of `len(self)` ids has every prompt once."""
+        epoch, position = divmod(group_id, len(self.prompts))
         if not shuffle:
             return position
         key = (seed, epoch)

@@ -61,7 +61,7 @@ class Evaluation:
         self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
         terms = AdmissionTerms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
-        self._admitter = Admitter(self._ledger, terms, lambda gid: data.prompts[gid % len(data)])
+        self._admitter = Admitter(self._ledger, terms, lambda group_id: data.prompts[group_id % len(data)])
         self._data = data
         self._budget = budget
         self._room = budget
@@ -151,34 +151,34 @@ class Evaluation:
         if not closed:
             return False
         async with asyncio.TaskGroup() as readers:
-            tasks = [readers.create_task(self._ledger.read_group(gid)) for gid in closed]
+            tasks = [readers.create_task(self._ledger.read_group(group_id)) for group_id in closed]
         groups = [group for task in tasks if (group := task.result()) is not None]
         for group in groups:
-            if group.gid not in self._log.gids:  # one that is there has counted as it is in the archive
+            if group.group_id not in self._log.group_ids:  # one that is there has counted as it is in the archive
                 self._archive.add(group)
         await self._archive.sync()
         lines = [self._evaluate(group) for group in groups]
         if not await asyncio.to_thread(self._log.append, lines):
             return False
-        await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.gid for line in lines])
+        await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.group_id for line in lines])
         self._room = min(self._budget, self._room + len(lines))
         self._show()
         return True
 
     def _evaluate(self, group: ClosedGroup) -> EvaluatedGroup:
-        prompt = decode(self._data.prompts[group.gid % len(self._data)], Prompt)
+        prompt = decode(self._data.prompts[group.group_id % len(self._data)], Prompt)
         scores: list[float] = []
         versions: list[int] = []
         for payload, score in group.samples.values():
             try:
                 sample, value = decode(payload, Sample), decode(score, SampleScore).value
             except WireError as error:
-                logger.warning("held-out response ignored", extra={"gid": group.gid, "error": str(error)})
+                logger.warning("held-out response ignored", extra={"group": group.group_id, "error": str(error)})
                 continue
             scores.append(value)
             versions += [version for _, version in sample.runs]
         return EvaluatedGroup(
-            gid=group.gid,
+            group_id=group.group_id,
             line=prompt.line,
             round=group.version,
             version_min=min(versions, default=group.version),
@@ -214,7 +214,7 @@ class Evaluation:
     def _show(self) -> None:
         """Publish how many groups are evaluated, and the accuracy of the last round that is complete."""
         status = self._role.status
-        status["evaluated"] = len(self._log.gids)
+        status["evaluated"] = len(self._log.group_ids)
         status.update(self._archive.counts)
         unfinished = self._round.version if self._open and self._round is not None else None
         complete = [version for version, tally in self._log.rounds.items() if version != unfinished and tally.scored]
@@ -240,7 +240,7 @@ class EvaluatedGroup(msgspec.Struct, frozen=True):
     `dead` the responses without a score, which count neither as right nor as wrong.
     """
 
-    gid: int
+    group_id: int = msgspec.field(name="gid")
     line: int
     round: int
     version_min: int
@@ -269,25 +269,25 @@ class Tally:
 class EvaluationLog:
     """Appends evaluated groups durably and remembers which are there, so that none is written twice.
 
-    `gids` are the groups in the file, `rounds` the tally of each round by its version. A line that a crash cut off at
-    the end of the file is removed.
+    `group_ids` are the groups in the file, `rounds` the tally of each round by its version. A line that a crash cut off
+    at the end of the file is removed.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOG_NAME
         self._round_path = run_dir / ROUND_NAME
-        self.gids: set[int] = set()
+        self.group_ids: set[int] = set()
         self.rounds: dict[int, Tally] = {}
         self._read()
 
     @property
     def watermark(self) -> int:
         """The lowest group that is not in the file."""
-        return next(gid for gid in count() if gid not in self.gids)
+        return next(group_id for group_id in count() if group_id not in self.group_ids)
 
     def end_of(self, first: int, prompts: int) -> int:
         """The lowest end for which `first` to `end - 1` have so many groups that are not in the file."""
-        new = (gid for gid in count(first) if gid not in self.gids)
+        new = (group_id for group_id in count(first) if group_id not in self.group_ids)
         return next(islice(new, prompts - 1, None)) + 1
 
     def append(self, groups: Sequence[EvaluatedGroup]) -> bool:
@@ -295,7 +295,7 @@ class EvaluationLog:
 
         False when they cannot be written (full disk): then the file is as before, and the call may be repeated.
         """
-        new = [group for group in groups if group.gid not in self.gids]
+        new = [group for group in groups if group.group_id not in self.group_ids]
         if not new:
             return True
         size = self._path.stat().st_size if self._path.exists() else 0
@@ -347,9 +347,9 @@ class EvaluationLog:
                 logger.warning("line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
 
     def _count(self, group: EvaluatedGroup) -> None:
-        if group.gid in self.gids:
+        if group.group_id in self.group_ids:
             return
-        self.gids.add(group.gid)
+        self.group_ids.add(group.group_id)
         tally = self.rounds.setdefault(group.round, Tally())
         tally.scored += len(group.scores)
         tally.right += group.right

@@ -153,8 +153,10 @@ class Training:
             return None
         self._role.status["replays"] = len(queue)
         config = self._role.config
-        for gid, letters in islice(queue.items(), self._waste.most(BURST)):
-            outcome = await self._ledger.replay_queued(gid, letters, budget=config.budget, hard_cap=config.hard_cap)
+        for group_id, letters in islice(queue.items(), self._waste.most(BURST)):
+            outcome = await self._ledger.replay_queued(
+                group_id, letters, budget=config.budget, hard_cap=config.hard_cap
+            )
             if outcome is ReplayOutcome.FULL:
                 return AdmitOutcome.FULL
             if outcome in _ADMITTED_AGAIN:
@@ -198,9 +200,9 @@ class Training:
         held = [(name, read_number(fields.get("version", "0"))) for name, fields in replicas.items()]
         return [f"{name} has version {has:.0f} of {version}" for name, has in held if has is not None and has < version]
 
-    def _prompt(self, gid: int) -> bytes:
+    def _prompt(self, group_id: int) -> bytes:
         config = self._role.config
-        return self._data.prompts[self._data.index(gid, config.seed, shuffle=config.data.shuffle)]
+        return self._data.prompts[self._data.index(group_id, config.seed, shuffle=config.data.shuffle)]
 
     async def _finish(self, epochs: int) -> None:
         """Say that the data ends at the cursor, which is above the end when the run was given fewer epochs."""

@@ -268,7 +268,8 @@ class Replica:
                 await lease.ledger.emit(lease, sample, payload)
                 return
             logger.warning(
-                "generation failed", extra={"gid": lease.gid, "sample": sample, "attempt": attempt + 1, "why": why}
+                "generation failed",
+                extra={"group": lease.group_id, "sample": sample, "attempt": attempt + 1, "why": why},
             )
         await lease.ledger.fail_sample(lease, sample, why, detail)
 
@@ -282,7 +283,7 @@ class Replica:
             tokens=tokens,
             max_new_tokens=min(self._config.sampling.max_new_tokens, room),
             temperature=0.0 if greedy else self._config.sampling.temperature,
-            affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.gid}",
+            affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.group_id}",
         )
         limit = self._config.lease.max_hold
         try:

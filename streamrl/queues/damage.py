@@ -103,10 +103,10 @@ def _named(keys: Keys, reply: Sequence[Any]) -> list[str]:
             found.append(f"{keys.state}, field {shown(name)}: {shown(value)} is no number")
         elif name in {b"ckpt", b"base"} and not keys.evaluation and not _CHECKPOINT.fullmatch(value):
             found.append(f"{keys.state}, field {shown(name)}: {shown(value)} is no checkpoint (EPOCH-STEP)")
-    for gid, prompted, *values, crashes, status in groups:
-        key = f"{keys.group(0).removesuffix('0')}{shown(gid)}"
-        if not gid.isdigit():
-            found.append(f"{keys.live}: {shown(gid)} is no id of a group")
+    for group_id, prompted, *values, crashes, status in groups:
+        key = f"{keys.group(0).removesuffix('0')}{shown(group_id)}"
+        if not group_id.isdigit():
+            found.append(f"{keys.live}: {shown(group_id)} is no id of a group")
             continue
         for name, value in (*zip(_GROUP, values, strict=True), ("t", crashes or b"0")):
             if value is None:

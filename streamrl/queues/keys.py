@@ -24,9 +24,9 @@ class Keys:
     def _key(self, name: str) -> str:
         return f"{{sr:{self.run}}}:{'eval:' if self.evaluation else ''}{name}"
 
-    def group(self, gid: int) -> str:
+    def group(self, group_id: int) -> str:
         """Hash of one prompt group: everything that is known of it."""
-        return self._key(f"group:{gid}")
+        return self._key(f"group:{group_id}")
 
     @property
     def prompts(self) -> str:

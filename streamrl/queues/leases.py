@@ -212,13 +212,15 @@ class Leases:
         try:
             number = fields[b"k"].decode() if self.stage == "rollouts" else None
             sample = int(number) if number is not None and number != ALL_SAMPLES else None
-            gid, attempt = int(fields[b"g"]), int(fields[b"a"])
+            group_id, attempt = int(fields[b"g"]), int(fields[b"a"])
         except (KeyError, ValueError):
             return None
-        return Lease(self._streams[stream], entry, gid, attempt, sample, deliveries, is_group=number == ALL_SAMPLES)
+        return Lease(
+            self._streams[stream], entry, group_id, attempt, sample, deliveries, is_group=number == ALL_SAMPLES
+        )
 
     def _start(self, work: _Work) -> None:
-        work.task = self._tasks.create_task(self._settle(work), name=f"{self.stage} {work.lease.gid}")
+        work.task = self._tasks.create_task(self._settle(work), name=f"{self.stage} {work.lease.group_id}")
 
     async def _settle(self, work: _Work) -> None:
         try:
@@ -230,7 +232,7 @@ class Leases:
             return
         except Exception as error:
             work.suspect = not isinstance(error, RewardImpossible)  # any other sample would have met it
-            extra = {"gid": work.lease.gid, "sample": work.lease.sample, "deliveries": work.lease.deliveries}
+            extra = {"group": work.lease.group_id, "sample": work.lease.sample, "deliveries": work.lease.deliveries}
             logger.exception("handler failed", extra=extra)
             raise
         self._ended.add(work.place)
@@ -243,7 +245,7 @@ class Leases:
             await self._connection.call("release", [stream], [self.consumer, UNOWNED, self._idle_ms, entry, before])
         except ReplyError as error:
             await self._remake(error)
-        logger.info("given back", extra={"gid": work.lease.gid, "sample": work.lease.sample, "why": why})
+        logger.info("given back", extra={"group": work.lease.group_id, "sample": work.lease.sample, "why": why})
         self._let_go(work)
 
     def _let_go(self, work: _Work) -> None:
@@ -335,7 +337,7 @@ class Leases:
         if await self._claim(place, before, count, idle_ms=_NEVER_IDLE) is None:
             self._let_go(work)
             return
-        logger.warning("running alone what killed before", extra={"gid": work.lease.gid, "deliveries": count})
+        logger.warning("running alone what killed before", extra={"group": work.lease.group_id, "deliveries": count})
         work.since = asyncio.get_running_loop().time()
         self._start(work)
         while self._leased.get(place) is work and not self._stop.is_set():
@@ -355,7 +357,7 @@ class Leases:
         return None if reply is None else replies.pairs(reply)
 
     async def _dead_letter(self, work: _Work, why: str) -> None:
-        extra = {"stream": work.place[0], "gid": work.lease.gid, "sample": work.lease.sample, "why": why}
+        extra = {"stream": work.place[0], "group": work.lease.group_id, "sample": work.lease.sample, "why": why}
         logger.error("dead-lettered", extra=extra)
         ledger, lease = work.lease.ledger, work.lease
         await (ledger.fail_prompt(lease, why) if self.stage == "prompts" else ledger.fail_score(lease, why))
@@ -406,7 +408,7 @@ class Leases:
     def _lose(self, work: _Work, why: str) -> None:
         if self._leased.get(work.place) is not work:
             return
-        logger.warning("lease lost", extra={"gid": work.lease.gid, "sample": work.lease.sample, "why": why})
+        logger.warning("lease lost", extra={"group": work.lease.group_id, "sample": work.lease.sample, "why": why})
         work.lost = True
         self._let_go(work)
         if work.task is not None:

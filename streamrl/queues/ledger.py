@@ -78,7 +78,7 @@ class Lease:
 
     ledger: Ledger
     entry: str
-    gid: int
+    group_id: int
     attempt: int
     sample: int | None
     deliveries: int
@@ -203,7 +203,7 @@ class Ledger:
     async def open_work(self, lease: Lease) -> OpenWork | None:
         """Prompt and missing samples of a leased group; None (and the entry is removed) when there is nothing to do."""
         reply = await self.connection.call(
-            "open_work", [self.keys.group(lease.gid), self.keys.prompts], [lease.entry, lease.attempt]
+            "open_work", [self.keys.group(lease.group_id), self.keys.prompts], [lease.entry, lease.attempt]
         )
         if reply is None:
             return None
@@ -219,8 +219,8 @@ class Ledger:
         """
         reply = await self.connection.call(
             "emit",
-            [self.keys.group(lease.gid), self.keys.prompts, self.keys.rollouts],
-            [lease.gid, sample, lease.attempt, payload, lease.entry],
+            [self.keys.group(lease.group_id), self.keys.prompts, self.keys.rollouts],
+            [lease.group_id, sample, lease.attempt, payload, lease.entry],
         )
         return bool(reply == 1)
 
@@ -237,7 +237,7 @@ class Ledger:
     async def leased_sample(self, lease: Lease) -> LeasedSample | None:
         """Prompt and payload of a leased sample; None (and the entry is removed) when there is nothing to score."""
         sample = _sample(lease)
-        group = self.keys.group(lease.gid)
+        group = self.keys.group(lease.group_id)
         fields = ("st", "a", "prompt", f"s:{sample}", f"r:{sample}", f"x:{sample}", "whole")
         state, attempt, prompt, payload, *over = await self.connection.read("HMGET", group, *fields)
         if state == b"open" and int(attempt) == lease.attempt and payload is not None and over == [None] * 3:
@@ -250,8 +250,8 @@ class Ledger:
         """Write the score of a leased sample. The first to commit the entry wins; a repeat answers LOST."""
         reply = await self.connection.call(
             "score",
-            self._closing(self.keys.rollouts, lease.gid),
-            [lease.entry, lease.gid, _sample(lease), lease.attempt, score],
+            self._closing(self.keys.rollouts, lease.group_id),
+            [lease.entry, lease.group_id, _sample(lease), lease.attempt, score],
         )
         return ScoreOutcome(reply)
 
@@ -283,14 +283,16 @@ class Ledger:
         are dropped: all are scored again, together. For a group that is gone, closed or on another attempt only the
         entry is removed.
         """
-        names = [self.keys.rollouts, self.keys.group(lease.gid), self.keys.state]
-        await self.connection.call("make_group_scored", names, [lease.entry, lease.gid, lease.attempt])
+        names = [self.keys.rollouts, self.keys.group(lease.group_id), self.keys.state]
+        await self.connection.call("make_group_scored", names, [lease.entry, lease.group_id, lease.attempt])
 
     async def leased_group(self, lease: Lease) -> LeasedGroup | None:
         """Prompt and payloads of a leased group; None (and the entry is removed) when there is nothing to score."""
         if not lease.is_group:
-            raise TypeError(f"the lease of group {lease.gid} is one of sample {lease.sample}, not of the whole group")
-        group = self.keys.group(lease.gid)
+            raise TypeError(
+                f"the lease of group {lease.group_id} is one of sample {lease.sample}, not of the whole group"
+            )
+        group = self.keys.group(lease.group_id)
         found = LeasedGroup.of(await self.connection.read("HGETALL", group), lease.attempt)
         if found is None:
             await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, ALL_SAMPLES, lease.attempt])
@@ -320,10 +322,10 @@ class Ledger:
             fates += [sample, wire.utf8(cause.why[:MAX_WHY]), cause.detail.encode(errors="replace")[-MAX_DETAIL:]]
         reply = await self.connection.call(
             "score_group",
-            self._closing(self.keys.rollouts, lease.gid),
+            self._closing(self.keys.rollouts, lease.group_id),
             [
                 lease.entry,
-                lease.gid,
+                lease.group_id,
                 lease.attempt,
                 lease.deliveries,
                 wire.utf8(fail_group[:MAX_WHY]),
@@ -332,7 +334,7 @@ class Ledger:
             ],
         )
         if reply == _OTHER_SAMPLES:
-            raise ValueError(f"group {lease.gid}: {sorted([*scores, *causes])} are not the samples that wait")
+            raise ValueError(f"group {lease.group_id}: {sorted([*scores, *causes])} are not the samples that wait")
         return ScoreOutcome(reply)
 
     async def _fail(
@@ -342,14 +344,14 @@ class Ledger:
         tail, why = detail.encode(errors="replace")[-MAX_DETAIL:], wire.utf8(why[:MAX_WHY])
         reply: int = await self.connection.call(
             "fail",
-            [*self._closing(stream, lease.gid), self.keys.rollouts],
-            [stage, lease.entry, lease.gid, sample, lease.attempt, why, lease.deliveries, tail, int(fail_group)],
+            [*self._closing(stream, lease.group_id), self.keys.rollouts],
+            [stage, lease.entry, lease.group_id, sample, lease.attempt, why, lease.deliveries, tail, int(fail_group)],
         )
         return reply > 0
 
-    def _closing(self, stream: str, gid: int) -> list[str]:
+    def _closing(self, stream: str, group_id: int) -> list[str]:
         keys = self.keys
-        return [stream, keys.group(gid), keys.scored, keys.dead, keys.live, keys.state]
+        return [stream, keys.group(group_id), keys.scored, keys.dead, keys.live, keys.state]
 
     # The learner (for held-out groups: the feeder). All but reads are fenced by a nonce.
 
@@ -383,16 +385,16 @@ class Ledger:
         """Ids of the oldest live groups, ascending, at most `count`."""
         return _ids(await self.connection.read("ZRANGE", self.keys.live, 0, count - 1))
 
-    async def read_group(self, gid: int) -> ClosedGroup | None:
+    async def read_group(self, group_id: int) -> ClosedGroup | None:
         """A whole closed group; None when it is not closed (any more)."""
-        return ClosedGroup.of(gid, await self.connection.read("HGETALL", self.keys.group(gid)))
+        return ClosedGroup.of(group_id, await self.connection.read("HGETALL", self.keys.group(group_id)))
 
-    async def begin(self, nonce: str, gids: Sequence[int]) -> None:
+    async def begin(self, nonce: str, group_ids: Sequence[int]) -> None:
         """Note that a step with these groups begins; `ClosedGroup.crashes` counts it until `consume` clears it.
 
         A group counts once per nonce, so a repeat changes nothing, and a learner that skips a step counts once.
         """
-        await self._fenced("begin", [self.keys.state, self.keys.scored, *map(self.keys.group, gids)], [nonce])
+        await self._fenced("begin", [self.keys.state, self.keys.scored, *map(self.keys.group, group_ids)], [nonce])
 
     async def consume(
         self, nonce: str, held: int | None, version: int, manifest: bytes | None, trained: Sequence[int] = ()
@@ -410,25 +412,25 @@ class Ledger:
         keys = [self.keys.state, self.keys.scored, self.keys.weights, *map(self.keys.group, trained)]
         await self._fenced("consume", keys, [nonce, "" if held is None else held, version, manifest or b""])
 
-    async def drop(self, nonce: str, gid: int, why: str) -> bool:
+    async def drop(self, nonce: str, group_id: int, why: str) -> bool:
         """Drop a closed group untrained (too stale); False when it is not closed (any more)."""
         keys = self.keys
         why = why[:MAX_WHY]
-        names = [keys.state, keys.scored, keys.live, keys.dropped, keys.dropped_for(why), keys.group(gid)]
-        return bool(await self._fenced("drop", names, [nonce, gid, why]))
+        names = [keys.state, keys.scored, keys.live, keys.dropped, keys.dropped_for(why), keys.group(group_id)]
+        return bool(await self._fenced("drop", names, [nonce, group_id, why]))
 
-    async def fail_group(self, nonce: str, gid: int, why: str, detail: str = "") -> bool:
+    async def fail_group(self, nonce: str, group_id: int, why: str, detail: str = "") -> bool:
         """Make a whole group a dead letter: a closed one, or one that is no longer in Redis (lost with a checkpoint).
 
         Returns:
             True when it died now; False when it is open, dropped or dead already, or was never admitted.
         """
         keys = self.keys
-        names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(gid)]
+        names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(group_id)]
         tail = detail.encode(errors="replace")[-MAX_DETAIL:]
-        return bool(await self._fenced("fail_group", names, [nonce, gid, why[:MAX_WHY], tail]))
+        return bool(await self._fenced("fail_group", names, [nonce, group_id, why[:MAX_WHY], tail]))
 
-    async def retire(self, nonce: str, checkpoint: str, held: int, gids: Sequence[int]) -> int:
+    async def retire(self, nonce: str, checkpoint: str, held: int, group_ids: Sequence[int]) -> int:
         """Delete groups whose update is in a durable checkpoint; only closed ones go.
 
         The first call after `fence` waits until the fence itself is on the disk of Redis: else a crash of Redis could
@@ -438,7 +440,7 @@ class Ledger:
             nonce: of `fence`.
             checkpoint: `EPOCH-STEP`; Redis remembers it before the first group goes.
             held: trained groups that stay in Redis after this.
-            gids: groups to delete, any number.
+            group_ids: groups to delete, any number.
 
         Returns:
             Number of groups deleted now; a repeat deletes none.
@@ -446,8 +448,8 @@ class Ledger:
         await asyncio.sleep(max(0.0, self._settled_at - asyncio.get_running_loop().time()))
         keys = self.keys
         retired = 0
-        for start in range(0, max(1, len(gids)), CHUNK):
-            chunk = gids[start : start + CHUNK]
+        for start in range(0, max(1, len(group_ids)), CHUNK):
+            chunk = group_ids[start : start + CHUNK]
             names = [keys.state, keys.scored, keys.live, *map(keys.group, chunk)]
             retired += await self._fenced("retire", names, [nonce, checkpoint, held, *chunk])
         return retired
@@ -466,26 +468,28 @@ class Ledger:
 
     # People.
 
-    async def trace(self, gid: int) -> dict[str, Any] | None:
+    async def trace(self, group_id: int) -> dict[str, Any] | None:
         """What is known of one group: its hash when it is live, else `state` dead, dropped or retired.
 
         None when it was never admitted.
         A group that is `retired` was trained (the learner's log says by which step) or evaluated.
         """
-        reply = await self.connection.read("HGETALL", self.keys.group(gid))
+        reply = await self.connection.read("HGETALL", self.keys.group(group_id))
         if reply:
-            return group_trace(gid, reply)
-        letters = [letter for letter in await self.dead_letters() if letter.gid == gid]
+            return group_trace(group_id, reply)
+        letters = [letter for letter in await self.dead_letters() if letter.group_id == group_id]
         if any(letter.sample is None for letter in letters):
-            return {"gid": gid, "state": "dead", "letters": letters}
+            return {"gid": group_id, "state": "dead", "letters": letters}
         known = pairs(await self.connection.read("HGETALL", self.keys.state))
         for name in sorted(known):
             why = text(name.removeprefix(b"dropped:"))
-            if name.startswith(b"dropped:") and await self.connection.read("GETBIT", self.keys.dropped_for(why), gid):
-                return {"gid": gid, "state": "dropped", "why": why, "letters": letters}
-        if gid >= int(known.get(b"cursor", b"0")):
+            if name.startswith(b"dropped:") and await self.connection.read(
+                "GETBIT", self.keys.dropped_for(why), group_id
+            ):
+                return {"gid": group_id, "state": "dropped", "why": why, "letters": letters}
+        if group_id >= int(known.get(b"cursor", b"0")):
             return None
-        return {"gid": gid, "state": "retired", "letters": letters}
+        return {"gid": group_id, "state": "retired", "letters": letters}
 
     async def live(self) -> list[int]:
         """Ids of all live groups, ascending."""
@@ -516,17 +520,19 @@ class Ledger:
         rows = await read_ours(self.connection.read, self.keys.dead, command, (b"g", b"k"), (b"why", b"stage"))
         return [DeadLetter.of(entry, fields) for entry, fields in rows]
 
-    async def queue_replays(self, gids: Sequence[int]) -> dict[int, ReplayOutcome]:
+    async def queue_replays(self, group_ids: Sequence[int]) -> dict[int, ReplayOutcome]:
         """Queue dead groups to be admitted again; the feeder takes them with `replay_queued` when there is room.
 
         The queue lives in Redis, and a group leaves it in the script that admits it: a repeat changes nothing.
         """
-        letters = _letters_of(gids, await self.dead_letters())
-        found: dict[int, ReplayOutcome] = dict.fromkeys(gids, ReplayOutcome.GONE)
-        dead = [gid for gid in gids if letters[gid]]
+        letters = _letters_of(group_ids, await self.dead_letters())
+        found: dict[int, ReplayOutcome] = dict.fromkeys(group_ids, ReplayOutcome.GONE)
+        dead = [group_id for group_id in group_ids if letters[group_id]]
         for start in range(0, len(dead), CHUNK):
             chunk = dead[start : start + CHUNK]
-            arguments = [part for gid in chunk for part in (gid, letters[gid][0], ",".join(letters[gid][1:]))]
+            arguments = [
+                part for group_id in chunk for part in (group_id, letters[group_id][0], ",".join(letters[group_id][1:]))
+            ]
             answers = await self.connection.call("queue_replay", [self.keys.dead, self.keys.replays], arguments)
             found.update(zip(chunk, map(_QUEUED.__getitem__, answers), strict=True))
         return found
@@ -535,22 +541,26 @@ class Ledger:
         """The queue of replays: letters by group, ascending, that of the group first."""
         return queued_replays(await self.connection.read("HGETALL", self.keys.replays))
 
-    async def replay_queued(self, gid: int, letters: Sequence[str], *, budget: int, hard_cap: int) -> ReplayOutcome:
+    async def replay_queued(
+        self, group_id: int, letters: Sequence[str], *, budget: int, hard_cap: int
+    ) -> ReplayOutcome:
         """Admit a group of the queue again under a new attempt, and remove its letters. A repeat answers GONE.
 
         `budget` and `hard_cap` are those of `admit`: FULL when there is no room; then it stays queued.
         """
         keys = self.keys
-        names = [keys.dead, keys.group(gid), keys.prompts, keys.live, keys.state, keys.replays]
-        return _REPLAYS[await self.connection.call("replay", names, [letters[0], gid, budget, hard_cap, *letters[1:]])]
+        names = [keys.dead, keys.group(group_id), keys.prompts, keys.live, keys.state, keys.replays]
+        return _REPLAYS[
+            await self.connection.call("replay", names, [letters[0], group_id, budget, hard_cap, *letters[1:]])
+        ]
 
-    async def replay_each(self, gids: Sequence[int], *, budget: int, hard_cap: int) -> dict[int, ReplayOutcome]:
+    async def replay_each(self, group_ids: Sequence[int], *, budget: int, hard_cap: int) -> dict[int, ReplayOutcome]:
         """As `replay_queued`, of any dead groups. What finds no room, or is cut off, stays dead and is not queued."""
         found: dict[int, ReplayOutcome] = {}
-        for gid, letters in _letters_of(gids, await self.dead_letters()).items():
-            found[gid] = ReplayOutcome.GONE
+        for group_id, letters in _letters_of(group_ids, await self.dead_letters()).items():
+            found[group_id] = ReplayOutcome.GONE
             if letters:
-                found[gid] = await self.replay_queued(gid, letters, budget=budget, hard_cap=hard_cap)
+                found[group_id] = await self.replay_queued(group_id, letters, budget=budget, hard_cap=hard_cap)
         return found
 
     async def drop_dead(self, entries: Sequence[str]) -> int:
@@ -568,14 +578,14 @@ def _ids(members: Sequence[bytes]) -> list[int]:
     return [int(member) for member in members if member.isdigit()]
 
 
-def _letters_of(gids: Sequence[int], letters: Sequence[DeadLetter]) -> dict[int, list[str]]:
+def _letters_of(group_ids: Sequence[int], letters: Sequence[DeadLetter]) -> dict[int, list[str]]:
     """The letters of each group, that of the whole group first; none of a group that is not dead."""
-    found: dict[int, list[str]] = {gid: [] for gid in gids}
-    whole = {letter.gid: letter.entry for letter in letters if letter.sample is None}
+    found: dict[int, list[str]] = {group_id: [] for group_id in group_ids}
+    whole = {letter.group_id: letter.entry for letter in letters if letter.sample is None}
     for letter in letters:
-        if letter.gid in found and letter.gid in whole:
-            ours = found[letter.gid] = found[letter.gid] or [whole[letter.gid]]
-            if letter.entry != whole[letter.gid]:
+        if letter.group_id in found and letter.group_id in whole:
+            ours = found[letter.group_id] = found[letter.group_id] or [whole[letter.group_id]]
+            if letter.entry != whole[letter.group_id]:
                 ours.append(letter.entry)
     return found
 
@@ -592,5 +602,5 @@ def _admission(outcome: int, cursor: int, fingerprint: str) -> Admission:
 def _sample(lease: Lease) -> int:
     if lease.sample is None:
         what = "a whole group" if lease.is_group else "a prompt"
-        raise TypeError(f"the lease of group {lease.gid} is one of {what}, not of a sample")
+        raise TypeError(f"the lease of group {lease.group_id} is one of {what}, not of a sample")
     return lease.sample

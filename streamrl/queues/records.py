@@ -131,7 +131,7 @@ class ClosedGroup:
     with this group and did not finish it.
     """
 
-    gid: int
+    group_id: int
     size: int
     attempt: int
     version: int
@@ -141,16 +141,18 @@ class ClosedGroup:
     crashes: int
 
     @classmethod
-    def of(cls, gid: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
+    def of(cls, group_id: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
         """From HGETALL of a group; None unless it is closed."""
         known = pairs(reply)
         if known.get(b"st") != b"closed":
             return None
         payloads, scores = _numbered(known, b"s"), _numbered(known, b"r")
         if scores.keys() - payloads.keys():
-            raise LedgerDamaged(f"group {gid} has scores of samples without a response: its hash in Redis is damaged")
+            raise LedgerDamaged(
+                f"group {group_id} has scores of samples without a response: its hash in Redis is damaged"
+            )
         return cls(
-            gid=gid,
+            group_id=group_id,
             size=int(known[b"n"]),
             attempt=int(known[b"a"]),
             version=int(known[b"v"]),
@@ -161,11 +163,11 @@ class ClosedGroup:
         )
 
 
-def group_trace(gid: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
+def group_trace(group_id: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Everything that HGETALL of a live group says, for people."""
     known = pairs(reply)
     return {
-        "gid": gid,
+        "gid": group_id,
         "state": text(known[b"st"]),
         "attempt": int(known[b"a"]),
         "version": int(known[b"v"]),
@@ -264,7 +266,7 @@ class DeadLetter:
     """
 
     entry: str
-    gid: int
+    group_id: int
     sample: int | None
     attempt: int
     why: str
@@ -286,7 +288,7 @@ class DeadLetter:
         sample = int(fields[b"k"])
         return cls(
             entry=entry,
-            gid=int(fields[b"g"]),
+            group_id=int(fields[b"g"]),
             sample=None if sample < 0 else sample,
             attempt=count(b"a"),
             why=text(fields[b"why"]),
@@ -360,8 +362,8 @@ def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
     Foreign noise is left out.
     """
     known = {
-        int(gid): [entry for entry in text(listed).split(",") if _ENTRY.fullmatch(entry)]
-        for gid, listed in pairs(reply).items()
-        if gid.isdigit() and is_number(gid)
+        int(group_id): [entry for entry in text(listed).split(",") if _ENTRY.fullmatch(entry)]
+        for group_id, listed in pairs(reply).items()
+        if group_id.isdigit() and is_number(group_id)
     }
-    return {gid: letters for gid, letters in sorted(known.items()) if letters}
+    return {group_id: letters for group_id, letters in sorted(known.items()) if letters}

@@ -89,19 +89,19 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     """
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
-    meta, gids, unproved = await _chain(run_dir, ledgers.train)
-    both_ways = set(gids) & (train[1].dropped | train[1].dead)
+    meta, group_ids, unproved = await _chain(run_dir, ledgers.train)
+    both_ways = set(group_ids) & (train[1].dropped | train[1].dead)
     if both_ways:  # looked at again: a dead group may have been replayed and trained since the first look
         again = (await _look(ledgers.train))[1]
         both_ways &= again.dropped | again.dead
-    faults = [f"group {gid} is trained, and dropped or dead as well" for gid in sorted(both_ways)[:_LISTED]]
-    repeats = {gid: count - 1 for gid, count in Counter(gids).items() if count > 1}
-    first = _settle(train, set(gids))
+    faults = [f"group {group_id} is trained, and dropped or dead as well" for group_id in sorted(both_ways)[:_LISTED]]
+    repeats = {group_id: count - 1 for group_id, count in Counter(group_ids).items() if count > 1}
+    first = _settle(train, set(group_ids))
     second = _settle(held_out, await asyncio.to_thread(read_evaluated, run_dir))
     faults += await damages(ledgers.connection, config.name, groups=False)
     for ledger in (ledgers.train, ledgers.evaluation):
         faults.extend(await structural_faults(ledger))
-    lost = [str(gid) for gid in sorted(first.lost)] + [f"eval:{gid}" for gid in sorted(second.lost)]
+    lost = [str(group_id) for group_id in sorted(first.lost)] + [f"eval:{group_id}" for group_id in sorted(second.lost)]
     both = (first, second)
     counts = {
         "trained": len(first.done),
@@ -117,7 +117,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
         twice=sum(repeats.values()),
         dead_samples=train[1].dead_samples + held_out[1].dead_samples,
         lost_ids=lost[:_LISTED],
-        twice_ids=[str(gid) for gid in sorted(repeats)][:_LISTED],
+        twice_ids=[str(group_id) for group_id in sorted(repeats)][:_LISTED],
         checkpoint=meta.name if meta else None,
         unproved=unproved,
         faults=faults,
@@ -129,7 +129,7 @@ async def _look(ledger: Ledger) -> tuple[int, _Places]:
     cursor = (await ledger.state()).cursor
     live = set(await ledger.live())
     letters = await ledger.dead_letters()
-    dead = {letter.gid for letter in letters if letter.sample is None}
+    dead = {letter.group_id for letter in letters if letter.sample is None}
     samples = sum(letter.sample is not None for letter in letters)
     dropped = set(await ledger.dropped())
     return cursor, _Places(set(), dropped, dead, live, set(), samples)
@@ -166,22 +166,22 @@ async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int],
         meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch)
     if meta is None:
         return None, [], unproved
-    gids = read_trained(checkpoints.folder, meta.chain)
+    group_ids = read_trained(checkpoints.folder, meta.chain)
     digest = TrainedDigest()
-    digest.add(gids)
+    digest.add(group_ids)
     if (digest.count, digest.hexdigest) != (meta.count, meta.digest):
         unproved.append(
             f"ckpt-{meta.name}: its weights were trained on {meta.count} groups with digest {meta.digest}, the log has"
             f" {digest.count} with {digest.hexdigest}"
         )
-    return meta, gids, unproved
+    return meta, group_ids, unproved
 
 
 def read_evaluated(run_dir: Path) -> set[int]:
     """Ids of the evaluated held-out groups; a last line that a crash cut off is left out.
 
     Raises:
-        WireError: another line is no JSON object with a `gid`.
+        WireError: another line is no JSON object with a `group_id`.
     """
     path = run_dir / EVALUATION_FILE
     return set(_evaluated(path)) if path.exists() else set()

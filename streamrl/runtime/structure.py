@@ -42,20 +42,24 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     waiting = Counter(int(fields[b"g"]) for _, fields in prompts)
     samples = Counter((int(fields[b"g"]), fields[b"k"].decode()) for _, fields in rollouts)
     closed = Counter(int(fields[b"g"]) for _, fields in scored)
-    faults += [f"group {shown(gid)}: has a hash and is not in `live`" for gid in reply[7]]
+    faults += [f"group {shown(group_id)}: has a hash and is not in `live`" for group_id in reply[7]]
     for name, counter in (("prompts", waiting), ("rollouts", samples), ("scored", closed)):
         faults += [f"{name}: {count} entries for {what}" for what, count in counter.items() if count > 1]
-    listed = set(waiting) | set(closed) | {gid for gid, _ in samples}
-    live = {int(gid) for gid in reply[5] if replies.is_number(gid)}
-    faults += [f"{keys.live}: {shown(gid)} is no id of a group" for gid in reply[5] if not replies.is_number(gid)]
-    faults += [f"group {gid}: has an entry and is not live" for gid in sorted(listed - live)]
+    listed = set(waiting) | set(closed) | {group_id for group_id, _ in samples}
+    live = {int(group_id) for group_id in reply[5] if replies.is_number(group_id)}
+    faults += [
+        f"{keys.live}: {shown(group_id)} is no id of a group"
+        for group_id in reply[5]
+        if not replies.is_number(group_id)
+    ]
+    faults += [f"group {group_id}: has an entry and is not live" for group_id in sorted(listed - live)]
     own: dict[int, set[str]] = {}
-    for gid, sample in samples:
-        own.setdefault(gid, set()).add(sample)
+    for group_id, sample in samples:
+        own.setdefault(group_id, set()).add(sample)
     for name, *known in reply[6]:
         if replies.is_number(name):
-            gid = int(name)
-            faults += _group_faults(gid, known, gid in waiting, own.get(gid, set()), gid in closed)
+            group_id = int(name)
+            faults += _group_faults(group_id, known, group_id in waiting, own.get(group_id, set()), group_id in closed)
     for stream, rows, (delivered, pending) in ((keys.prompts, prompts, reply[3]), (keys.rollouts, rollouts, reply[4])):
         held = {entry.decode() for entry in pending}
         faults += _stream_faults(stream, {entry for entry, _ in rows}, delivered.decode(), held)
@@ -88,28 +92,35 @@ async def _hashes(ledger: Ledger) -> set[bytes]:
             return found
 
 
-def _group_faults(gid: int, known: Sequence[Any], waiting: bool, samples: set[str], closed: bool) -> list[str]:
+def _group_faults(group_id: int, known: Sequence[Any], waiting: bool, samples: set[str], closed: bool) -> list[str]:
     """What is wrong with one live group: names of its fields, and the values of `_COUNTS` and `st`."""
     if len(known) == 1:
-        return [f"group {gid}: its key holds a {known[0].decode()}, not a hash"]
+        return [f"group {group_id}: its key holds a {known[0].decode()}, not a hash"]
     names = {name.decode(errors="replace") for name in known[0]}
     if not names:
-        return [f"group {gid}: in `live`, and has no hash"]
+        return [f"group {group_id}: in `live`, and has no hash"]
     values = dict(zip(_COUNTS, known[1:], strict=False))
     state = known[-1]
     if state is None or None in values.values():
-        return [f"group {gid}: an incomplete hash"]
+        return [f"group {group_id}: an incomplete hash"]
     damaged = [f"field {name} is {shown(value)}" for name, value in values.items() if not replies.is_number(value)]
     if state not in (b"open", b"closed"):
         damaged.append(f"field st is {shown(state)}")
     if damaged:
-        return [f"group {gid}: damaged: {', '.join(damaged)}"]
+        return [f"group {group_id}: damaged: {', '.join(damaged)}"]
     numbers = {name: int(value) for name, value in values.items()}
-    return _breaches(gid, names, numbers, state.decode(), waiting=waiting, samples=samples, closed=closed)
+    return _breaches(group_id, names, numbers, state.decode(), waiting=waiting, samples=samples, closed=closed)
 
 
 def _breaches(
-    gid: int, names: set[str], values: dict[str, int], state: str, *, waiting: bool, samples: set[str], closed: bool
+    group_id: int,
+    names: set[str],
+    values: dict[str, int],
+    state: str,
+    *,
+    waiting: bool,
+    samples: set[str],
+    closed: bool,
 ) -> list[str]:
     size = values["n"]
     has: dict[str, set[int]] = {letter: set() for letter in "srx"}
@@ -118,21 +129,23 @@ def _breaches(
         if colon and letter in has and number.isdecimal() and int(number) < size:
             has[letter].add(int(number))
     counts = {"todo": size - len(has["s"] | has["x"]), "left": size - len(has["r"] | has["x"]), "nx": len(has["x"])}
-    faults = [f"group {gid}: {name} is {values[name]}, not {counts[name]}" for name in counts
+    faults = [f"group {group_id}: {name} is {values[name]}, not {counts[name]}" for name in counts
               if values[name] != counts[name]]  # fmt: skip
     unscored = {str(k) for k in has["s"] - has["r"] - has["x"]}
     if "whole" in names:
         unscored = {ALL_SAMPLES} if unscored and not counts["todo"] else set()
         if state == "open" and has["r"]:
-            faults.append(f"group {gid}: is scored whole, and samples {sorted(has['r'])} have a score alone")
+            faults.append(f"group {group_id}: is scored whole, and samples {sorted(has['r'])} have a score alone")
     if unscored != samples:
-        faults.append(f"group {gid}: samples {sorted(unscored)} wait for a score, {sorted(samples)} are in rollouts")
+        faults.append(
+            f"group {group_id}: samples {sorted(unscored)} wait for a score, {sorted(samples)} are in rollouts"
+        )
     if has["r"] & has["x"]:
-        faults.append(f"group {gid}: samples {sorted(has['r'] & has['x'])} have a score and are dead")
+        faults.append(f"group {group_id}: samples {sorted(has['r'] & has['x'])} have a score and are dead")
     if waiting != (counts["todo"] > 0):
-        faults.append(f"group {gid}: {counts['todo']} samples to generate, {int(waiting)} entries in prompts")
+        faults.append(f"group {group_id}: {counts['todo']} samples to generate, {int(waiting)} entries in prompts")
     if len({closed, counts["left"] == 0, state == "closed"}) != 1:
-        faults.append(f"group {gid}: {state}, {counts['left']} left, {int(closed)} entries in scored")
+        faults.append(f"group {group_id}: {state}, {counts['left']} left, {int(closed)} entries in scored")
     return faults
 
 

@@ -16,15 +16,17 @@ from streamrl.errors import CannotCreate, ConfigError, WireError
 HEADER = Header(id="one", run="r", model="m", temperature=1.0)
 
 
-def group(gid: int, size: int = 3) -> RecordedGroup:
-    return RecordedGroup(gid=gid, prompt=b"p%d" % gid, samples=[(b"\x00\xff" * size, b"s%d" % k) for k in range(size)])
+def group(group_id: int, size: int = 3) -> RecordedGroup:
+    return RecordedGroup(
+        group_id=group_id, prompt=b"p%d" % group_id, samples=[(b"\x00\xff" * size, b"s%d" % k) for k in range(size)]
+    )
 
 
-def record(folder, gids, *, epoch=1, header=HEADER, file_bytes=1 << 20, each=2):
+def record(folder, group_ids, *, epoch=1, header=HEADER, file_bytes=1 << 20, each=2):
     writer = RecordingWriter(folder, epoch, header, file_bytes)
     links = []
-    for place, gid in enumerate(gids, 1):
-        writer.add(group(gid))
+    for place, group_id in enumerate(group_ids, 1):
+        writer.add(group(group_id))
         if place % each == 0:
             links = writer.sync()
     links = writer.sync()
@@ -34,10 +36,10 @@ def record(folder, gids, *, epoch=1, header=HEADER, file_bytes=1 << 20, each=2):
 
 @settings(deadline=None)  # a disk takes its time
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 400), st.integers(1, 4))
-def test_groups_come_back_in_order_and_once(tmp_path_factory, gids, file_bytes, each):
+def test_groups_come_back_in_order_and_once(tmp_path_factory, group_ids, file_bytes, each):
     folder = tmp_path_factory.mktemp("recording")
-    links = record(folder, gids, file_bytes=file_bytes, each=each)
-    assert list(read_groups(folder)) == [group(gid) for gid in dict.fromkeys(gids)]
+    links = record(folder, group_ids, file_bytes=file_bytes, each=each)
+    assert list(read_groups(folder)) == [group(group_id) for group_id in dict.fromkeys(group_ids)]
     assert [(file.name, file.stat().st_size) for file in recording_files(folder)][: len(links)] == links
     assert read_header(folder) == HEADER
 
@@ -46,7 +48,7 @@ def test_files_of_several_recorders_are_one_recording(tmp_path):
     folder = tmp_path / "run" / "recording"
     record(folder, range(3), epoch=2)
     record(folder, range(2, 12), epoch=10, file_bytes=150)
-    assert [found.gid for found in read_groups(tmp_path / "run")] == list(range(12))
+    assert [found.group_id for found in read_groups(tmp_path / "run")] == list(range(12))
     last = recording_files(folder)[-1]
     assert recording_files(last) == [last]
     with pytest.raises(CannotCreate):
@@ -61,7 +63,7 @@ def test_a_file_that_a_crash_cut_off_ends_where_it_was_whole(tmp_path):
     record(tmp_path, range(2, 6), epoch=2)
     for cut in range(len(whole)):
         first.write_bytes(whole[:cut])
-        found = [each.gid for each in read_groups(tmp_path)]
+        found = [each.group_id for each in read_groups(tmp_path)]
         assert found == sorted(set(found))
         assert set(found) >= {2, 3, 4, 5}
         assert read_header(tmp_path) == HEADER
@@ -107,12 +109,12 @@ def test_the_names_of_files_and_folder_are_durable_before_a_group_counts(tmp_pat
     monkeypatch.setattr("os.fsync", fsync)
     folder = tmp_path / "run" / "recording"
     writer = RecordingWriter(folder, 1, HEADER, 1)
-    for gid in range(2):
+    for group_id in range(2):
         assert {str(folder), str(folder.parent)} <= set(synced)
         synced.clear()
-        writer.add(group(gid))
+        writer.add(group(group_id))
         writer.sync()
-        assert synced[0] == str(folder / f"groups-1-{gid}.msgpack.zst")
+        assert synced[0] == str(folder / f"groups-1-{group_id}.msgpack.zst")
     writer.close()
 
 
@@ -133,7 +135,7 @@ def test_a_full_disk_forgets_nothing(tmp_path, monkeypatch):
         writer.sync()
     writer.add(group(2))
     writer.sync()
-    assert [each.gid for each in read_groups(tmp_path)] == [1, 2]
+    assert [each.group_id for each in read_groups(tmp_path)] == [1, 2]
 
 
 def test_a_file_whose_name_could_not_be_made_durable_is_made_again(tmp_path, monkeypatch):
@@ -154,4 +156,4 @@ def test_a_file_whose_name_could_not_be_made_durable_is_made_again(tmp_path, mon
     writer.add(group(2))
     writer.sync()
     writer.close()
-    assert [found.gid for found in read_groups(tmp_path)] == [1, 2]
+    assert [found.group_id for found in read_groups(tmp_path)] == [1, 2]

@@ -24,16 +24,16 @@ from tests.archive_kit import archived, closed, configured, response_of, score_o
 async def test_what_was_added_is_read_back_whole(tmp_path):
     await archived(tmp_path, configured(), closed(7, dead=(1,)), closed(8))
     seven, eight = read_archive(tmp_path)
-    assert (seven.gid, seven.attempt, seven.version, seven.causes) == (7, 1, 3, {1: "deadline: sample 1"})
+    assert (seven.group_id, seven.attempt, seven.version, seven.causes) == (7, 1, 3, {1: "deadline: sample 1"})
     assert seven.at > 1.6e9
     assert (seven.prompt.answer, seven.prompt.metadata) == ("8", {"level": 1})
     assert [sample.number for sample in seven.samples] == [0, 2, 3]
     for group in (seven, eight):
         for sample in group.samples:
-            assert sample.response == response_of(group.gid, sample.number)
-            assert sample.score == score_of(group.gid, sample.number)
+            assert sample.response == response_of(group.group_id, sample.number)
+            assert sample.score == score_of(group.group_id, sample.number)
     assert (eight.header.run, eight.header.logprobs) == ("kept", True)
-    assert [group.gid for group in read_groups(tmp_path / ARCHIVE)] == [7, 8]  # it can be trained
+    assert [group.group_id for group in read_groups(tmp_path / ARCHIVE)] == [7, 8]  # it can be trained
 
 
 async def test_held_out_groups_are_apart(tmp_path):
@@ -50,7 +50,7 @@ async def test_lives_of_a_writer_are_one_recording_and_the_last_of_two_counts(tm
     await archived(tmp_path, configured(), closed(1), closed(2))
     await archived(tmp_path, configured(), closed(2, bonus=0.5), closed(3), closed(1, attempt=2))
     reading = read_archive(tmp_path)
-    assert [(group.gid, group.attempt) for group in reading] == [(1, 1), (2, 1), (3, 1), (1, 2)]
+    assert [(group.group_id, group.attempt) for group in reading] == [(1, 1), (2, 1), (3, 1), (1, 2)]
     assert [group.samples[0].score.value for group in reading] == [0.0, 1.5, 0.0, 0.0]
     assert [group.attempt for group in reading.find(1)] == [1, 2]
     assert reading.find(2)[0].samples[0].score.value == 1.5
@@ -98,12 +98,12 @@ async def test_log_probabilities_can_be_left_out(tmp_path):
 
 async def test_old_files_go(tmp_path):
     archive = Archive(configured(file_bytes=1, files=3), tmp_path)
-    for gid in range(8):
-        archive.add(closed(gid))
+    for group_id in range(8):
+        archive.add(closed(group_id))
         await archive.sync()
     await archive.close()
     assert len(archive_files(tmp_path)) <= 3
-    assert [group.gid for group in read_archive(tmp_path)][-1] == 7
+    assert [group.group_id for group in read_archive(tmp_path)][-1] == 7
     assert len(list(read_archive(tmp_path))) < 8
 
 
@@ -129,10 +129,10 @@ from streamrl.archive.writer import Archive
 
 async def main():
     archive = Archive(configured(file_bytes=600), Path({folder!r}))
-    for gid in range({first}, {first} + 5):
-        archive.add(closed(gid))
+    for group_id in range({first}, {first} + 5):
+        archive.add(closed(group_id))
         await archive.settle()
-        print(gid, flush=True)
+        print(group_id, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -144,8 +144,8 @@ def test_a_kill_takes_back_nothing_that_was_settled(tmp_path):
         code = LIFE.format(kit=str(Path(__file__).parents[2]), folder=str(tmp_path), first=first)
         done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        assert done.stdout.split() == [str(gid) for gid in range(first, first + 5)]
-    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+        assert done.stdout.split() == [str(group_id) for group_id in range(first, first + 5)]
+    assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypatch, caplog):
@@ -161,8 +161,8 @@ async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
-    for gid in (1, 2):
-        archive.add(closed(gid))
+    for group_id in (1, 2):
+        archive.add(closed(group_id))
         await archive.sync()
     assert archive.counts == {"archived": 1, "archive_lost": 0}
     assert [record.message for record in caplog.records].count("the archive cannot be written") == 1
@@ -170,7 +170,7 @@ async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypat
     archive.add(closed(3))
     await archive.close()
     assert archive.counts == {"archived": 4, "archive_lost": 0}
-    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2, 3]
+    assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2, 3]
 
 
 async def test_a_disk_that_stays_full_costs_groups_that_are_counted(tmp_path, monkeypatch):
@@ -187,15 +187,15 @@ async def test_a_disk_that_stays_full_costs_groups_that_are_counted(tmp_path, mo
         return real(descriptor, data, offset)
 
     monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
-    for gid in range(1, 9):
-        archive.add(closed(gid))
+    for group_id in range(1, 9):
+        archive.add(closed(group_id))
         await archive.sync()
     assert archive.lost >= 3
     full = False
     archive.add(closed(9))
     await archive.close()
     reading = read_archive(tmp_path)
-    found = [group.gid for group in reading]
+    found = [group.group_id for group in reading]
     assert found[0] == 0
     assert found[-1] == 9
     assert reading.problems == []  # no torn block is left in the middle
@@ -229,7 +229,7 @@ async def test_a_version_that_is_lost_leaves_no_earlier_one_in_its_place(tmp_pat
     assert list(reading) == []
     assert reading.problems == ["group 17, attempt 1: it closed again, and how it closed then is lost (full disk)"]
     assert (reading.find(17), len(reading.problems)) == ([], 1)
-    assert [group.gid for group in read_groups(tmp_path / ARCHIVE)] == ([] if full == "homeless" else [17])
+    assert [group.group_id for group in read_groups(tmp_path / ARCHIVE)] == ([] if full == "homeless" else [17])
     archive.add(closed(17, bonus=2.0))
     await archive.close()
     assert [group.samples[1].score.value for group in reading] == [3.0]
@@ -244,8 +244,8 @@ def refusing(descriptor, data, offset):
 async def test_no_place_for_the_folder_is_counted(tmp_path, caplog):
     (tmp_path / ARCHIVE).write_text("in the way")
     archive = Archive(configured(), tmp_path)
-    for gid in range(2):
-        archive.add(closed(gid))
+    for group_id in range(2):
+        archive.add(closed(group_id))
         await archive.sync()
     await archive.close()
     assert archive.counts == {"archived": 0, "archive_lost": 2}
@@ -255,23 +255,23 @@ async def test_no_place_for_the_folder_is_counted(tmp_path, caplog):
 async def test_groups_wait_until_there_is_a_place_for_the_first_file(tmp_path):
     (tmp_path / ARCHIVE).write_text("in the way")
     archive = Archive(configured(), tmp_path)
-    for gid in range(3):
-        archive.add(closed(gid))
+    for group_id in range(3):
+        archive.add(closed(group_id))
         await archive.sync()
     assert archive.counts == {"archived": 0, "archive_lost": 0}
     (tmp_path / ARCHIVE).unlink()
     await archive.sync()
     assert archive.counts == {"archived": 3, "archive_lost": 0}
     await archive.close()
-    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2]
+    assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2]
 
 
 async def test_groups_without_a_place_are_given_up_when_they_are_too_much(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING", 1500)
     (tmp_path / ARCHIVE).write_text("in the way")
     archive = Archive(configured(), tmp_path)
-    for gid in range(9):
-        archive.add(closed(gid))
+    for group_id in range(9):
+        archive.add(closed(group_id))
         await archive.sync()
     assert 0 < archive.lost < 9
     (tmp_path / ARCHIVE).unlink()
@@ -291,8 +291,8 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch,
         real(descriptor)
 
     monkeypatch.setattr("streamrl.archive.writer.os.fsync", fsync)
-    for gid in range(1, 4):
-        archive.add(closed(gid))
+    for group_id in range(1, 4):
+        archive.add(closed(group_id))
         await archive.sync()  # returns: the first after the patience, the others at once
     assert "the archive cannot be written" in caplog.text
     go_on.set()
@@ -300,24 +300,24 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch,
         await asyncio.sleep(0.01)
         await archive.sync()
     await archive.close()
-    assert [group.gid for group in read_archive(tmp_path)] == [0, 1, 2, 3]
+    assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2, 3]
     assert archive.lost == 0
 
 
 async def test_a_repeat_adds_nothing_and_memory_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_REMEMBERED", 2)
     archive = Archive(configured(), tmp_path)
-    for gid in (0, 1, 1, 2, 0):  # 0 was forgotten: once too often does no harm
-        archive.add(closed(gid))
+    for group_id in (0, 1, 1, 2, 0):  # 0 was forgotten: once too often does no harm
+        archive.add(closed(group_id))
     await archive.close()
     assert archive.written == 4
-    assert [group.gid for group in read_archive(tmp_path)] == [1, 2, 0]
+    assert [group.group_id for group in read_archive(tmp_path)] == [1, 2, 0]
 
 
 async def test_a_damaged_file_is_read_up_to_there_and_named(tmp_path):
     archive = Archive(configured(), tmp_path)
-    for gid in range(2):
-        archive.add(closed(gid))
+    for group_id in range(2):
+        archive.add(closed(group_id))
         await archive.sync()
     await archive.close()
     await archived(tmp_path, configured(), closed(2))
@@ -326,29 +326,29 @@ async def test_a_damaged_file_is_read_up_to_there_and_named(tmp_path):
     whole[-3] ^= 0x41
     first.write_bytes(whole)
     reading = read_archive(tmp_path)
-    assert [group.gid for group in reading] == [0, 2]
+    assert [group.group_id for group in reading] == [0, 2]
     assert len(reading.problems) == 1
     assert str(first) in reading.problems[0]
     first.write_bytes(b"what is this")
-    assert [group.gid for group in reading] == [2]
+    assert [group.group_id for group in reading] == [2]
     assert len(reading.problems) == 1
     with pytest.raises(ConfigError, match="no file of a recording"):
         read_archive(first)
     await archived(tmp_path, configured(), closed(3))  # and nobody stops writing for it
-    assert [group.gid for group in reading] == [2]
-    assert [group.gid for group in read_archive(tmp_path)] == [2, 3]
+    assert [group.group_id for group in reading] == [2]
+    assert [group.group_id for group in read_archive(tmp_path)] == [2, 3]
 
 
 async def test_it_may_be_read_while_it_is_written(tmp_path):
     archive = Archive(configured(), tmp_path)
-    for gid in range(3):
-        archive.add(closed(gid))
+    for group_id in range(3):
+        archive.add(closed(group_id))
         await archive.settle()
         reading = iter(read_archive(tmp_path))
-        assert next(reading).gid == 0
-        archive.add(closed(100 + gid))
+        assert next(reading).group_id == 0
+        archive.add(closed(100 + group_id))
         await archive.settle()
-        assert len(list(reading)) == 2 * gid  # as it was when the reading began
+        assert len(list(reading)) == 2 * group_id  # as it was when the reading began
     await archive.close()
 
 
@@ -359,7 +359,9 @@ def test_a_recording_is_read_where_there_is_no_archive(tmp_path):
     writer = RecordingWriter(tmp_path / FOLDER, 1, Header(id="x", run="r", model="m", temperature=1.0), 1 << 20)
     group = closed(5, dead=(0,))
     writer.add(RecordedGroup.of(group))
-    old = RecordedGroup(gid=6, prompt=group.prompt, samples=list(group.samples.values()))  # before there were causes
+    old = RecordedGroup(
+        group_id=6, prompt=group.prompt, samples=list(group.samples.values())
+    )  # before there were causes
     writer.add(old)
     writer.sync()
     writer.close()

@@ -144,7 +144,9 @@ class Fire:
 
         def in_step() -> list[bytes]:
             live = store.zrange("{sr:chaos}:live", 0, -1)
-            return [gid for gid in live if int(store.hget(f"{{sr:chaos}}:group:{int(gid)}", "t") or 0) > 0]
+            return [
+                group_id for group_id in live if int(store.hget(f"{{sr:chaos}}:group:{int(group_id)}", "t") or 0) > 0
+            ]
 
         for _ in range(20):
             until(in_step, "a step of the learner")

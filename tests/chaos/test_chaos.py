@@ -123,7 +123,7 @@ def cursor_past_poison(fire: Fire) -> None:
     last = max(POISONED)
 
     def over() -> bool:
-        live = {int(gid) for gid in store.zrange("{sr:chaos}:live", 0, -1)}
+        live = {int(group_id) for group_id in store.zrange("{sr:chaos}:live", 0, -1)}
         return int(store.hget("{sr:chaos}:state", "cursor") or 0) > last and not live & set(POISONED)
 
     until(over, "the end of all poisoned prompts", 240)

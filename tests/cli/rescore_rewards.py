@@ -9,7 +9,7 @@ from streamrl.consumers import GroupReward, Score
 
 def opposite(sample, by: float = 1.0) -> float:
     """High where the answer is wrong."""
-    if sample.text == "5" and sample.gid == 5:
+    if sample.text == "5" and sample.group_id == 5:
         raise ValueError("five is\x1b[2J not for me")
     return by * float(sample.text != sample.prompt.answer)
 

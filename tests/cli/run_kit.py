@@ -112,9 +112,11 @@ def schema_may_grow(where: str) -> bool:
     return where == "streamrl.trace/1"
 
 
-async def admit(ledger: Ledger, gid: int) -> None:
-    prompt = wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]), text=f"prompt {gid}", answer="42", line=gid))
-    await ledger_kit.admit(ledger, gid, prompt=prompt, version=3)
+async def admit(ledger: Ledger, group_id: int) -> None:
+    prompt = wire.encode(
+        wire.Prompt(tokens=wire.pack_int32([1, 2]), text=f"prompt {group_id}", answer="42", line=group_id)
+    )
+    await ledger_kit.admit(ledger, group_id, prompt=prompt, version=3)
 
 
 def sample() -> bytes:
@@ -133,8 +135,8 @@ async def fill(config: RunConfig, run_dir: Path) -> None:
     """Group 0 closed, 1 dead as a whole, 2 with one response of two leased by a reward worker, 3 and 4 waiting."""
     async with open_ledgers(config, run_dir) as ledgers:
         train = ledgers.train
-        for gid in range(5):
-            await admit(train, gid)
+        for group_id in range(5):
+            await admit(train, group_id)
         closed, dead, half = await ledger_kit.lease(train, "prompts", count=3)
         for number in range(2):
             await train.emit(closed, number, sample())

@@ -94,8 +94,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
             for ledger, name in ((ledgers.train, "1-1"), (ledgers.evaluation, "eval")):
                 start = (await ledger.state()).cursor
                 await ledger.fence("nonce", 0)
-                for gid in range(start, start + 3):
-                    await admit(ledger, gid)
+                for group_id in range(start, start + 3):
+                    await admit(ledger, group_id)
                 for lease in await ledger_kit.lease(ledger, "prompts", count=10):
                     for k in range(2):
                         await ledger.emit(lease, k, b"payload")
@@ -107,7 +107,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
                 await ledger.retire("nonce", name, 0, [start + 1])
             await admit(ledgers.evaluation, 3)
             train = ledgers.train
-            await train.queue_replays([letter.gid for letter in await train.dead_letters()])
+            await train.queue_replays([letter.group_id for letter in await train.dead_letters()])
             await train.connection.read("HSET", train.keys.state, "replayed", 1, "foreign", 1)
             await ledgers.servers.enlist("http://b:1", present=True)
             await ledgers.servers.report("rollout.0", {"http://a:1": {"state": "ready", "version": 4, "in_flight": 0,

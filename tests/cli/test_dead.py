@@ -66,16 +66,16 @@ async def test_ls_groups_by_cause_with_one_traceback_each_and_folds_the_framewor
     async with embedded.running(config.redis, tmp_path):
         async with open_ledgers(config, tmp_path) as ledgers:
             train = ledgers.train
-            for gid in range(4):
-                await admit(train, gid)
+            for group_id in range(4):
+                await admit(train, group_id)
             for prompt in await ledger_kit.lease(train, "prompts", count=4):
                 for number in range(2):
                     await train.emit(prompt, number, sample())
             for one in await ledger_kit.lease(train, "rollouts", count=8):
-                why = f"ValueError: could not convert string to float: 'no {one.gid}' (3 attempts) [mine]"
-                if one.gid == 3:
+                why = f"ValueError: could not convert string to float: 'no {one.group_id}' (3 attempts) [mine]"
+                if one.group_id == 3:
                     why = "deadline: mine: no score within 30 s"
-                await train.fail_score(one, why, "" if one.gid == 3 else TRACEBACK.format(one.gid))
+                await train.fail_score(one, why, "" if one.group_id == 3 else TRACEBACK.format(one.group_id))
             await train.queue_replays([3])
         shown = await run("dead", "ls", "--run", str(tmp_path))
         lines = [line for line in shown.stdout.splitlines() if line and not line.startswith(" ")]
@@ -130,8 +130,8 @@ async def test_replay_in_a_run_that_does_not_run_says_how_it_goes_on(tmp_path: P
 
 async def with_dead_groups(config, run_dir: Path, count: int) -> None:
     async with open_ledgers(config, run_dir) as ledgers:
-        for gid in range(count):
-            await admit(ledgers.train, gid)
+        for group_id in range(count):
+            await admit(ledgers.train, group_id)
         for prompt in await ledger_kit.lease(ledgers.train, "prompts", count=count):
             await ledgers.train.fail_prompt(prompt, "broken")
 
@@ -144,7 +144,7 @@ async def test_replay_of_all_queues_what_finds_no_room_and_a_repeat_changes_noth
         assert done.returncode == 0, done.stdout
         lines = done.stdout.splitlines()
         assert lines[:2] == ["group 0: replayed", "group 1: replayed"]
-        assert lines[4:] == [f"group {gid}: queued" for gid in range(4, 70)]
+        assert lines[4:] == [f"group {group_id}: queued" for group_id in range(4, 70)]
         assert "66 groups wait for room: the feeder admits them, before anything new" in done.stderr
         again = await run("dead", "replay", "all", "--run", str(tmp_path), "--json")
         assert [one["outcome"] for one in data_of(again.stdout, "streamrl.dead.replay/1")] == ["queued"] * 66
@@ -160,8 +160,8 @@ async def test_a_replay_of_held_out_groups_that_is_cut_off_leaves_none_of_them_q
     config = make_run(tmp_path)
     async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
         held_out = ledgers.evaluation
-        for gid in range(3):
-            await admit(held_out, gid)
+        for group_id in range(3):
+            await admit(held_out, group_id)
         for prompt in await ledger_kit.lease(held_out, "prompts", count=3):
             await held_out.fail_prompt(prompt, "broken")
         real, calls = Ledger.replay_queued, []

@@ -18,10 +18,10 @@ from .run_kit import admit, cli, data_of, make_run
 HERE = Path(__file__).parent
 
 
-async def answer(ledger, gid: int, *texts: str) -> None:
+async def answer(ledger, group_id: int, *texts: str) -> None:
     """Emit these responses to the group, which waits for them."""
     (held,) = await lease(ledger, "prompts")
-    assert held.gid == gid
+    assert held.group_id == group_id
     for number, text in enumerate(texts):
         await ledger.emit(held, number, wire.encode(response(text)))
 

@@ -74,7 +74,7 @@ def test_the_plan_of_a_recording(tiny: Path, tmp_path: Path):  # noqa: F811
     assert "has no recording" in missing.stderr
     header = Header(id="a", run="tiny", model=str(tiny / "model"), temperature=1.0)
     writer = RecordingWriter(tmp_path / "rec", 1, header, 1 << 20)
-    writer.add(RecordedGroup(gid=0, prompt=b"", samples=[]))
+    writer.add(RecordedGroup(group_id=0, prompt=b"", samples=[]))
     writer.sync()
     writer.close()
     done = cli("up", run_file, "--dry-run", "--train-only", str(tmp_path / "rec"), cwd=tmp_path)

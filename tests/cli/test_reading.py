@@ -108,8 +108,8 @@ async def test_rates_between_two_looks(live_run: Path):
     config = read_saved(live_run / "run.json").config
     async with open_ledgers(config, live_run) as ledgers:
         before = await take(ledgers.connection, "demo")
-        for gid in range(5, 9):
-            await admit(ledgers.train, gid)
+        for group_id in range(5, 9):
+            await admit(ledgers.train, group_id)
         now = await take(ledgers.connection, "demo")
     rated = with_rates(now, before).train.stream("prompts")
     seconds = now.at - before.at

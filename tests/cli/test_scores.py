@@ -25,7 +25,7 @@ def run_dir(tmp_path_factory) -> Path:
     """A stopped run with five groups in Redis (ids 0 to 4) and ten groups in its archive (ids 0 to 9)."""
     folder = tmp_path_factory.mktemp("scores") / "demo"
     config = asyncio.run(filled_and_stopped(folder, "archive.enabled=true", f"plugin_paths=[{HERE}]"))
-    groups = [closed(gid, dead=(2,) if gid == 3 else ()) for gid in range(10)]
+    groups = [closed(group_id, dead=(2,) if group_id == 3 else ()) for group_id in range(10)]
     asyncio.run(archived(folder, config, *groups))
     asyncio.run(archived(folder, config, closed(0, samples=2, evaluation=True), evaluation=True))
     return folder
@@ -151,8 +151,8 @@ def test_damage_is_told_to_programs_too(run_dir, tmp_path):
     """One file of two is damaged: what is in the other one is exported and scored, and nobody takes it for all."""
     folder = tmp_path / "damaged"
     make_run(folder)
-    for gid in (1, 2):
-        asyncio.run(archived(folder, configured(), closed(gid)))
+    for group_id in (1, 2):
+        asyncio.run(archived(folder, configured(), closed(group_id)))
     first = min((folder / ARCHIVE).glob("groups-*"))
     first.write_bytes(b"what is this")
     out = tmp_path / "all.jsonl"
@@ -241,7 +241,7 @@ def test_another_reward_is_compared(run_dir):
     assert len(data["differ"]) == 10
     assert data["differ"][0]["prompt"].endswith("+ 1 =")
     new = read_archive(run_dir / "rescored" / "far")
-    assert sorted(group.gid for group in new) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert sorted(group.group_id for group in new) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     shown = show(run_dir, "7").stdout
     assert "far  score 2" in shown
     assert data_of(show(run_dir, "7", "--json").stdout, "streamrl.score/1")["rescored"]["far"]["0"]["score"] == 2.0

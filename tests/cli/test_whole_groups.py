@@ -27,8 +27,8 @@ async def live_run(tmp_path: Path):
     async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
         train = ledgers.train
         await train.set_group_scored(True)
-        for gid in range(4):
-            await admit(train, gid)
+        for group_id in range(4):
+            await admit(train, group_id)
         prompts = await lease(train, "prompts", count=4)
         for prompt in prompts[:3]:
             for number in range(2):
@@ -55,8 +55,8 @@ async def test_lag_counts_groups_and_says_so(live_run: Path):
 
 async def test_trace_shows_what_was_scored_together(live_run: Path):
     closed, dead, leased, half = [
-        data_of((await run("trace", str(gid), "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
-        for gid in range(4)
+        data_of((await run("trace", str(group_id), "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+        for group_id in range(4)
     ]
     assert (closed["state"], closed["whole"], closed["doom"]) == ("closed", True, None)
     assert [response.get("score") for response in closed["responses"]] == [0.5, None]

@@ -69,9 +69,9 @@ def calls_of(reward: LoadedReward, **worker: Any) -> RewardCalls:
     return RewardCalls(reward, RewardWorkerConfig(**{**QUICK, **worker}), CallThreads())
 
 
-def numbered(index: int, gid: int = 0) -> RewardSample:
+def numbered(index: int, group_id: int = 0) -> RewardSample:
     """The sample of this place in a group."""
-    return RewardSample.of(prompt(), response(), gid, index)
+    return RewardSample.of(prompt(), response(), group_id, index)
 
 
 def failing(

@@ -38,9 +38,9 @@ async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_ru
         assert [found[number].value for number in range(7)] == [1.0, 0.5, 0, 0, 0, 0, 0]
         assert (found[2].parts["code/time"], found[4].parts["code/output"], found[6].parts["code/no_code"]) == (2, 2, 1)
         await until(lambda: not keepers())
-        letters = [letter for letter in await ledgers.train.dead_letters() if letter.gid == 1]
+        letters = [letter for letter in await ledgers.train.dead_letters() if letter.group_id == 1]
         assert any("metadata tests of line 7 is missing" in letter.why for letter in letters)
-        unchecked = [letter for letter in await ledgers.train.dead_letters() if letter.gid == 2]
+        unchecked = [letter for letter in await ledgers.train.dead_letters() if letter.group_id == 2]
         assert any("metadata tests of line 7 has code that executes no check" in letter.why for letter in unchecked)
         assert not await faults(ledgers.train)
 

@@ -28,9 +28,9 @@ GROUPS, SAMPLES, BUDGET, POISON = 60, 4, 8, 21
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 
 
-def text_of(gid: int, k: int) -> str:
+def text_of(group_id: int, k: int) -> str:
     """Responses of different lengths, the longest first in every third group."""
-    return "poison" if (gid, k) == (POISON, 2) else "x" * (1 + (k if gid % 3 else SAMPLES - k))
+    return "poison" if (group_id, k) == (POISON, 2) else "x" * (1 + (k if group_id % 3 else SAMPLES - k))
 
 
 class Others:
@@ -57,7 +57,7 @@ class Others:
         async def handle(found: Lease) -> None:
             work = await self.train.open_work(found)
             for k in work.missing if work is not None else ():
-                await self.train.emit(found, k, wire.encode(response(text_of(found.gid, k))))
+                await self.train.emit(found, k, wire.encode(response(text_of(found.group_id, k))))
 
         await Leases([self.train], "prompts", "rollout.0", self.config.lease, 4, handle).run(stop)
 
@@ -71,14 +71,14 @@ class Others:
                     await self._step(nonce)
 
     async def _step(self, nonce: str) -> None:
-        for gid in await self.train.closed():
-            group = await self.train.read_group(gid)
-            if group is not None and gid not in self.trained:
+        for group_id in await self.train.closed():
+            group = await self.train.read_group(group_id)
+            if group is not None and group_id not in self.trained:
                 found = {k: wire.decode(score, wire.SampleScore).value for k, (_, score) in group.samples.items()}
-                assert found == {k: float(k) for k in range(SAMPLES)}, f"group {gid} has other scores: {found}"
-                self.trained.add(gid)
-                self.took.append(gid)
-            await self.train.retire(nonce, f"{self._lives}-1", 0, [gid])
+                assert found == {k: float(k) for k in range(SAMPLES)}, f"group {group_id} has other scores: {found}"
+                self.trained.add(group_id)
+                self.took.append(group_id)
+            await self.train.retire(nonce, f"{self._lives}-1", 0, [group_id])
         await self.train.wait_closed(0.1)
 
     async def over(self) -> bool:
@@ -142,7 +142,7 @@ async def test_nothing_is_lost_or_compared_with_others(redis_run, make_config, c
         assert await faults(ledgers.train) == []
     with capsys.disabled():
         print(f"\nseed {SEED}, {workers.deaths} deaths of workers; " + "; ".join(log))
-    dead = {letter.gid for letter in letters if letter.sample is None}
+    dead = {letter.group_id for letter in letters if letter.sample is None}
     assert dead == {POISON}
     assert others.trained == set(range(GROUPS)) - {POISON}
     assert len(others.took) == len(others.trained)

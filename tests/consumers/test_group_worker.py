@@ -78,7 +78,7 @@ async def test_a_group_that_cannot_close_any_more_is_not_compared(redis_run, mak
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until_dead(ledgers.train, 0, 1, 2)
             await until(lambda: role.status.get("failed") == 6)
-        why = {(letter.gid, letter.sample): letter.why for letter in await ledgers.train.dead_letters()}
+        why = {(letter.group_id, letter.sample): letter.why for letter in await ledgers.train.dead_letters()}
         assert why[0, 0] == "1 of 3 samples left to compare"
         assert why[2, 0].startswith("wire: ")
         assert not await faults(ledgers.train)
@@ -96,7 +96,7 @@ async def test_a_sample_that_a_single_reward_fails_dies_alone_or_dooms_the_group
                 else:
                     await until_closed(ledgers.train, [cursor])
             if on_failure == "dead":
-                why = {letter.sample: letter.why for letter in await ledgers.train.dead_letters() if letter.gid}
+                why = {letter.sample: letter.why for letter in await ledgers.train.dead_letters() if letter.group_id}
                 assert set(why) == {1, None}
                 assert "not amused" in why[None]
             else:
@@ -134,8 +134,8 @@ async def test_groups_in_flight_when_the_rewards_begin_to_compare(redis_run, mak
             await until_closed(ledgers.train, [0])
             await ledgers.train.emit(half, 1, wire.encode(response("22")))
             await until_closed(ledgers.train, [1])
-        for gid, want in ((0, {0: 2.0, 1: 1.0, 2: 0.0}), (1, {0: 0.0, 1: 1.0})):
-            assert await values(ledgers.train, gid) == want
+        for group_id, want in ((0, {0: 2.0, 1: 1.0, 2: 0.0}), (1, {0: 0.0, 1: 1.0})):
+            assert await values(ledgers.train, group_id) == want
         assert not await ledgers.train.dead_letters()
         assert not await faults(ledgers.train)
 
@@ -213,6 +213,6 @@ async def test_a_group_that_kills_the_worker_is_dead_in_the_end_and_no_innocent_
                     await ledgers.train.wait_closed(0.2)
         assert workers.deaths >= config.lease.max_deliveries
         letters = await ledgers.train.dead_letters()
-        assert [(letter.gid, letter.sample) for letter in letters] == [(2, 0), (2, 1), (2, 2), (2, None)]
+        assert [(letter.group_id, letter.sample) for letter in letters] == [(2, 0), (2, 1), (2, 2), (2, None)]
         assert all("holders died of it" in letter.why for letter in letters[:3])
         assert not await faults(ledgers.train)

@@ -26,7 +26,7 @@ def failing(*keys):
     async def score(samples):
         results = list(await longer(samples))
         for place, sample in enumerate(samples):
-            if (sample.gid, sample.index) in keys:
+            if (sample.group_id, sample.index) in keys:
                 results[place] = Unreachable("the judge is away")
         return results
 
@@ -36,7 +36,7 @@ def failing(*keys):
 @pytest.fixture
 async def run_dir(tmp_path):
     """A run with ten archived groups of four responses, of which group 3 has lost one."""
-    groups = [closed(gid, dead=(2,) if gid == 3 else ()) for gid in range(10)]
+    groups = [closed(group_id, dead=(2,) if group_id == 3 else ()) for group_id in range(10)]
     await archived(tmp_path, configured(), *groups)
     return tmp_path
 
@@ -54,11 +54,11 @@ async def test_new_scores_are_a_recording_beside_the_old_ones(run_dir):
     outcome = await again(run_dir)
     assert (outcome.groups, outcome.scored, outcome.kept, outcome.failures) == (10, 39, 0, [])
     reading = read_archive(run_dir / "rescored" / "new")
-    found = {group.gid: group for group in reading}
+    found = {group.group_id: group for group in reading}
     assert sorted(found) == list(range(10))
     assert found[3].causes == {2: "deadline: sample 2"}
     for group in read_archive(run_dir):
-        other = found[group.gid]
+        other = found[group.group_id]
         assert [sample.response for sample in other.samples] == [sample.response for sample in group.samples]
         assert [sample.score.value for sample in other.samples] == [
             float(len(sample.response.token_ids)) for sample in group.samples
@@ -72,15 +72,15 @@ async def test_new_scores_are_a_recording_beside_the_old_ones(run_dir):
 
 async def test_a_failure_is_listed_and_has_no_score_and_is_tried_again(run_dir):
     outcome = await again(run_dir, failing((1, 0), (4, 2)))
-    assert [(each.gid, each.number, each.why) for each in sorted(outcome.failures, key=lambda f: f.gid)] == [
+    assert [(each.group_id, each.number, each.why) for each in sorted(outcome.failures, key=lambda f: f.group_id)] == [
         (1, 0, "the judge is away"), (4, 2, "the judge is away"),
     ]  # fmt: skip
     assert (outcome.scored, outcome.unwritten, len(outcome.keys)) == (37, 2, 37)
-    assert {group.gid for group in read_archive(run_dir / "rescored" / "new")} == {0, 2, 3, 5, 6, 7, 8, 9}
+    assert {group.group_id for group in read_archive(run_dir / "rescored" / "new")} == {0, 2, 3, 5, 6, 7, 8, 9}
     called = []
 
     async def counting(samples):
-        called.extend(sample.gid for sample in samples)
+        called.extend(sample.group_id for sample in samples)
         return await longer(samples)
 
     outcome = await again(run_dir, counting)
@@ -92,7 +92,7 @@ async def test_a_failure_is_listed_and_has_no_score_and_is_tried_again(run_dir):
 async def test_groups_may_be_kept_without_what_failed_but_not_with_one_response(run_dir):
     outcome = await again(run_dir, failing((1, 0), (4, 0), (4, 1), (4, 2)), drop_failed=True)
     assert outcome.unwritten == 1
-    found = {group.gid: group for group in read_archive(run_dir / "rescored" / "new")}
+    found = {group.group_id: group for group in read_archive(run_dir / "rescored" / "new")}
     assert 4 not in found
     assert [sample.number for sample in found[1].samples] == [1, 2, 3]
     assert found[1].causes == {0: "the judge is away"}
@@ -102,10 +102,10 @@ async def test_what_was_written_before_a_cancellation_is_kept(run_dir):
     reached, done = asyncio.Event(), []
 
     async def score(samples):
-        if samples[0].gid == 6:
+        if samples[0].group_id == 6:
             reached.set()
             await asyncio.Event().wait()
-        done.append(samples[0].gid)
+        done.append(samples[0].group_id)
         return await longer(samples)
 
     task = asyncio.create_task(again(run_dir, score, concurrency=1))

@@ -51,7 +51,7 @@ async def test_an_answer_that_is_missing_or_no_use_kills_the_samples_at_once_and
         async with worker(config, redis_run.run_dir, ledgers) as role:
             await until(lambda: role.status.get("failed") == 4, 60)
         letters = [letter for letter in await ledgers.train.dead_letters() if letter.stage == "reward"]
-    assert sorted((letter.gid, letter.sample) for letter in letters) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted((letter.group_id, letter.sample) for letter in letters) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for letter in letters:
-        assert ("line 7 of the data set has no answer", "is too expensive itself")[letter.gid] in letter.why
+        assert ("line 7 of the data set has no answer", "is too expensive itself")[letter.group_id] in letter.why
         assert "attempts" not in letter.why

@@ -17,13 +17,15 @@ LINE = {"prompt": "2+2=", "response": "4", "answer": "4"}
 
 def test_a_sample_made_by_hand_has_what_rewards_read():
     sample = make_sample("4", prompt="2+2=", answer="4", metadata={"topic": "sums"}, group=3, index=1, finish="length")
-    assert (sample.text, sample.finish, sample.gid, sample.index) == ("4", "length", 3, 1)
+    assert (sample.text, sample.finish, sample.group_id, sample.index) == ("4", "length", 3, 1)
     assert (sample.prompt.text, sample.prompt.answer, sample.prompt.metadata) == ("2+2=", "4", {"topic": "sums"})
     assert sample.tokens.tolist() == [ord("4")]
     assert sample.prompt.tokens.dtype == np.int32
     assert make_sample("four", tokens=[7, 2]).tokens.tolist() == [7, 2]
     with pytest.raises(ValueError, match="finish is 'done'"):
         make_sample("4", finish="done")
+    with pytest.warns(DeprecationWarning, match="group_id"):
+        assert sample.gid == 3
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "object", "indented"])
@@ -54,7 +56,7 @@ def test_all_keys_of_a_sample(tmp_path):
     assert sample.prompt.messages == record["messages"]
     assert sample.prompt.text == "What is\n6 * 7?"
     assert (sample.prompt.answer, sample.prompt.line, sample.prompt.evaluation) == (42, 17, True)
-    assert (sample.gid, sample.index, sample.finish, sample.tokens.tolist()) == (9, 3, "length", [4, 2])
+    assert (sample.group_id, sample.index, sample.finish, sample.tokens.tolist()) == (9, 3, "length", [4, 2])
 
 
 @pytest.mark.parametrize(
@@ -100,28 +102,30 @@ def test_a_recording_is_read_like_samples(tmp_path):
     score = wire.encode(wire.SampleScore(value=1.0))
     writer.add(
         RecordedGroup(
-            gid=5, prompt=wire.encode(prompt()), samples=[(wire.encode(response(text)), score) for text in ("4", "5")]
+            group_id=5,
+            prompt=wire.encode(prompt()),
+            samples=[(wire.encode(response(text)), score) for text in ("4", "5")],
         )
     )
     writer.sync()
     writer.close()
     for path in (tmp_path / "run", folder, next(folder.iterdir())):
         found = list(read_samples(path))
-        assert [(each.gid, each.index, each.text) for each in found] == [(5, 0, "4"), (5, 1, "5")]
+        assert [(each.group_id, each.index, each.text) for each in found] == [(5, 0, "4"), (5, 1, "5")]
         assert found[0].prompt.answer == "4"
 
 
 def test_a_damaged_file_of_a_recording_is_named_and_the_others_are_read(tmp_path):
-    for epoch, gid in ((1, 5), (2, 6)):
+    for epoch, group_id in ((1, 5), (2, 6)):
         writer = RecordingWriter(tmp_path, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
         messages = (wire.encode(response("4")), wire.encode(wire.SampleScore(value=1.0)))
-        writer.add(RecordedGroup(gid=gid, prompt=wire.encode(prompt()), samples=[messages]))
+        writer.add(RecordedGroup(group_id=group_id, prompt=wire.encode(prompt()), samples=[messages]))
         writer.sync()
         writer.close()
     first = tmp_path / "groups-1-0.msgpack.zst"
     first.write_bytes(b"what is this")
     problems = []
-    assert [each.gid for each in read_samples(tmp_path, problems)] == [6]
+    assert [each.group_id for each in read_samples(tmp_path, problems)] == [6]
     assert len(problems) == 1
     assert str(first) in problems[0]
     with pytest.raises(DataError, match="groups-1-0"):

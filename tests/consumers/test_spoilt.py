@@ -59,7 +59,7 @@ async def test_reasons_reach_redis_whatever_is_in_them(redis_run, make_config):
         await train.emit(held, 0, b"payload")
         (whole,) = await lease(train, "rollouts")
         await train.score_group(whole, {}, {0: Cause(HALF, HALF)}, fail_group=HALF)
-        assert {letter.why for letter in await train.dead_letters() if letter.gid == 1} == {"?"}
+        assert {letter.why for letter in await train.dead_letters() if letter.group_id == 1} == {"?"}
 
 
 async def test_the_end_of_a_sample_says_why_in_what_can_be_written():

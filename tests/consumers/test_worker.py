@@ -84,7 +84,7 @@ async def test_a_prompt_that_cannot_be_decoded_kills_its_group_and_not_the_worke
             await until_closed(ledgers.train, [1])
             await until(lambda: role.status.get("failed") == 1)
         assert (await ledgers.train.state()).live == 1
-        assert {letter.gid for letter in await ledgers.train.dead_letters()} == {0}
+        assert {letter.group_id for letter in await ledgers.train.dead_letters()} == {0}
 
 
 async def test_a_drain_finishes_what_is_in_hand(redis_run, make_config, tmp_path):

@@ -75,34 +75,34 @@ async def worker(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> AsyncIte
             task.result()
 
 
-async def until_closed(ledger: Ledger, gids: Iterable[int], seconds: float = 60.0) -> None:
+async def until_closed(ledger: Ledger, group_ids: Iterable[int], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
-        while not set(gids) <= set(await ledger.closed()):
+        while not set(group_ids) <= set(await ledger.closed()):
             await ledger.wait_closed(0.2)
 
 
-async def until_dead(ledger: Ledger, *gids: int) -> dict[tuple[int, int | None], DeadLetter]:
+async def until_dead(ledger: Ledger, *group_ids: int) -> dict[tuple[int, int | None], DeadLetter]:
     """Wait until these groups are dead; all dead letters by group and sample, the group's own under None."""
     found: dict[tuple[int, int | None], DeadLetter] = {}
 
     async def are_dead() -> bool:
-        found.update({(letter.gid, letter.sample): letter for letter in await ledger.dead_letters()})
-        return all((gid, None) in found for gid in gids)
+        found.update({(letter.group_id, letter.sample): letter for letter in await ledger.dead_letters()})
+        return all((group_id, None) in found for group_id in group_ids)
 
     await until_async(are_dead, 60)
     return found
 
 
-async def scores(ledger: Ledger, gid: int) -> tuple[dict[int, wire.SampleScore], dict[int, str]]:
+async def scores(ledger: Ledger, group_id: int) -> tuple[dict[int, wire.SampleScore], dict[int, str]]:
     """Scores and causes of death of the samples of a group."""
-    group = await ledger.read_group(gid)
+    group = await ledger.read_group(group_id)
     assert group is not None
     return {number: wire.decode(score, wire.SampleScore) for number, (_, score) in group.samples.items()}, group.causes
 
 
-async def values(ledger: Ledger, gid: int) -> dict[int, float]:
+async def values(ledger: Ledger, group_id: int) -> dict[int, float]:
     """Values of the scores of a group of which no sample has died."""
-    found, causes = await scores(ledger, gid)
+    found, causes = await scores(ledger, group_id)
     assert not causes
     return {number: score.value for number, score in found.items()}
 

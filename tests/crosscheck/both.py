@@ -212,13 +212,13 @@ def make_samples() -> list[TrainSample]:
         return random.integers(3, VOCABULARY, count).astype(np.int32)
 
     samples = []
-    for gid in range(GROUPS):
-        prompt = ids(5 + 4 * gid)
+    for group_id in range(GROUPS):
+        prompt = ids(5 + 4 * group_id)
         for _ in range(SIZE):
             count = int(random.integers(1, LONGEST + 1))
             samples.append(
                 TrainSample(
-                    gid=gid,
+                    group_id=group_id,
                     prompt=prompt,
                     tokens=ids(count),
                     logprobs=np.zeros(count, dtype=np.float32),

@@ -101,28 +101,28 @@ def make_run(folder: Path, digits: list[int]) -> RunConfig:
     return config
 
 
-def answer(gid: int, sample: int) -> str:
-    return f"It is {2 * gid + sample}" + "." * sample
+def answer(group_id: int, sample: int) -> str:
+    return f"It is {2 * group_id + sample}" + "." * sample
 
 
-async def put(ledger: Ledger, gid: int) -> None:
+async def put(ledger: Ledger, group_id: int) -> None:
     """Admit a group whose responses wait for their scores."""
-    await admit(ledger, gid, samples=SAMPLES, prompt=wire.encode(prompt(text=f"What is {gid} + {gid}?")))
+    await admit(ledger, group_id, samples=SAMPLES, prompt=wire.encode(prompt(text=f"What is {group_id} + {group_id}?")))
     (held,) = await lease(ledger, "prompts")
     for sample in range(SAMPLES):
-        assert await ledger.emit(held, sample, wire.encode(response(answer(gid, sample))))
+        assert await ledger.emit(held, sample, wire.encode(response(answer(group_id, sample))))
 
 
-def asked(gid: int, sample: int) -> str:
+def asked(group_id: int, sample: int) -> str:
     """What the judge is asked for a sample."""
-    seen = RewardSample.of(prompt(text=f"What is {gid} + {gid}?"), response(answer(gid, sample)))
+    seen = RewardSample.of(prompt(text=f"What is {group_id} + {group_id}?"), response(answer(group_id, sample)))
     return str(Body({"user": QUESTION}).filled(seen)["user"])
 
 
 async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_none_is_0(tmp_path: Path):
     torch.set_num_threads(1)
     chat = Chat(tmp_path / "chat")
-    wanted = {gid: [chat.grade(asked(gid, k)) for k in range(SAMPLES)] for gid in range(GROUPS)}
+    wanted = {group_id: [chat.grade(asked(group_id, k)) for k in range(SAMPLES)] for group_id in range(GROUPS)}
     grades = [grade for group in wanted.values() for grade in group]
     assert {OUT} < set(grades), "some are out of bounds, and others are not"
     config, run_dir = make_run(tmp_path, chat.digits), tmp_path / "run"
@@ -131,25 +131,25 @@ async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_non
         await run.until(lambda: run.now("reward.0") is RoleState.READY, START)
         async with open_ledgers(config, run_dir) as ledgers:
             train = ledgers.train
-            for gid in range(GROUPS):
-                await put(train, gid)
+            for group_id in range(GROUPS):
+                await put(train, group_id)
 
             async def settled() -> bool:
-                dead = {letter.gid for letter in await train.dead_letters() if letter.sample is None}
+                dead = {letter.group_id for letter in await train.dead_letters() if letter.sample is None}
                 return len(await train.closed()) + len(dead) == GROUPS
 
             await until_async(settled, 240)
-            letters = {(letter.gid, letter.sample): letter.why for letter in await train.dead_letters()}
-            for gid in await train.closed():
-                group = await train.read_group(gid)
+            letters = {(letter.group_id, letter.sample): letter.why for letter in await train.dead_letters()}
+            for group_id in await train.closed():
+                group = await train.read_group(group_id)
                 assert group is not None
                 found = {k: wire.decode(score, wire.SampleScore) for k, (_, score) in group.samples.items()}
                 assert {k: score.value for k, score in found.items()} == {
-                    k: float(grade) for k, grade in enumerate(wanted[gid]) if grade != OUT
+                    k: float(grade) for k, grade in enumerate(wanted[group_id]) if grade != OUT
                 }
-            for gid, group_grades in wanted.items():
+            for group_id, group_grades in wanted.items():
                 for k, grade in enumerate(group_grades):
-                    assert ("9 is not within 0 to 8" in letters.get((gid, k), "")) == (grade == OUT)
+                    assert ("9 is not within 0 to 8" in letters.get((group_id, k), "")) == (grade == OUT)
             assert not await faults(train)
         os.kill(os.getpid(), signal.SIGINT)
         outcome = await run.outcome(120)

@@ -35,10 +35,10 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-def sample(gid: int, prompt: list[int], tokens: list[int]) -> TrainSample:
+def sample(group_id: int, prompt: list[int], tokens: list[int]) -> TrainSample:
     count = len(tokens)
     return TrainSample(
-        gid,
+        group_id,
         np.asarray(prompt, np.int32),
         np.asarray(tokens, np.int32),
         np.full(count, -1, np.float32),

@@ -53,24 +53,24 @@ def make_run(folder: Path, kind: str, servers: int) -> RunConfig:
     return config
 
 
-def question(gid: int) -> str:
-    return f"What is {gid} + {gid}?"
+def question(group_id: int) -> str:
+    return f"What is {group_id} + {group_id}?"
 
 
-def answer(gid: int, sample: int) -> str:
-    return f"It is {2 * gid + sample}" + "." * sample
+def answer(group_id: int, sample: int) -> str:
+    return f"It is {2 * group_id + sample}" + "." * sample
 
 
-async def put(ledger: Ledger, gid: int) -> None:
+async def put(ledger: Ledger, group_id: int) -> None:
     """Admit a group whose responses wait for their scores."""
-    await admit(ledger, gid, samples=SAMPLES, prompt=wire.encode(prompt(text=question(gid))))
+    await admit(ledger, group_id, samples=SAMPLES, prompt=wire.encode(prompt(text=question(group_id))))
     (held,) = await lease(ledger, "prompts")
     for sample in range(SAMPLES):
-        assert await ledger.emit(held, sample, wire.encode(response(answer(gid, sample))))
+        assert await ledger.emit(held, sample, wire.encode(response(answer(group_id, sample))))
 
 
-async def scores(ledger: Ledger, gid: int) -> dict[int, float]:
-    group = await ledger.read_group(gid)
+async def scores(ledger: Ledger, group_id: int) -> dict[int, float]:
+    group = await ledger.read_group(group_id)
     assert group is not None
     assert not group.causes
     return {number: wire.decode(score, wire.SampleScore).value for number, (_, score) in group.samples.items()}
@@ -98,23 +98,26 @@ async def test_two_servers_one_killed_in_mid_run_and_every_score_is_that_of_a_fo
 
             before = {server.name: server.url for server in await RewardServers(ledgers).present("critic")}
             assert sorted(before) == names
-            for gid in range(GROUPS // 4):
-                await put(train, gid)
+            for group_id in range(GROUPS // 4):
+                await put(train, group_id)
             await until_async(lambda: closed(GROUPS // 4), 120)
             role = run.pid(names[0])
             server = server_of(role)
             os.kill(server.pid, signal.SIGSTOP)  # what it is asked from now on, it dies with
-            for gid in range(GROUPS // 4, GROUPS):
-                await put(train, gid)
+            for group_id in range(GROUPS // 4, GROUPS):
+                await put(train, group_id)
             await until_async(lambda: closed(GROUPS // 2), 120)
             assert not await closed(GROUPS), "samples wait for the one that is to die"
             os.kill(server.pid, signal.SIGKILL)
             await until_async(lambda: closed(GROUPS), 240)
             judge = Judge(tmp_path / "critic")
-            found = {gid: await scores(train, gid) for gid in range(GROUPS)}
-            wanted = {gid: {k: judge.score(question(gid), answer(gid, k)) for k in range(SAMPLES)} for gid in found}
-            for gid, group in found.items():
-                assert group == pytest.approx(wanted[gid], abs=CLOSE)
+            found = {group_id: await scores(train, group_id) for group_id in range(GROUPS)}
+            wanted = {
+                group_id: {k: judge.score(question(group_id), answer(group_id, k)) for k in range(SAMPLES)}
+                for group_id in found
+            }
+            for group_id, group in found.items():
+                assert group == pytest.approx(wanted[group_id], abs=CLOSE)
                 assert 0.0 not in group.values()
             spread = [score for group in wanted.values() for score in group.values()]
             assert max(spread) - min(spread) > 100 * CLOSE, "the model tells responses apart"

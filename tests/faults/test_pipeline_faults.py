@@ -47,14 +47,14 @@ async def test_redis_runs_full_and_gets_room_again(run, caplog):
     assert not errors(caplog)
 
 
-async def admit_by_hand(run, ledger, gid: int, prompt: bytes | None = None) -> None:
+async def admit_by_hand(run, ledger, group_id: int, prompt: bytes | None = None) -> None:
     """Admit what the feeder would admit at this cursor, perhaps with other bytes."""
     config = run.config
     data = load_prompts(config.data.train, Tokenizer.load(config.model), PromptLimits(16, 64))
     await ledger.admit(
-        cursor=gid, fingerprint=train_fingerprint(config, data), samples=4, min_group=1, budget=100, hard_cap=100,
+        cursor=group_id, fingerprint=train_fingerprint(config, data), samples=4, min_group=1, budget=100, hard_cap=100,
         max_dead=100, version=0,
-        prompt=data.prompts[data.index(gid, config.seed, shuffle=True)] if prompt is None else prompt,
+        prompt=data.prompts[data.index(group_id, config.seed, shuffle=True)] if prompt is None else prompt,
     )  # fmt: skip
 
 
@@ -66,13 +66,13 @@ async def test_bytes_of_others_wherever_bytes_can_be(run, caplog):
         streams = [getattr(ledgers.train.keys, name) for name in ("prompts", "rollouts", "scored", "dead", "weights")]
         streams += [getattr(ledgers.evaluation.keys, name) for name in ("prompts", "rollouts")]
         await admit_by_hand(run, train, 0, b"\xc1 no prompt")
-        for gid in (1, 2):
-            await admit_by_hand(run, train, gid)
+        for group_id in (1, 2):
+            await admit_by_hand(run, train, group_id)
         leases = await Hands(train).lease(train.keys.prompts)
         await train.emit(leases[1], 0, payload(0)[:-3])
         await train.emit(leases[2], 0, payload(0))
         for lease in await Hands(train).lease(train.keys.rollouts):
-            if lease.gid == 2:
+            if lease.group_id == 2:
                 await train.score(lease, b"0.5")
         await read("XADD", ledgers.train.keys.weights, "*", "v", "0", "m", "no manifest")
         for stream in streams:
@@ -83,8 +83,8 @@ async def test_bytes_of_others_wherever_bytes_can_be(run, caplog):
             for stream in streams:
                 await read("XADD", stream, "*", b"\xff", b"\x00")
             found = await pipeline.end()
-        letters = {(letter.gid, letter.sample): letter for letter in await train.dead_letters()}
-        whole = {gid: letter for (gid, sample), letter in letters.items() if sample is None}
+        letters = {(letter.group_id, letter.sample): letter for letter in await train.dead_letters()}
+        whole = {group_id: letter for (group_id, sample), letter in letters.items() if sample is None}
         assert set(letters) == {(0, None), *((0, k) for k in range(4)), (1, 0), (2, None)}
         assert {letters[0, k].why for k in range(4)} == {"not a prompt"}
         assert "wire: not a sample" in letters[1, 0].why

@@ -140,19 +140,19 @@ async def test_a_full_disk_delays_the_evaluation_and_loses_no_group(run, disk, c
 
 async def test_a_full_disk_delays_the_archive_which_then_lacks_no_group(disk, caplog):
     archive = Archive(configured(), disk)
-    gid = 0
+    group_id = 0
     while "the archive cannot be written" not in caplog.text:
-        archive.add(closed(gid))
+        archive.add(closed(group_id))
         await archive.sync()
-        gid += 1
-    kept = [group.gid for group in read_archive(disk)]
-    assert kept[-1] in {gid - 2, gid - 1}  # the end of the disk may have cut off no more than a checksum
+        group_id += 1
+    kept = [group.group_id for group in read_archive(disk)]
+    assert kept[-1] in {group_id - 2, group_id - 1}  # the end of the disk may have cut off no more than a checksum
     assert kept == list(range(len(kept)))
     assert command("mount", "-o", "remount,size=1m", disk)
-    archive.add(closed(gid))
+    archive.add(closed(group_id))
     await archive.close()
     reading = read_archive(disk)
-    assert [group.gid for group in reading] == list(range(gid + 1))
+    assert [group.group_id for group in reading] == list(range(group_id + 1))
     assert (reading.problems, archive.lost) == ([], 0)
 
 

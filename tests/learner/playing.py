@@ -66,9 +66,9 @@ def make_config(redis: RedisConfig, model: Path, run_dir: Path, **learner) -> Ru
     return config
 
 
-def response(gid: int, sample: int, version: int, greedy: bool = False) -> wire.Sample:
+def response(group_id: int, sample: int, version: int, greedy: bool = False) -> wire.Sample:
     """A made-up response, a function of its group and number."""
-    chance = random.Random(f"{gid} {sample}")
+    chance = random.Random(f"{group_id} {sample}")
     count = chance.randint(1, 8)
     return wire.Sample(
         tokens=wire.pack_int32([chance.randrange(VOCABULARY) for _ in range(count)]),
@@ -79,9 +79,9 @@ def response(gid: int, sample: int, version: int, greedy: bool = False) -> wire.
     )
 
 
-def reward(gid: int, sample: int) -> float:
+def reward(group_id: int, sample: int) -> float:
     """Some groups have equal rewards, so that zero advantages occur."""
-    return float(random.Random(f"r {gid} {sample}").randint(0, 1)) if gid % 4 else 1.0
+    return float(random.Random(f"r {group_id} {sample}").randint(0, 1)) if group_id % 4 else 1.0
 
 
 class Player:
@@ -89,7 +89,7 @@ class Player:
 
     Args:
         end: cursor at which the data ends; None: never.
-        spoil: payloads to write instead, by (gid, sample).
+        spoil: payloads to write instead, by (group_id, sample).
     """
 
     def __init__(self, ledgers: Ledgers, config: RunConfig, end: int | None = None, spoil=None) -> None:
@@ -111,14 +111,14 @@ class Player:
         await self.ledger.ensure()
         admitted = await self.admit()
         for entry, fields in await self._take(self.ledger.keys.prompts):
-            gid = int(fields[b"g"])
-            if gid not in self.open_only:
-                await self._generate(Lease(self.ledger, entry, gid, int(fields[b"a"]), None, 1))
+            group_id = int(fields[b"g"])
+            if group_id not in self.open_only:
+                await self._generate(Lease(self.ledger, entry, group_id, int(fields[b"a"]), None, 1))
         for entry, fields in await self._take(self.ledger.keys.rollouts):
-            gid, sample = int(fields[b"g"]), int(fields[b"k"])
-            lease = Lease(self.ledger, entry, gid, int(fields[b"a"]), sample, 1)
+            group_id, sample = int(fields[b"g"]), int(fields[b"k"])
+            lease = Lease(self.ledger, entry, group_id, int(fields[b"a"]), sample, 1)
             if await self.ledger.leased_sample(lease) is not None:
-                await self.ledger.score(lease, wire.encode(wire.SampleScore(value=reward(gid, sample))))
+                await self.ledger.score(lease, wire.encode(wire.SampleScore(value=reward(group_id, sample))))
         return admitted
 
     async def admit(self, limit: int | None = None) -> bool:
@@ -145,10 +145,10 @@ class Player:
         work = await self.ledger.open_work(lease)
         version = (await self.ledger.state()).version
         for sample in work.missing if work else ():
-            payload = self.spoil.get((lease.gid, sample))
+            payload = self.spoil.get((lease.group_id, sample))
             if payload is None:
                 greedy = sample >= self.config.sampling.group_size
-                payload = wire.encode(response(lease.gid, sample, version, greedy))
+                payload = wire.encode(response(lease.group_id, sample, version, greedy))
             await self.ledger.emit(lease, sample, payload)
 
     async def _take(self, stream: str):

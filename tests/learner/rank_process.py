@@ -103,7 +103,7 @@ def publish(actor: Actor, ranks: Ranks, out: Path) -> None:
 def disagreements(actor: Actor, ranks: Ranks) -> dict[str, object]:
     """Small collectives, and a batch that one rank must refuse."""
     (good,) = make_batch(0, groups=1, size=1)
-    bad = replace(good, gid=7, prompt=good.prompt + 1000)
+    bad = replace(good, group_id=7, prompt=good.prompt + 1000)
     try:
         actor.accumulate([bad if ranks.rank else good])
         refused = ""

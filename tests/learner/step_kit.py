@@ -48,8 +48,8 @@ def estimated(batch: Sequence[TrainSample], actor: Actor) -> list[TrainSample]:
     if not actor.recipe.estimator.needs <= KNOWN_EARLY:
         return [replace(sample, advantages=np.zeros(len(sample.tokens), dtype=np.float32)) for sample in batch]
     done = []
-    for gid in dict.fromkeys(sample.gid for sample in batch):
-        group = [sample for sample in batch if sample.gid == gid]
+    for group_id in dict.fromkeys(sample.group_id for sample in batch):
+        group = [sample for sample in batch if sample.group_id == group_id]
         for sample, array in zip(group, actor.recipe.estimator(group_data(group)), strict=True):
             done.append(replace(sample, advantages=array.astype(np.float32)))
     return done
@@ -65,10 +65,10 @@ def worker_of(actor: Actor, collected: bool, **models: Any) -> RankWorker:
 def step(worker: RankWorker, batch: Sequence[TrainSample], cuts: Sequence[int] = (), *, at: int = 10) -> StepStats:
     """One step with the groups of a batch in micro-batches that end before the groups numbered `cuts`."""
     worker.step = at
-    gids = list(dict.fromkeys(sample.gid for sample in batch))
-    for start, end in zip([0, *cuts], [*cuts, len(gids)], strict=True):
-        part = gids[start:end]
-        assert worker.train(part, [sample for sample in batch if sample.gid in part])
+    group_ids = list(dict.fromkeys(sample.group_id for sample in batch))
+    for start, end in zip([0, *cuts], [*cuts, len(group_ids)], strict=True):
+        part = group_ids[start:end]
+        assert worker.train(part, [sample for sample in batch if sample.group_id in part])
     return worker.apply(*sizes(batch))
 
 

@@ -46,7 +46,7 @@ def share(batch: list[TrainSample], ranks: Ranks) -> list[TrainSample]:
     """Whole groups, uneven on purpose."""
     if ranks.world == 1:
         return batch
-    return [sample for sample in batch if (sample.gid % 3 == 0) == (ranks.rank == 1)]
+    return [sample for sample in batch if (sample.group_id % 3 == 0) == (ranks.rank == 1)]
 
 
 def play(model: Path, out: Path, ranks: Ranks) -> None:
@@ -60,8 +60,8 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
         for step in range(STEPS):
             worker.step = step + 10 if step else step
             batch = estimated(rewarded(step), actor)
-            first = [sample for sample in batch if sample.gid < 4]
-            rest = [sample for sample in batch if sample.gid >= 4]
+            first = [sample for sample in batch if sample.group_id < 4]
+            rest = [sample for sample in batch if sample.group_id >= 4]
             worker.train([0, 1, 2, 3], share(first, ranks), idle=False)
             worker.train([4, 5], rest if ranks.rank == 0 else [], idle=False)
             stats = worker.apply(*sizes(batch))

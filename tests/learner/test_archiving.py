@@ -48,12 +48,12 @@ async def check(run) -> set[int]:
     """Everything that has left Redis is in the archive, whole and once; returns what is there."""
     reading = read_archive(run.run_dir)
     groups = list(reading)
-    ids = [group.gid for group in groups]
+    ids = [group.group_id for group in groups]
     assert reading.problems == []
     assert len(ids) == len(set(ids))
     assert set(ids) >= await gone(run)
     for group in groups:
-        assert [sample.score.value for sample in group.samples] == [reward(group.gid, k) for k in range(3)]
+        assert [sample.score.value for sample in group.samples] == [reward(group.group_id, k) for k in range(3)]
     return set(ids)
 
 

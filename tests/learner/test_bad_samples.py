@@ -22,7 +22,14 @@ def closed(*samples, size=None):
     }
     prompt = wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2])))
     return ClosedGroup(
-        gid=9, size=size or len(samples), attempt=0, version=1, crashes=0, causes={}, prompt=prompt, samples=payloads
+        group_id=9,
+        size=size or len(samples),
+        attempt=0,
+        version=1,
+        crashes=0,
+        causes={},
+        prompt=prompt,
+        samples=payloads,
     )
 
 

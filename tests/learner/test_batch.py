@@ -107,8 +107,11 @@ def test_samples_without_tokens_are_left_out():
 
 def test_packed_rows_by_hand():
     """Two groups in a row: each with its prompt, positions from 0, segments of its own."""
-    first = [sample(gid=1), sample(gid=1, tokens=np.asarray([8, 9], dtype=np.int32), logprobs=np.zeros(2, np.float32))]
-    (part,) = layout([*first, sample(gid=2)], Limits(tokens=512, shared=16, packed=16, hidden=64))
+    first = [
+        sample(group_id=1),
+        sample(group_id=1, tokens=np.asarray([8, 9], dtype=np.int32), logprobs=np.zeros(2, np.float32)),
+    ]
+    (part,) = layout([*first, sample(group_id=2)], Limits(tokens=512, shared=16, packed=16, hidden=64))
     assert part.shared
     assert part.samples.tolist() == [0, 1, 2]
     assert part.input_ids[0, :9].tolist() == [1, 2, 5, 6, 8, 1, 2, 5, 6]

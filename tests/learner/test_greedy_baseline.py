@@ -31,7 +31,7 @@ def sample(*tokens: int, greedy: bool = False) -> bytes:
 def closed(*scored: tuple[bytes, float]) -> ClosedGroup:
     samples = {at: (payload, wire.encode(wire.SampleScore(value=value))) for at, (payload, value) in enumerate(scored)}
     return ClosedGroup(
-        gid=9,
+        group_id=9,
         size=len(scored),
         attempt=0,
         version=3,

@@ -154,7 +154,7 @@ async def test_sigterm_leaves_everything_durable(run):
         assert found.trained == 4 * done
         async with open_ledgers(run.config, run.run_dir) as ledgers:
             assert (await ledgers.train.state()).unretired == 0
-            closed = [await ledgers.train.read_group(gid) for gid in await ledgers.train.closed()]
+            closed = [await ledgers.train.read_group(group_id) for group_id in await ledgers.train.closed()]
             assert all(group.crashes == 0 for group in closed)
 
 

@@ -18,9 +18,9 @@ from streamrl.runfile import LoadedConfig, save
 pytestmark = pytest.mark.timeout(240)
 
 
-def equal(gid: int) -> bool:
+def equal(group_id: int) -> bool:
     """Whether the played rewards of a group are all the same."""
-    return len({reward(gid, sample) for sample in range(3)}) == 1
+    return len({reward(group_id, sample) for sample in range(3)}) == 1
 
 
 async def dropped(run) -> tuple[list[int], dict[bytes, bytes]]:
@@ -61,7 +61,7 @@ async def test_equal_rewards_are_dropped_and_take_their_place_in_the_step(run):
         found = await run.audit()
     gone, state = await dropped(run)
     assert gone
-    assert all(equal(gid) for gid in gone)
+    assert all(equal(group_id) for group_id in gone)
     assert int(state[f"dropped:{ZERO_VARIANCE}".encode()]) == len(gone) == found.dropped
     steps = run.steps()
     assert min(line["groups"] for line in steps) < 4
@@ -83,7 +83,7 @@ async def test_strictly_on_policy_what_fills_a_dropped_place_has_the_new_weights
 
 async def test_a_step_that_lacks_groups_gives_way_to_a_checkpoint_that_makes_room(run, monkeypatch):
     """The hard cap is full of trained groups and the disk is not any more: only a checkpoint lets the step go on."""
-    monkeypatch.setattr("playing.reward", lambda gid, sample: float(gid == 0 or sample == 0))
+    monkeypatch.setattr("playing.reward", lambda group_id, sample: float(group_id == 0 or sample == 0))
     run.configure(advantage={"zero_variance": "drop"}, steps=None, tokens_per_microbatch=1)
     async with run.play(), open_ledgers(run.config, run.run_dir) as ledgers:
         pid = run.start(file_limit=24 << 10)
@@ -101,7 +101,7 @@ async def test_a_step_that_lacks_groups_gives_way_to_a_checkpoint_that_makes_roo
 
 async def begun(ledger) -> bool:
     """Whether some group is in a step."""
-    groups = [await ledger.read_group(gid) for gid in await ledger.closed()]
+    groups = [await ledger.read_group(group_id) for group_id in await ledger.closed()]
     return any(group is not None and group.crashes for group in groups)
 
 
@@ -112,14 +112,14 @@ async def test_resample_fills_every_step_with_contrast(run):
         found = await run.audit()
     gone, _ = await dropped(run)
     assert found.dropped == len(gone) > 0
-    assert all(equal(gid) for gid in gone)
+    assert all(equal(group_id) for group_id in gone)
     assert [line["groups"] for line in run.steps()] == [4] * 5
     assert all(line["zero_variance_groups"] == 0 for line in run.steps())
 
 
 async def test_data_without_any_contrast_ends(run, monkeypatch):
     """Every group is dropped: no step, and the run ends with its data."""
-    monkeypatch.setattr("playing.reward", lambda gid, sample: 1.0)
+    monkeypatch.setattr("playing.reward", lambda group_id, sample: 1.0)
     run.configure(advantage={"zero_variance": "drop"}, steps=None)
     async with run.play(end=10):
         assert await run.learn() == 0, run.log()

@@ -31,9 +31,9 @@ from streamrl.learner.lineage import (
 def make(tmp_path):
     (tmp_path / "checkpoints").mkdir()
 
-    def lineage(epoch, *gids):
+    def lineage(epoch, *group_ids):
         made = Lineage(tmp_path, epoch)
-        made.add({"gid": gid, "rewards": [0.5]} for gid in gids)
+        made.add({"gid": group_id, "rewards": [0.5]} for group_id in group_ids)
         return made
 
     return lineage
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_for_the_second_file_alone_delays_both(tmp_path, mak
     """The ids are written before the groups fail; a repeat writes the groups and does not write the ids again."""
     lineage = make(1, 1)
     link = lineage.sync()
-    lineage.add({"gid": gid, "rewards": [0.5]} for gid in (2, 3))
+    lineage.add({"gid": group_id, "rewards": [0.5]} for group_id in (2, 3))
     room = (tmp_path / record_file(1)).stat().st_size + 5
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -212,13 +212,13 @@ def test_two_learners_with_one_number_the_later_one_published_it():
 
 
 @given(st.lists(st.integers(0, 10**6), unique=True, min_size=1), st.randoms())
-def test_the_digest_knows_no_order_and_sees_a_repeat(gids, random):
+def test_the_digest_knows_no_order_and_sees_a_repeat(group_ids, random):
     first, second = TrainedDigest(), TrainedDigest()
-    first.add(gids)
-    shuffled = list(gids)
+    first.add(group_ids)
+    shuffled = list(group_ids)
     random.shuffle(shuffled)
     second.add(shuffled)
     assert (first.count, first.hexdigest) == (second.count, second.hexdigest)
     again = TrainedDigest(first.count, first.hexdigest)
-    again.add([gids[0]])
+    again.add([group_ids[0]])
     assert again.hexdigest != first.hexdigest

@@ -79,13 +79,13 @@ async def test_a_killed_recorder_records_every_group_once(recording_run, point):
         found = await run.audit()
     assert (found.trained, found.dead, found.dropped) == (GROUPS, 0, 0)
     assert run.finished()["reason"] == "data"
-    groups = {group.gid: group for group in read_groups(run.run_dir)}
+    groups = {group.group_id: group for group in read_groups(run.run_dir)}
     assert sorted(groups) == list(range(GROUPS))
-    for gid, group in groups.items():
+    for group_id, group in groups.items():
         samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples]
-        assert [sample.tokens for sample in samples] == [response(gid, k, 0).tokens for k in range(3)]
+        assert [sample.tokens for sample in samples] == [response(group_id, k, 0).tokens for k in range(3)]
         assert [wire.decode(score, wire.SampleScore).value for _, score in group.samples] == [
-            reward(gid, k) for k in range(3)
+            reward(group_id, k) for k in range(3)
         ]
     assert await run.learn(name="recorder.0") == 0  # again: it is over
     assert await run.learn(name="learner.0") in {0, 78}, run.log()

@@ -74,11 +74,11 @@ def responses(*groups):
     """Groups of a prompt of so many tokens, with responses of so many."""
     random = np.random.default_rng(0)
     batch = []
-    for gid, (prompt, *lengths) in enumerate(groups):
+    for group_id, (prompt, *lengths) in enumerate(groups):
         ids = random.integers(3, VOCABULARY, prompt).astype(np.int32)
         for length in lengths:
             tokens = random.integers(3, VOCABULARY, length).astype(np.int32)
-            batch.append(train_sample(gid, ids, tokens, np.zeros(length, dtype=np.float32), 1.0))
+            batch.append(train_sample(group_id, ids, tokens, np.zeros(length, dtype=np.float32), 1.0))
     return batch
 
 

@@ -15,7 +15,7 @@ from streamrl.learner.rank_group import NOBODY, share
 BOUNDS = Limits(tokens=1 << 20, shared=1024, hidden=64)
 
 
-def group(gid, *lengths, advantage=1.0):
+def group(group_id, *lengths, advantage=1.0):
     samples = tuple(
         replace(
             ONE,
@@ -26,7 +26,9 @@ def group(gid, *lengths, advantage=1.0):
         )
         for length in lengths
     )
-    return TrainGroup(gid=gid, crashes=0, samples=samples, mixed_version=0, zero_gradient=not advantage, versions={})
+    return TrainGroup(
+        group_id=group_id, crashes=0, samples=samples, mixed_version=0, zero_gradient=not advantage, versions={}
+    )
 
 
 def work(samples):

@@ -67,8 +67,8 @@ def five_groups(actor):
     batch = [
         replace(
             sample,
-            reward=1.0 if sample.gid < 3 else float(place % 2),
-            steps=np.full(len(sample.tokens), 10 if sample.gid < 3 else 4),
+            reward=1.0 if sample.group_id < 3 else float(place % 2),
+            steps=np.full(len(sample.tokens), 10 if sample.group_id < 3 else 4),
         )
         for place, sample in enumerate(batch)
     ]
@@ -128,7 +128,7 @@ def test_several_passes_keep_the_policy_of_the_start_of_the_step(make):
     for number in range(2):
         order = np.random.default_rng([plain.recipe.seed, 10, number]).permutation(np.arange(6))
         for part in np.array_split(order, 3):
-            chosen = [sample for sample in known if sample.gid in part]
+            chosen = [sample for sample in known if sample.group_id in part]
             plain.accumulate(chosen, step=10)
             plain.apply_update(count_tokens(chosen))
     assert_same(weights(ours), weights(plain))
@@ -139,7 +139,7 @@ def test_the_order_in_which_groups_come_does_not_matter(make):
     ours, other = make(**settings), make(**settings)
     batch = estimated(rewarded(1, near=ours), ours)
     step(worker_of(ours, collected=True), batch, cuts=[2])
-    shuffled = sorted(batch, key=lambda sample: -sample.gid)
+    shuffled = sorted(batch, key=lambda sample: -sample.group_id)
     step(worker_of(other, collected=True), shuffled, cuts=[1, 5])
     assert_same(weights(ours), weights(other))
 
@@ -285,7 +285,7 @@ def test_a_discarded_step_leaves_nothing(make):
     ours, clean = make(passes=2), make(passes=2)
     batch = estimated(rewarded(8, near=ours), ours)
     worker = worker_of(ours, collected=True)
-    assert worker.train([0, 1], [sample for sample in batch if sample.gid < 2])
+    assert worker.train([0, 1], [sample for sample in batch if sample.group_id < 2])
     worker.discard()
     for one, its_worker in ((ours, worker), (clean, worker_of(clean, collected=True))):
         step(its_worker, estimated(rewarded(9, near=clean), one), at=11)

@@ -54,12 +54,12 @@ class Table:
         for _ in range(times):
             await self.player.once()
 
-    def save(self, epoch: int, step: int, gids) -> Meta:
-        """A checkpoint without weights whose chain holds `gids`."""
+    def save(self, epoch: int, step: int, group_ids) -> Meta:
+        """A checkpoint without weights whose chain holds `group_ids`."""
         log = EpochFile(self.checkpoints.folder, trained_file(epoch))
-        log.append(b"".join(b"%d\n" % gid for gid in gids))
+        log.append(b"".join(b"%d\n" % group_id for group_id in group_ids))
         digest = TrainedDigest()
-        digest.add(gids)
+        digest.add(group_ids)
         self.checkpoints.begin((epoch, step))
         meta = Meta(
             epoch=epoch,
@@ -77,16 +77,16 @@ class Table:
 
 
 def set_aside(buffer: TrainBuffer) -> set[int]:
-    return {group.gid for group in buffer._at(Stage.EQUAL_REWARDS)}
+    return {group.group_id for group in buffer._at(Stage.EQUAL_REWARDS)}
 
 
 def ids(groups) -> list[int]:
-    return [group.gid for group in groups]
+    return [group.group_id for group in groups]
 
 
-def equal(gid: int) -> bool:
+def equal(group_id: int) -> bool:
     """Whether the played rewards of a group are all the same."""
-    return len({reward(gid, sample) for sample in range(3)}) == 1
+    return len({reward(group_id, sample) for sample in range(3)}) == 1
 
 
 async def test_a_step_from_candidates_to_retirement(table):
@@ -141,7 +141,7 @@ async def test_equal_rewards_keep_their_places_until_they_are_dropped(table):
     await table.play()
     await buffer.refresh()
     assert equal(0)
-    lost = [gid for gid in range(4) if equal(gid)]
+    lost = [group_id for group_id in range(4) if equal(group_id)]
     assert buffer.set_equal_aside(4) == len(lost)
     await table.play()
     await buffer.refresh()
@@ -234,12 +234,12 @@ async def test_a_group_that_kills_learners_is_tried_alone_and_then_dead(table):
         buffer = await table.buffer()
         await buffer.refresh()
         tried = buffer.choose(4, 0, last=False)
-        await buffer.begin([group for group in tried if group.gid == 0])
+        await buffer.begin([group for group in tried if group.group_id == 0])
     assert ids(tried) == [0]  # from the second time on alone
     buffer = await table.buffer()
     await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
-    assert [letter.gid for letter in letters] == [0]
+    assert [letter.group_id for letter in letters] == [0]
     assert ids(buffer.choose(4, 0, last=False)) == [1, 2, 3, 4]
 
 
@@ -283,21 +283,21 @@ async def test_a_foreign_message_is_a_dead_letter(table, payload):
     # The played reward worker scores without looking, so the learner is the first to decode.
     await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
-    assert [letter.gid for letter in letters] == [0]
+    assert [letter.group_id for letter in letters] == [0]
     assert ids(buffer.choose(2, 0, last=False)) == [1, 2]
 
 
 async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
-    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
+    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].group_id == 1 else None)
     await table.play()
     await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
-    assert [(letter.gid, "too long" in letter.why) for letter in letters] == [(1, True)]
+    assert [(letter.group_id, "too long" in letter.why) for letter in letters] == [(1, True)]
 
 
 async def test_dead_groups_that_are_to_be_replayed_are_more_data(table):
     table.player.end = 2
-    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].gid == 1 else None)
+    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].group_id == 1 else None)
     await table.play()
     assert await buffer.ended()
     ended = Finished(reason="data", step=1, version=1, epoch=1, epochs=1)
@@ -416,7 +416,7 @@ def test_a_group_is_opened_with_its_numbers():
     )
     other = wire.Sample(tokens=wire.pack_int32([7]), logprobs=wire.pack_float32([-1]), runs=[(0, 5)], finish="stop")
     closed = ClosedGroup(
-        gid=9, size=3, attempt=0, version=3, crashes=0, causes={1: "engine"},
+        group_id=9, size=3, attempt=0, version=3, crashes=0, causes={1: "engine"},
         prompt=wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]))),
         samples={
             0: (wire.encode(sample), wire.encode(wire.SampleScore(value=1.0))),
@@ -449,6 +449,6 @@ def test_a_group_is_opened_with_its_numbers():
 
 
 def test_played_rewards_have_both_kinds():
-    spread = [len({reward(gid, sample) for sample in range(3)}) for gid in range(20)]
+    spread = [len({reward(group_id, sample) for sample in range(3)}) for group_id in range(20)]
     assert 1 in spread
     assert 2 in spread

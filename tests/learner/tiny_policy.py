@@ -99,10 +99,12 @@ def run_config(
     )
 
 
-def train_sample(gid: int, prompt: Any, tokens: Any, logprobs: Any, advantage: float, step: int = 0) -> TrainSample:
+def train_sample(
+    group_id: int, prompt: Any, tokens: Any, logprobs: Any, advantage: float, step: int = 0
+) -> TrainSample:
     """A response whose tokens all have one advantage and were sampled at one step."""
     sample = TrainSample(
-        gid, prompt, tokens, logprobs, np.full(len(tokens), step, dtype=np.int64), advantage, np.zeros(len(tokens))
+        group_id, prompt, tokens, logprobs, np.full(len(tokens), step, dtype=np.int64), advantage, np.zeros(len(tokens))
     )
     return with_advantage(sample, advantage)
 
@@ -120,13 +122,13 @@ def make_batch(seed: int, groups: int = 4, size: int = 4, *, zero: int = 0, long
         return random.integers(0, VOCABULARY, count).astype(np.int32)
 
     batch = []
-    for gid in range(groups):
+    for group_id in range(groups):
         prompt = ids(int(random.integers(1, 12)))
         for _ in range(size):
             tokens = ids(int(random.integers(1, longest)))
             logprobs = random.normal(-3, 1, len(tokens)).astype(np.float32)
-            advantage = 0.0 if gid < zero else float(random.normal())
-            batch.append(train_sample(gid, prompt, tokens, logprobs, advantage))
+            advantage = 0.0 if group_id < zero else float(random.normal())
+            batch.append(train_sample(group_id, prompt, tokens, logprobs, advantage))
     return batch
 
 

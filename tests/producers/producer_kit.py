@@ -168,15 +168,15 @@ class Hands:
         leases = await self.lease(self.ledger.keys.prompts)
         for lease in leases:
             work = await self.ledger.open_work(lease)
-            self.prompts.setdefault(lease.gid, []).append(decode(work.prompt, Prompt).text)
+            self.prompts.setdefault(lease.group_id, []).append(decode(work.prompt, Prompt).text)
             for sample in work.missing:
                 await self.ledger.emit(lease, sample, payload(version))
-        return [lease.gid for lease in leases]
+        return [lease.group_id for lease in leases]
 
-    async def score(self, value=lambda gid, sample: 1.0):
+    async def score(self, value=lambda group_id, sample: 1.0):
         leases = await self.lease(self.ledger.keys.rollouts)
         for lease in leases:
-            found = value(lease.gid, lease.sample)
+            found = value(lease.group_id, lease.sample)
             if found is None:
                 await self.ledger.fail_score(lease, "no score")
             else:

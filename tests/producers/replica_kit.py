@@ -32,21 +32,21 @@ async def admit(run, ledger, count, samples=2):
     path = run.held_out if ledger.evaluation else run.train
     data = load_prompts(path, Tokenizer.load(config.model), PromptLimits(16, config.model.context))
     admitter = Admitter(
-        ledger, AdmissionTerms("f", samples, 1, 1000, 1000, 1000), lambda gid: data.prompts[gid % len(data)]
+        ledger, AdmissionTerms("f", samples, 1, 1000, 1000, 1000), lambda group_id: data.prompts[group_id % len(data)]
     )
     await admitter.locate()
     await admitter.admit(1, limit=count)
 
 
-async def samples_of(ledger, gid):
+async def samples_of(ledger, group_id):
     """Samples that are in the hash of a group."""
-    fields = await ledger.connection.read("HGETALL", ledger.keys.group(gid))
+    fields = await ledger.connection.read("HGETALL", ledger.keys.group(group_id))
     pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
     return {int(key[2:]): value for key, value in pairs if key.startswith(b"s:")}
 
 
 async def emitted(ledger, count):
-    return sum([len(await samples_of(ledger, gid)) for gid in await ledger.oldest_live(100)]) >= count
+    return sum([len(await samples_of(ledger, group_id)) for group_id in await ledger.oldest_live(100)]) >= count
 
 
 def check_sample(model, prompt, sample):

@@ -190,12 +190,12 @@ def test_permutations_are_frozen_and_differ():
 
 def test_every_epoch_has_every_prompt_once_in_any_order_of_asking(tmp_path, tokenizer):
     data = load_prompts(write(tmp_path / "p.jsonl", *[{"prompt": str(n)} for n in range(7)]), tokenizer, LIMITS)
-    forward = [data.index(gid, 3, shuffle=True) for gid in range(21)]
+    forward = [data.index(group_id, 3, shuffle=True) for group_id in range(21)]
     for start in (0, 7, 14):
         assert sorted(forward[start : start + 7]) == list(range(7))
-    assert [data.index(gid, 3, shuffle=True) for gid in reversed(range(21))] == forward[::-1]
+    assert [data.index(group_id, 3, shuffle=True) for group_id in reversed(range(21))] == forward[::-1]
     assert forward[:7] != forward[7:14]
-    assert [data.index(gid, 3, shuffle=False) for gid in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert [data.index(group_id, 3, shuffle=False) for group_id in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
 def test_the_fingerprint_changes_with_everything_a_prompt_depends_on(tmp_path, tokenizer, chat_tokenizer):

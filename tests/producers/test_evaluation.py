@@ -56,13 +56,13 @@ async def test_rounds_lines_and_accuracy(run, hands_of):
             await publish(ledgers, 1)
             # group 1: 0.5 is not above the threshold; group 2: one response has no score
             values = {(0, 0): 1, (0, 1): 1, (1, 0): 1, (1, 1): 0.5, (2, 0): None, (2, 1): 1, (3, 0): 0, (3, 1): 0}
-            await answer_round(hands, run, 4, lambda gid, sample: values[gid, sample])
+            await answer_round(hands, run, 4, lambda group_id, sample: values[group_id, sample])
             await until(lambda: "accuracy" in role.status)
             assert role.status["accuracy"] == pytest.approx(4 / 7)  # 4 right of 7 scored
             assert (role.status["accuracy_version"], role.status["evaluated"]) == (1, 4)
             await publish(ledgers, 2)  # one version later is not due yet
             await publish(ledgers, 3)
-            await answer_round(hands, run, 8, lambda gid, sample: 1.0)
+            await answer_round(hands, run, 8, lambda group_id, sample: 1.0)
             await until(lambda: role.status["accuracy_version"] == 3)
             assert (role.status["accuracy"], role.status["evaluated"]) == (1.0, 8)
         state = await ledgers.evaluation.state()
@@ -73,8 +73,8 @@ async def test_rounds_lines_and_accuracy(run, hands_of):
     assert found[2] == {
         "gid": 2, "line": 2, "round": 1, "version_min": 3, "version_max": 4, "scores": [1.0], "right": 1, "dead": 1,
     }  # fmt: skip
-    assert [found[gid]["round"] for gid in range(8)] == [1] * 4 + [3] * 4
-    assert [found[gid]["line"] for gid in range(8)] == [0, 1, 2, 3, 4, 5, 0, 1]  # round and round the file
+    assert [found[group_id]["round"] for group_id in range(8)] == [1] * 4 + [3] * 4
+    assert [found[group_id]["line"] for group_id in range(8)] == [0, 1, 2, 3, 4, 5, 0, 1]  # round and round the file
     assert [prompts for _, prompts in sorted(hands.prompts.items())] == [[f"h{n}"] for n in (0, 1, 2, 3, 4, 5, 0, 1)]
     records = [orjson.loads(row) for row in (run.run_dir / "metrics" / "feeder.0.jsonl").read_bytes().splitlines()]
     rounds = [(row["version"], row["responses"]) for row in records if row.get("kind") == "evaluation"]
@@ -92,7 +92,7 @@ async def test_dead_groups_do_not_block_a_round(run, hands_of):
             hands.dead = 1
             for lease in leases[1:]:
                 await ledgers.evaluation.emit(lease, 0, payload(3))
-            await answer_round(hands, run, 3, lambda gid, sample: 1.0)
+            await answer_round(hands, run, 3, lambda group_id, sample: 1.0)
             await until(lambda: role.status.get("accuracy_version") == 1)
             assert role.status["accuracy"] == 1.0
 
@@ -106,12 +106,12 @@ async def test_a_roll_back_of_a_finished_round_takes_nothing_from_the_next(run, 
         await publish(ledgers, 1)
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             hands.dead = 0 if dead is None else 1
-            await answer_round(hands, run, 6, lambda gid, sample: None if gid == dead else 0.0)
+            await answer_round(hands, run, 6, lambda group_id, sample: None if group_id == dead else 0.0)
             await until(lambda: role.status.get("accuracy_version") == 1)
             await until(lambda: retired(ledgers))
             await ledgers.connection.read("HSET", ledgers.evaluation.keys.state, "cursor", "2")
             await publish(ledgers, 2)
-            await answer_round(hands, run, 12, lambda gid, sample: 1.0)
+            await answer_round(hands, run, 12, lambda group_id, sample: 1.0)
             await until(lambda: role.status.get("accuracy_version") == 2)
             assert role.status["accuracy"] == 1.0
     found = [line for line in lines(run) if line["round"] == 2]
@@ -131,11 +131,11 @@ async def test_a_replayed_group_counts_to_the_round_it_was_asked_in(run, hands_o
         await publish(ledgers, 1)
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             hands.dead = 1
-            await answer_round(hands, run, 3, lambda gid, sample: 1.0 if gid != 1 else None)
+            await answer_round(hands, run, 3, lambda group_id, sample: 1.0 if group_id != 1 else None)
             await publish(ledgers, 2)
             assert await replay(ledgers.evaluation, 1, budget=10, hard_cap=10) is ReplayOutcome.REPLAYED
             hands.dead = 0
-            await answer_round(hands, run, 3, lambda gid, sample: 0.0)
+            await answer_round(hands, run, 3, lambda group_id, sample: 0.0)
             await until(lambda: role.status.get("accuracy") == pytest.approx(2 / 3))
     assert {line["gid"]: line["round"] for line in lines(run)} == {0: 1, 1: 1, 2: 1}
 
@@ -164,7 +164,7 @@ async def test_the_board_shows_a_round_the_moment_it_is_complete(run, hands_of):
         hands = hands_of(ledgers)
         await publish(ledgers, 1)
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # nothing here beats for the role
-            await answer_round(hands, run, 4, lambda gid, sample: 1.0)
+            await answer_round(hands, run, 4, lambda group_id, sample: 1.0)
             await until(lambda: role.status.get("accuracy_version") == 1)
             board = {}
             async with asyncio.timeout(30):
@@ -197,13 +197,13 @@ async def test_a_restart_in_mid_round_finishes_that_round(run, hands_of):
         hands = hands_of(ledgers)
         await publish(ledgers, 1)
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
-            await answer_round(hands, run, 3, lambda gid, sample: 0.0)
+            await answer_round(hands, run, 3, lambda group_id, sample: 0.0)
             assert "accuracy" not in role.status
         await publish(ledgers, 2)
         await hands.answer()
-        await hands.score(lambda gid, sample: 1.0)
+        await hands.score(lambda group_id, sample: 1.0)
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
-            await answer_round(hands, run, 6, lambda gid, sample: 1.0)
+            await answer_round(hands, run, 6, lambda group_id, sample: 1.0)
             await until(lambda: role.status.get("accuracy_version") == 1)
             assert role.status["accuracy"] * 6 == pytest.approx(sum(line["right"] for line in lines(run)[:6]))
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
@@ -267,7 +267,7 @@ async def test_other_held_out_prompts_are_refused_and_a_torn_line_is_cut(run, ha
         hands = hands_of(ledgers)
         await publish(ledgers, 1)
         async with run.running(run_feeder, "feeder.0", ledgers):
-            await answer_round(hands, run, 2, lambda gid, sample: 1.0)
+            await answer_round(hands, run, 2, lambda group_id, sample: 1.0)
         path = run.run_dir / "evaluation.jsonl"
         whole = path.read_bytes()
         path.write_bytes(whole + b'{"gid": 9, "li')
@@ -281,12 +281,12 @@ async def test_other_held_out_prompts_are_refused_and_a_torn_line_is_cut(run, ha
 def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
     log = EvaluationLog(tmp_path)
     assert (log.watermark, log.read_round()) == (0, None)
-    groups = [EvaluatedGroup(gid, gid, 7, 7, 8, [1.0, 0.0], 1) for gid in (0, 1, 3)]
+    groups = [EvaluatedGroup(group_id, group_id, 7, 7, 8, [1.0, 0.0], 1) for group_id in (0, 1, 3)]
     log.append(groups[:2])
     log.append(groups)
     log.write_round(EvaluationRound(7, 0, 4))
     for known in (log, EvaluationLog(tmp_path)):
-        assert (known.gids, known.watermark) == ({0, 1, 3}, 2)
+        assert (known.group_ids, known.watermark) == ({0, 1, 3}, 2)
         assert (known.rounds[7].right, known.rounds[7].scored) == (3, 6)
         assert known.read_round() == EvaluationRound(7, 0, 4)
     (tmp_path / "evaluation-round.json").write_text("{")
@@ -303,7 +303,7 @@ async def test_kill_9_of_the_feeder_in_mid_round(run, hands_of):
             process = run.spawn("streamrl.producers.feeder:run_feeder", "feeder.0")
             try:
                 async with asyncio.timeout(40):
-                    await answer_round(hands, run, count, lambda gid, sample: 1.0)
+                    await answer_round(hands, run, count, lambda group_id, sample: 1.0)
                 if count == 6:
                     await until(lambda: shown(ledgers))
             finally:

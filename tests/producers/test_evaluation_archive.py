@@ -17,7 +17,7 @@ async def evaluated(run, ledgers, until_there: int, version: int) -> None:
     async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
         while role.status.get("evaluated", 0) < until_there:
             await hands.answer(version=version)
-            await hands.score(lambda gid, sample: float(gid))
+            await hands.score(lambda group_id, sample: float(group_id))
         await until(lambda: role.status.get("accuracy_version") == version)
         assert role.status["archive_lost"] == 0
 
@@ -28,7 +28,7 @@ async def test_evaluated_groups_are_archived(run):
         await evaluated(run, ledgers, 3, version=1)
         await evaluated(run, ledgers, 6, version=2)
     groups = list(read_archive(run.run_dir, evaluation=True))
-    assert [group.gid for group in groups] == [0, 1, 2, 3, 4, 5]
+    assert [group.group_id for group in groups] == [0, 1, 2, 3, 4, 5]
     assert all(group.prompt.evaluation for group in groups)
     assert [[sample.score.value for sample in group.samples] for group in groups] == [[float(n)] * 2 for n in range(6)]
     assert archive_files(run.run_dir) == []
@@ -40,12 +40,12 @@ async def test_a_group_that_was_evaluated_before_a_roll_back_is_not_archived_ane
     run.evaluate(prompts=3, samples=1).set(None, archive=ArchiveConfig(enabled=True).model_dump())
     async with run.open() as ledgers:
         await evaluated(run, ledgers, 3, version=1)
-        before = {group.gid: group.raw for group in read_archive(run.run_dir, evaluation=True)}
+        before = {group.group_id: group.raw for group in read_archive(run.run_dir, evaluation=True)}
         await ledgers.connection.read("HSET", ledgers.evaluation.keys.state, "cursor", "1")
         await evaluated(run, ledgers, 6, version=2)
-    after = {group.gid: group.raw for group in read_archive(run.run_dir, evaluation=True)}
+    after = {group.group_id: group.raw for group in read_archive(run.run_dir, evaluation=True)}
     assert set(after) == {0, 1, 2, 3, 4, 5}
-    assert {gid: after[gid] for gid in before} == before
+    assert {group_id: after[group_id] for group_id in before} == before
 
 
 async def test_without_an_archive_there_is_none(run):
@@ -57,6 +57,6 @@ async def test_without_an_archive_there_is_none(run):
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             while role.status.get("evaluated", 0) < 3:
                 await hands.answer(version=1)
-                await hands.score(lambda gid, sample: 1.0)
+                await hands.score(lambda group_id, sample: 1.0)
             assert "archived" not in role.status
     assert not (run.run_dir / ARCHIVE).exists()

@@ -32,7 +32,9 @@ def expected(run, count):
     """What each group must ask, from the pure function alone."""
     config = run.config
     data = load_prompts(config.data.train, Tokenizer.load(config.model), PromptLimits(16, 64))
-    return {gid: [f"p{data.index(gid, config.seed, shuffle=config.data.shuffle)}"] for gid in range(count)}
+    return {
+        group_id: [f"p{data.index(group_id, config.seed, shuffle=config.data.shuffle)}"] for group_id in range(count)
+    }
 
 
 async def test_all_epochs_in_order_within_the_budget_and_the_end_is_announced(run):
@@ -196,7 +198,7 @@ async def test_dead_groups_that_are_replayed_are_admitted_as_room_comes(run):
 
 
 class Scoring:
-    """A reward worker by hand; `cause(gid, sample)` is why a sample dies, None scores it."""
+    """A reward worker by hand; `cause(group_id, sample)` is why a sample dies, None scores it."""
 
     def __init__(self, hands, cause):
         self.hands, self.cause = hands, cause
@@ -204,7 +206,7 @@ class Scoring:
     async def once(self):
         await self.hands.answer(0)
         for one in await self.hands.lease(self.hands.ledger.keys.rollouts):
-            why = self.cause(one.gid, one.sample)
+            why = self.cause(one.group_id, one.sample)
             if why is None:
                 await self.hands.ledger.score(one, encode(SampleScore(value=1.0)))
             else:
@@ -217,8 +219,8 @@ class Scoring:
                 await asyncio.sleep(0)
 
 
-def broken(gid, sample):
-    return f"ValueError: I cannot read 'response {gid}' (3 attempts) [mine]"
+def broken(group_id, sample):
+    return f"ValueError: I cannot read 'response {group_id}' (3 attempts) [mine]"
 
 
 async def test_a_run_in_which_all_fail_alike_ends_early_and_names_the_cause(run):
@@ -234,7 +236,7 @@ async def test_a_run_in_which_all_fail_alike_ends_early_and_names_the_cause(run)
         state = await ledgers.train.state()
         assert 32 <= state.dead < 120  # long before max_dead
         async with run.running(run_feeder, "feeder.0", ledgers) as (_, task):  # mended: what is old does not count
-            scoring.cause = lambda gid, sample: None
+            scoring.cause = lambda group_id, sample: None
             cursor = state.cursor
             while (await ledgers.train.state()).cursor < cursor + 8:
                 await scoring.once()
@@ -249,9 +251,11 @@ async def test_a_run_in_which_all_fail_alike_ends_early_and_names_the_cause(run)
 @pytest.mark.parametrize(
     "cause",
     [
-        lambda gid, sample: broken(gid, sample) if sample or gid else None,  # one has a score, in a group that dies
-        lambda gid, sample: broken(gid, sample) if gid != 7 else "TypeError: another one [mine]",
-        lambda gid, sample: broken(gid, sample) if gid % 5 == 0 else None,
+        lambda group_id, sample: (
+            broken(group_id, sample) if sample or group_id else None
+        ),  # one has a score, in a group that dies
+        lambda group_id, sample: broken(group_id, sample) if group_id != 7 else "TypeError: another one [mine]",
+        lambda group_id, sample: broken(group_id, sample) if group_id % 5 == 0 else None,
     ],
 )
 async def test_a_run_in_which_not_all_fail_alike_goes_on(run, cause):
@@ -280,10 +284,10 @@ class AnsweredGroups:
         found.waiting = await hands.lease(train.keys.rollouts)
         return found
 
-    async def fail(self, *, gids=range(100), samples=range(4)):
-        for one in [one for one in self.waiting if one.gid in gids and one.sample in samples]:
+    async def fail(self, *, group_ids=range(100), samples=range(4)):
+        for one in [one for one in self.waiting if one.group_id in group_ids and one.sample in samples]:
             self.waiting.remove(one)
-            await self.train.fail_score(one, broken(one.gid, one.sample))
+            await self.train.fail_score(one, broken(one.group_id, one.sample))
 
     async def score_one(self):
         await self.train.score(self.waiting.pop(0), encode(SampleScore(value=1.0)))
@@ -309,11 +313,11 @@ async def test_fast_failures_end_no_run_while_other_samples_of_their_groups_are_
 async def test_groups_that_died_fast_end_no_run_while_an_older_one_is_judged(run, oldest_fails):
     async with run.open() as ledgers:
         groups = await AnsweredGroups.of(run, ledgers.train, 20)
-        await groups.fail(gids=range(1, 20))
+        await groups.fail(group_ids=range(1, 20))
         await groups.guard.check()
         if not oldest_fails:
             await groups.score_one()
-        await groups.fail(gids=[0])
+        await groups.fail(group_ids=[0])
         if oldest_fails:
             with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
                 await groups.guard.check()
@@ -324,7 +328,7 @@ async def test_groups_that_died_fast_end_no_run_while_an_older_one_is_judged(run
 async def test_a_group_that_dies_while_the_guard_looks_is_seen_at_the_next_look(run, monkeypatch):
     async with run.open() as ledgers:
         groups = await AnsweredGroups.of(run, ledgers.train, 20)
-        await groups.fail(gids=range(1, 20))
+        await groups.fail(group_ids=range(1, 20))
         read = ledgers.train.oldest_live
 
         async def dies_after_the_read(count):
@@ -346,7 +350,9 @@ async def test_a_replay_that_admits_nothing_uses_up_no_trial_of_a_run_that_drops
         for one in await Hands(ledgers.train).lease(ledgers.train.keys.prompts):
             await ledgers.train.fail_prompt(one, "broken")
         await ledgers.train.queue_replays([0, 1])
-        [thrown_away] = [one.entry for one in await ledgers.train.dead_letters() if (one.gid, one.sample) == (0, None)]
+        [thrown_away] = [
+            one.entry for one in await ledgers.train.dead_letters() if (one.group_id, one.sample) == (0, None)
+        ]
         await ledgers.train.drop_dead([thrown_away])
         training._waste.allowed = 2
         await training._replay()
@@ -429,7 +435,7 @@ async def test_redis_goes_back_in_time_and_the_same_prompts_come_again(run):
             await until(lambda: finished(ledgers.train))
             while await again.answer():
                 pass
-    assert again.prompts == {gid: prompt for gid, prompt in expected(run, 10).items() if gid >= 7}
+    assert again.prompts == {group_id: prompt for group_id, prompt in expected(run, 10).items() if group_id >= 7}
 
 
 async def finished(ledger):
@@ -446,8 +452,8 @@ async def test_redis_is_killed_under_the_feeder(run):
             while (await ledgers.train.state()).done is None:
                 await hands.step()
             await hands.step()
-    texts = {gid: set(prompts) for gid, prompts in hands.prompts.items()}
-    assert texts == {gid: set(prompts) for gid, prompts in expected(run, 10).items()}
+    texts = {group_id: set(prompts) for group_id, prompts in hands.prompts.items()}
+    assert texts == {group_id: set(prompts) for group_id, prompts in expected(run, 10).items()}
 
 
 async def test_room_is_filled_at_once_and_waiting_is_cheap(run):
@@ -489,8 +495,8 @@ async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run
         async def drop_all() -> None:
             await hands.answer()
             await hands.score()
-            for gid in await train.closed():
-                await train.drop(hands.nonce, gid, "stale")
+            for group_id in await train.closed():
+                await train.drop(hands.nonce, group_id, "stale")
 
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             await ledgers.roles.beat("rollout.0", {"version": 0, "state": "ready"}, 60)

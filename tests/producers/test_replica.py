@@ -49,10 +49,10 @@ async def test_the_response_behind_the_group_is_greedy_and_says_so(small):
             await until(lambda: emitted(ledgers.train, 15))
             await until(lambda: emitted(ledgers.evaluation, 6))
         model = tiny_model(1).eval()
-        for gid in range(3):
-            samples = {at: decode(data, Sample) for at, data in (await samples_of(ledgers.train, gid)).items()}
+        for group_id in range(3):
+            samples = {at: decode(data, Sample) for at, data in (await samples_of(ledgers.train, group_id)).items()}
             assert [samples[at].greedy for at in range(5)] == [False] * 4 + [True]
-            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(gid), "prompt"), Prompt)
+            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(group_id), "prompt"), Prompt)
             ids = torch.tensor([[*prompt.token_ids.tolist(), *samples[4].token_ids.tolist()]])
             with torch.no_grad():
                 best = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
@@ -75,15 +75,18 @@ async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_rig
             await until(lambda: emitted(ledgers.evaluation, 3))
             assert role.is_ready
         model = tiny_model(1).eval()
-        for gid in range(5):
-            found = await samples_of(ledgers.train, gid)
+        for group_id in range(5):
+            found = await samples_of(ledgers.train, group_id)
             assert sorted(found) == [0, 1, 2, 3]
-            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(gid), "prompt"), Prompt)
+            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(group_id), "prompt"), Prompt)
             for data in found.values():
                 sample = decode(data, Sample)
                 check_sample(model, prompt, sample)
                 assert (sample.runs, len(sample.token_ids)) == ([(0, 1)], 12)
-        assert len({bytes(data) for gid in range(5) for data in (await samples_of(ledgers.train, gid)).values()}) == 20
+        assert (
+            len({bytes(data) for group_id in range(5) for data in (await samples_of(ledgers.train, group_id)).values()})
+            == 20
+        )
         assert role.status["tokens"] == 23 * 12
         assert role.status["version"] == 1
     rows = [orjson.loads(row) for row in (small.run_dir / "metrics" / "rollout.0.jsonl").read_bytes().splitlines()]
@@ -326,11 +329,13 @@ async def test_a_prompt_that_is_no_message_is_a_dead_letter(small):
         await learner.hands.fence()
         await learner.publish(1)
         terms = AdmissionTerms("f", 2, 1, 100, 100, 100)
-        await Admitter(ledgers.train, terms, lambda gid: payload(1) if gid else b"\x00garbage").admit(1, limit=2)
+        await Admitter(ledgers.train, terms, lambda group_id: payload(1) if group_id else b"\x00garbage").admit(
+            1, limit=2
+        )
         async with small.running(run_rollout, "rollout.0", ledgers):
             await until(lambda: settled(ledgers.train))
         letters = await ledgers.train.dead_letters()
-        assert {letter.gid for letter in letters} == {0, 1}
+        assert {letter.group_id for letter in letters} == {0, 1}
         assert any(letter.why == "not a prompt" for letter in letters)
 
 

@@ -255,9 +255,9 @@ async def test_servers_die_come_back_are_added_and_removed_while_a_replica_works
             await until(alone)
         models = {number: tiny_model(number).eval() for number in (1, 2)}
         seen = set()
-        for gid in range(5):
-            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(gid), "prompt"), Prompt)
-            for data in (await samples_of(ledgers.train, gid)).values():
+        for group_id in range(5):
+            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(group_id), "prompt"), Prompt)
+            for data in (await samples_of(ledgers.train, group_id)).values():
                 sample = decode(data, Sample)
                 assert len(sample.token_ids) == 300
                 if len(sample.runs) == 1:

@@ -77,9 +77,9 @@ async def close_group(ledger: Ledger, cursor: int, samples: int = 2, **changed: 
         await ledger.score(sample, b"score %d.%d" % (cursor, sample.sample or 0))
 
 
-async def replay(ledger: Ledger, gid: int, **bounds: int) -> ReplayOutcome:
+async def replay(ledger: Ledger, group_id: int, **bounds: int) -> ReplayOutcome:
     """Admit one dead group again."""
-    return (await ledger.replay_each([gid], **bounds))[gid]
+    return (await ledger.replay_each([group_id], **bounds))[group_id]
 
 
 async def everything(ledger: Ledger) -> dict[str, Any]:
@@ -128,7 +128,7 @@ async def faults(ledger: Ledger) -> list[Any]:
     """
     keys, call = ledger.keys, ledger.connection.read
     bad: list[Any] = []
-    live = {int(gid) for gid in await call("ZRANGE", keys.live, 0, -1)}
+    live = {int(group_id) for group_id in await call("ZRANGE", keys.live, 0, -1)}
     prefix = keys.group(0).removesuffix("0")
     hashes = {
         int(key.removeprefix(prefix)): value
@@ -146,10 +146,10 @@ async def faults(ledger: Ledger) -> list[Any]:
     scored = Counter(int(f[b"g"]) for _, f in await entries(keys.scored))
     for name, counter in (("prompts", prompts), ("rollouts", rollouts), ("scored", scored)):
         bad += [("twice", name, place) for place, times in counter.items() if times > 1]
-    dangling = (set(prompts) | {gid for gid, _ in rollouts} | set(scored)) - live
-    bad += [("entry of a group that is not live", gid) for gid in dangling]
-    for gid, known in hashes.items():
-        bad += _group_faults(gid, known, prompts, rollouts, scored)
+    dangling = (set(prompts) | {group_id for group_id, _ in rollouts} | set(scored)) - live
+    bad += [("entry of a group that is not live", group_id) for group_id in dangling]
+    for group_id, known in hashes.items():
+        bad += _group_faults(group_id, known, prompts, rollouts, scored)
     for stream in (keys.prompts, keys.rollouts):
         pending = {row[0].decode() for row in await call("XPENDING", stream, GROUP, "-", "+", 100_000)}
         (group,) = await call("XINFO", "GROUPS", stream)
@@ -160,7 +160,7 @@ async def faults(ledger: Ledger) -> list[Any]:
     return bad
 
 
-def _group_faults(gid: int, known: dict[bytes, bytes], prompts: Any, rollouts: Any, scored: Any) -> list[Any]:
+def _group_faults(group_id: int, known: dict[bytes, bytes], prompts: Any, rollouts: Any, scored: Any) -> list[Any]:
     bad: list[Any] = []
     todo = left = failed = waiting = 0
     whole = b"whole" in known
@@ -170,18 +170,18 @@ def _group_faults(gid: int, known: dict[bytes, bytes], prompts: Any, rollouts: A
         left += not score and not cause
         failed += cause
         waiting += payload and not score and not cause
-        if ((gid, str(k)) in rollouts) != (payload and not score and not cause and not whole):
-            bad.append(("sample in the wrong place", gid, k))
+        if ((group_id, str(k)) in rollouts) != (payload and not score and not cause and not whole):
+            bad.append(("sample in the wrong place", group_id, k))
         if whole and score and known[b"st"] == b"open":
-            bad.append(("scored alone", gid, k))
+            bad.append(("scored alone", group_id, k))
         if score and cause:
-            bad.append(("score and cause of death", gid, k))
+            bad.append(("score and cause of death", group_id, k))
     if [todo, left, failed] != [int(known[name]) for name in (b"todo", b"left", b"nx")]:
-        bad.append(("counters", gid, todo, left, failed, known))
-    if ((gid, ALL_SAMPLES) in rollouts) != (whole and waiting > 0 and todo == 0):
-        bad.append(("group in the wrong place", gid))
-    if (gid in prompts) != (todo > 0):
-        bad.append(("prompt in the wrong place", gid))
-    if not (gid in scored) == (left == 0) == (known[b"st"] == b"closed"):
-        bad.append(("closed", gid, left, known[b"st"]))
+        bad.append(("counters", group_id, todo, left, failed, known))
+    if ((group_id, ALL_SAMPLES) in rollouts) != (whole and waiting > 0 and todo == 0):
+        bad.append(("group in the wrong place", group_id))
+    if (group_id in prompts) != (todo > 0):
+        bad.append(("prompt in the wrong place", group_id))
+    if not (group_id in scored) == (left == 0) == (known[b"st"] == b"closed"):
+        bad.append(("closed", group_id, left, known[b"st"]))
     return bad

@@ -62,7 +62,9 @@ async def test_the_room_of_these_tests_is_that_of_the_script(ledgers: Ledgers, b
         for held in range(live + 1):
             await read("DEL", keys.live)
             if live:
-                await read("ZADD", keys.live, *(word for gid in range(live) for word in (gid, f"old-{gid}")))
+                await read(
+                    "ZADD", keys.live, *(word for group_id in range(live) for word in (group_id, f"old-{group_id}"))
+                )
             await read("HSET", keys.state, "held", held)
             before = cursor
             while (found := await admit(ledgers.train, cursor, **bounds)).outcome is AdmitOutcome.ADMITTED:

@@ -17,7 +17,7 @@ def test_what_differs_from_sample_to_sample_makes_no_cause_of_its_own():
         letter(5, "fewer scored samples than min_group", sample=None, stage="close"),
     ]
     causes = by_cause(letters)
-    assert [[one.gid for one in cause.letters] for cause in causes] == [[1, 3, 5], [2], [4], [5]]
+    assert [[one.group_id for one in cause.letters] for cause in causes] == [[1, 3, 5], [2], [4], [5]]
     assert causes[0].newest.detail == "last"
     assert [(cause.samples, cause.groups) for cause in causes] == [(3, 0), (1, 0), (1, 0), (0, 1)]
 

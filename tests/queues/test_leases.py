@@ -40,7 +40,7 @@ async def test_both_ledgers_are_served_to_the_end(ledgers: Ledgers):
     async with working(ledgers, generating(done)) as leases:
         await until(lambda: len(done) == 20)
     assert leases.leased == 0
-    assert {(found.ledger.evaluation, found.gid) for found in done} == {
+    assert {(found.ledger.evaluation, found.group_id) for found in done} == {
         (e, g) for e in (True, False) for g in range(10)
     }
     assert await consumers(ledgers.train) == [], "the process took its name with it"
@@ -95,7 +95,7 @@ async def test_what_is_renewed_is_not_taken(ledgers: Ledgers):
             await until(lambda: others)
         let_go.set()
         await until(lambda: done)
-    assert [found.gid for found in others] == [1]
+    assert [found.group_id for found in others] == [1]
     assert [found.deliveries for found in done] == [1]
 
 
@@ -155,7 +155,7 @@ async def test_an_exception_of_a_handler_surfaces(ledgers: Ledgers, caplog):
 
     async def handle(found: Lease) -> None:
         await until(lambda: leases.leased == 2)
-        if found.gid == 1:
+        if found.group_id == 1:
             raise ZeroDivisionError("a bug")
         await forever(found)
 
@@ -243,7 +243,7 @@ async def test_the_entries_of_a_lost_read_are_found(run: RedisRun, tmp_path: Pat
             await until(lambda: proxy.lost == cursor + 1)  # noqa: B023
         await until(lambda: len(done) == 3)
     assert {found.deliveries for found in done} == {1}
-    assert {found.gid for found in done} == {0, 1, 2}
+    assert {found.group_id for found in done} == {0, 1, 2}
 
 
 async def test_a_handler_that_settles_nothing_is_counted(ledgers: Ledgers):

@@ -143,7 +143,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease(self, stage, count):
         for found in self.wait(lease(self.ledger, stage, "first", count)):
             (self.prompts if stage == "prompts" else self.wholes if found.is_group else self.samples).append(found)
-            group = self.groups[found.gid]
+            group = self.groups[found.group_id]
             assert found.attempt == group.attempt
             if stage == "prompts":
                 assert group.missing
@@ -158,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def known(self, lease: Lease) -> Group | None:
         """The open group of a lease, when it is still on that attempt."""
-        group = self.groups.get(lease.gid)
+        group = self.groups.get(lease.group_id)
         return group if group is not None and group.state == "open" and group.attempt == lease.attempt else None
 
     def awaits(self, lease: Lease) -> Group | None:
@@ -188,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
         held = data.draw(st.sampled_from(self.prompts))
         group = self.known(held)
         sample = sample % group.size if group is not None else sample
-        payload = b"%d.%d" % (held.gid, sample)
+        payload = b"%d.%d" % (held.group_id, sample)
         written = self.twice(lambda: self.ledger.emit(held, sample, payload), unchanged=False)
         assert written == (group is not None and sample in group.missing)
         if written:
@@ -203,7 +203,7 @@ class LedgerMachine(RuleBasedStateMachine):
         died = self.twice(lambda: self.ledger.fail_sample(held, sample, "engine"), unchanged=False)
         assert died == (group is not None and sample in group.missing)
         if died:
-            self.die(held.gid, [sample], "engine")
+            self.die(held.group_id, [sample], "engine")
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -213,7 +213,7 @@ class LedgerMachine(RuleBasedStateMachine):
         died = self.twice(lambda: self.ledger.fail_prompt(held, "prompt"), unchanged=False)
         assert died == (group is not None)
         if died:
-            self.die(held.gid, group.missing, "prompt")
+            self.die(held.group_id, group.missing, "prompt")
 
     @precondition(lambda self: self.samples)
     @rule(data=st.data())
@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group = self.awaits(held)
         assert (found is None) == (group is None)
         if found is not None:
-            assert (found.prompt, found.payload) == (b"prompt %d" % held.gid, group.payload[held.sample])
+            assert (found.prompt, found.payload) == (b"prompt %d" % held.group_id, group.payload[held.sample])
 
     @precondition(lambda self: self.samples)
     @rule(data=st.data())
@@ -237,7 +237,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group.score[held.sample] = b"s"
         state = group.close_if_complete()
         assert outcome is {"open": ScoreOutcome.SCORED, "closed": ScoreOutcome.CLOSED, "dead": ScoreOutcome.DEAD}[state]
-        self.settle(held.gid)
+        self.settle(held.group_id)
 
     @precondition(lambda self: self.samples)
     @rule(data=st.data())
@@ -247,30 +247,32 @@ class LedgerMachine(RuleBasedStateMachine):
         died = self.twice(lambda: self.ledger.fail_score(held, "reward"), unchanged=False)
         assert died == (group is not None)
         if died:
-            self.die(held.gid, [held.sample], "reward")
+            self.die(held.group_id, [held.sample], "reward")
 
     @precondition(lambda self: any(group.state == "open" for group in self.groups.values()))
     @rule(data=st.data(), scored=st.integers(0, 3))
     def finish_a_group(self, data, scored):
         """The honest way, so that closed and dead groups are common: the first `scored` samples succeed."""
-        gid = data.draw(st.sampled_from(sorted(gid for gid, group in self.groups.items() if group.state == "open")))
+        group_id = data.draw(
+            st.sampled_from(sorted(group_id for group_id, group in self.groups.items() if group.state == "open"))
+        )
         self.lease("prompts", 10)
-        prompt = [held for held in self.prompts if held.gid == gid][-1]
-        for k in self.groups[gid].missing:
-            assert self.wait(self.ledger.emit(prompt, k, b"%d.%d" % (gid, k)))
-            self.groups[gid].payload[k] = b"%d.%d" % (gid, k)
+        prompt = [held for held in self.prompts if held.group_id == group_id][-1]
+        for k in self.groups[group_id].missing:
+            assert self.wait(self.ledger.emit(prompt, k, b"%d.%d" % (group_id, k)))
+            self.groups[group_id].payload[k] = b"%d.%d" % (group_id, k)
         self.lease("rollouts", 100)
-        for held in [held for held in self.samples if held.gid == gid]:
+        for held in [held for held in self.samples if held.group_id == group_id]:
             group = self.awaits(held)
             if group is not None and len(group.score) < scored:
                 self.wait(self.ledger.score(held, b"s"))
                 group.score[held.sample] = b"s"
                 group.close_if_complete()
-                self.settle(gid)
+                self.settle(group_id)
             elif group is not None:
                 assert self.wait(self.ledger.fail_score(held, "reward"))
-                self.die(gid, [held.sample], "reward")
-        for held in [held for held in self.wholes if held.gid == gid]:
+                self.die(group_id, [held.sample], "reward")
+        for held in [held for held in self.wholes if held.group_id == group_id]:
             group = self.awaits(held)
             if group is not None:
                 self.settle_whole(held, sorted(group.waiting)[:scored])
@@ -285,25 +287,25 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         group.score |= scores
         group.doomed = group.doomed or bool(doom)
-        self.die(held.gid, list(causes), "compared")
+        self.die(held.group_id, list(causes), "compared")
         assert outcome is {"closed": ScoreOutcome.CLOSED, "dead": ScoreOutcome.DEAD}[group.state]
 
-    def die(self, gid: int, samples: list[int], why: str) -> None:
-        group = self.groups[gid]
+    def die(self, group_id: int, samples: list[int], why: str) -> None:
+        group = self.groups[group_id]
         for sample in list(samples):
             group.cause[sample] = why
-            self.letters.append((gid, sample))
+            self.letters.append((group_id, sample))
         group.close_if_complete()
-        self.settle(gid)
+        self.settle(group_id)
 
-    def settle(self, gid: int) -> None:
-        if self.groups[gid].state == "dead":
-            self.bury(gid)
+    def settle(self, group_id: int) -> None:
+        if self.groups[group_id].state == "dead":
+            self.bury(group_id)
 
-    def bury(self, gid: int) -> None:
-        self.letters.append((gid, None))
-        self.fates[gid] = "dead"
-        self.dead_groups[gid] = self.groups.pop(gid)
+    def bury(self, group_id: int) -> None:
+        self.letters.append((group_id, None))
+        self.fates[group_id] = "dead"
+        self.dead_groups[group_id] = self.groups.pop(group_id)
 
     @precondition(lambda self: self.prompts or self.samples or self.wholes)
     @rule(data=st.data(), name=st.sampled_from("bc"))
@@ -323,7 +325,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # The learner.
 
     def closed(self) -> list[int]:
-        return sorted(gid for gid, group in self.groups.items() if group.state == "closed")
+        return sorted(group_id for group_id, group in self.groups.items() if group.state == "closed")
 
     @rule(floor=st.integers(0, 3))
     def fence(self, floor):
@@ -338,59 +340,59 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.nonce)
     @rule(data=st.data(), publish=st.booleans())
     def step(self, data, publish):
-        gids = data.draw(st.lists(st.sampled_from(self.closed()), unique=True)) if self.closed() else []
-        self.twice(lambda: self.ledger.begin(self.nonce, gids))
-        for gid in gids:
-            self.groups[gid].crashes.add(self.nonce)
-            assert self.wait(self.ledger.read_group(gid)).crashes == len(self.groups[gid].crashes)
+        group_ids = data.draw(st.lists(st.sampled_from(self.closed()), unique=True)) if self.closed() else []
+        self.twice(lambda: self.ledger.begin(self.nonce, group_ids))
+        for group_id in group_ids:
+            self.groups[group_id].crashes.add(self.nonce)
+            assert self.wait(self.ledger.read_group(group_id)).crashes == len(self.groups[group_id].crashes)
         if data.draw(st.booleans()):
             return  # it crashes inside the step
         self.held = data.draw(st.integers(0, len(self.closed())))
         number = self.version_number + 1
         manifest = b"m%d" % number if publish else None
-        self.twice(lambda: self.ledger.consume(self.nonce, self.held, number, manifest, gids))
+        self.twice(lambda: self.ledger.consume(self.nonce, self.held, number, manifest, group_ids))
         self.version_number += publish
-        for gid in gids:
-            self.groups[gid].crashes.clear()
+        for group_id in group_ids:
+            self.groups[group_id].crashes.clear()
 
     @precondition(lambda self: self.nonce)
     @rule(data=st.data(), how=st.sampled_from(["drop", "bury", "retire"]))
     def let_go(self, data, how):
-        gid = data.draw(st.sampled_from(sorted(self.fates | self.groups) or [0]))
-        group = self.groups.get(gid)
+        group_id = data.draw(st.sampled_from(sorted(self.fates | self.groups) or [0]))
+        group = self.groups.get(group_id)
         closed = group is not None and group.state == "closed"
         if how == "drop":
-            assert self.twice(lambda: self.ledger.drop(self.nonce, gid, "stale"), unchanged=False) == closed
+            assert self.twice(lambda: self.ledger.drop(self.nonce, group_id, "stale"), unchanged=False) == closed
         elif how == "retire":
             held = max(0, self.held - 1)
-            assert self.twice(lambda: self.ledger.retire(self.nonce, "1-1", held, [gid]), unchanged=0) == closed
+            assert self.twice(lambda: self.ledger.retire(self.nonce, "1-1", held, [group_id]), unchanged=0) == closed
             self.held = held
         else:
-            lost = self.fates.get(gid) == "retired"
-            died = self.twice(lambda: self.ledger.fail_group(self.nonce, gid, "poison"), unchanged=False)
+            lost = self.fates.get(group_id) == "retired"
+            died = self.twice(lambda: self.ledger.fail_group(self.nonce, group_id, "poison"), unchanged=False)
             assert died == (closed or lost)
             if lost:
-                self.letters.append((gid, None))
-                self.fates[gid] = "lost"
+                self.letters.append((group_id, None))
+                self.fates[group_id] = "lost"
             elif died:
-                self.bury(gid)
+                self.bury(group_id)
         if closed and how != "bury":
-            del self.groups[gid]
-            self.fates[gid] = "dropped" if how == "drop" else "retired"
+            del self.groups[group_id]
+            self.fates[group_id] = "dropped" if how == "drop" else "retired"
 
     @precondition(lambda self: self.old_nonces)
     @rule(data=st.data())
     def an_old_learner_wakes_up(self, data):
         nonce = data.draw(st.sampled_from(self.old_nonces))
-        gid = data.draw(st.sampled_from(sorted(self.groups) or [0]))
+        group_id = data.draw(st.sampled_from(sorted(self.groups) or [0]))
         before = self.wait(everything(self.ledger))
         for call in (
             lambda: self.ledger.resume(nonce, "9-9", 9),
-            lambda: self.ledger.begin(nonce, [gid]),
-            lambda: self.ledger.consume(nonce, 0, 99, b"zombie", [gid]),
-            lambda: self.ledger.drop(nonce, gid, "zombie"),
-            lambda: self.ledger.fail_group(nonce, gid, "zombie"),
-            lambda: self.ledger.retire(nonce, "9-9", 0, [gid]),
+            lambda: self.ledger.begin(nonce, [group_id]),
+            lambda: self.ledger.consume(nonce, 0, 99, b"zombie", [group_id]),
+            lambda: self.ledger.drop(nonce, group_id, "zombie"),
+            lambda: self.ledger.fail_group(nonce, group_id, "zombie"),
+            lambda: self.ledger.retire(nonce, "9-9", 0, [group_id]),
         ):
             with pytest.raises(Fenced):
                 self.wait(call())
@@ -401,46 +403,48 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: "dead" in self.fates.values())
     @rule(data=st.data())
     def replay(self, data):
-        gid = data.draw(st.sampled_from(sorted(gid for gid, fate in self.fates.items() if fate == "dead")))
-        outcome = self.wait(replay(self.ledger, gid, budget=BUDGET, hard_cap=CAP))
+        group_id = data.draw(
+            st.sampled_from(sorted(group_id for group_id, fate in self.fates.items() if fate == "dead"))
+        )
+        outcome = self.wait(replay(self.ledger, group_id, budget=BUDGET, hard_cap=CAP))
         live = len(self.groups)
         if live - self.held >= BUDGET or live >= CAP:
             assert outcome is ReplayOutcome.FULL
             return
         assert outcome is ReplayOutcome.REPLAYED
-        assert self.wait(replay(self.ledger, gid, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
-        self.live_again(gid)
+        assert self.wait(replay(self.ledger, group_id, budget=BUDGET, hard_cap=CAP)) is ReplayOutcome.GONE
+        self.live_again(group_id)
 
-    def live_again(self, gid):
-        old = self.dead_groups[gid]
-        self.groups[gid] = Group(old.size, old.least, old.attempt + 1, whole=self.said)
-        del self.fates[gid]
-        self.letters = [letter for letter in self.letters if letter[0] != gid]
-        self.queued.discard(gid)
+    def live_again(self, group_id):
+        old = self.dead_groups[group_id]
+        self.groups[group_id] = Group(old.size, old.least, old.attempt + 1, whole=self.said)
+        del self.fates[group_id]
+        self.letters = [letter for letter in self.letters if letter[0] != group_id]
+        self.queued.discard(group_id)
 
     @precondition(lambda self: self.fates)
     @rule(data=st.data())
     def queue_replays(self, data):
-        gids = data.draw(st.lists(st.sampled_from(sorted(self.fates)), unique=True))
+        group_ids = data.draw(st.lists(st.sampled_from(sorted(self.fates)), unique=True))
         wanted = {"dead": ReplayOutcome.QUEUED, "lost": ReplayOutcome.NO_PROMPT}
-        answers = {gid: wanted.get(self.fates[gid], ReplayOutcome.GONE) for gid in gids}
-        assert self.twice(lambda: self.ledger.queue_replays(gids), unchanged=answers) == answers
-        self.queued.update(gid for gid in gids if self.fates[gid] == "dead")
+        answers = {group_id: wanted.get(self.fates[group_id], ReplayOutcome.GONE) for group_id in group_ids}
+        assert self.twice(lambda: self.ledger.queue_replays(group_ids), unchanged=answers) == answers
+        self.queued.update(group_id for group_id in group_ids if self.fates[group_id] == "dead")
 
     @precondition(lambda self: self.queued)
     @rule(data=st.data())
     def replay_queued(self, data):
-        gid, letters = data.draw(st.sampled_from(list(self.wait(self.ledger.queued_replays()).items())))
-        outcome = self.twice(lambda: self.ledger.replay_queued(gid, letters, budget=BUDGET, hard_cap=CAP))
+        group_id, letters = data.draw(st.sampled_from(list(self.wait(self.ledger.queued_replays()).items())))
+        outcome = self.twice(lambda: self.ledger.replay_queued(group_id, letters, budget=BUDGET, hard_cap=CAP))
         live = len(self.groups)
-        if self.fates[gid] != "dead":
+        if self.fates[group_id] != "dead":
             assert outcome is ReplayOutcome.GONE
-            self.queued.discard(gid)
+            self.queued.discard(group_id)
         elif live - self.held >= BUDGET or live >= CAP:
             assert outcome is ReplayOutcome.FULL
         else:
             assert outcome is ReplayOutcome.REPLAYED
-            self.live_again(gid)
+            self.live_again(group_id)
 
     @precondition(lambda self: self.letters)
     @rule(data=st.data())
@@ -448,9 +452,9 @@ class LedgerMachine(RuleBasedStateMachine):
         letters = self.wait(self.ledger.dead_letters())
         letter = data.draw(st.sampled_from(letters))
         assert self.twice(lambda: self.ledger.drop_dead([letter.entry]), unchanged=0) == 1
-        self.letters.remove((letter.gid, letter.sample))
+        self.letters.remove((letter.group_id, letter.sample))
         if letter.sample is None:
-            self.fates[letter.gid] = "dropped"
+            self.fates[letter.group_id] = "dropped"
 
     @precondition(lambda self: self.restarts < 1)
     @rule()
@@ -475,11 +479,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert state.live <= CAP
         assert list(self.wait(self.ledger.queued_replays())) == sorted(self.queued)
         assert state.replays == len(self.queued)
-        assert self.wait(self.ledger.dropped()) == sorted(gid for gid, f in self.fates.items() if f == "dropped")
+        assert self.wait(self.ledger.dropped()) == sorted(
+            group_id for group_id, f in self.fates.items() if f == "dropped"
+        )
         letters = self.wait(self.ledger.dead_letters())
-        assert [(letter.gid, letter.sample) for letter in letters] == self.letters
-        for gid in self.closed():
-            group, model = self.wait(self.ledger.read_group(gid)), self.groups[gid]
+        assert [(letter.group_id, letter.sample) for letter in letters] == self.letters
+        for group_id in self.closed():
+            group, model = self.wait(self.ledger.read_group(group_id)), self.groups[group_id]
             assert group.samples == {k: (model.payload[k], score) for k, score in sorted(model.score.items())}
             assert group.causes == model.cause
 

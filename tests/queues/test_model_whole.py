@@ -47,7 +47,7 @@ class WholeMachine(LedgerMachine):
         assert (found is None) == (group is None)
         if found is not None:
             waiting = {k: group.payload[k] for k in sorted(group.waiting)}
-            assert (found.prompt, found.payloads) == (b"prompt %d" % held.gid, waiting)
+            assert (found.prompt, found.payloads) == (b"prompt %d" % held.group_id, waiting)
             assert (found.least, found.size) == (group.least, group.size)
 
     @precondition(lambda self: self.wholes)
@@ -87,7 +87,7 @@ class WholeMachine(LedgerMachine):
         died = self.twice(lambda: self.ledger.fail_score(held, "reward"), unchanged=False)
         assert died == (group is not None)
         if died:
-            self.die(held.gid, sorted(group.waiting), "reward")
+            self.die(held.group_id, sorted(group.waiting), "reward")
 
 
 class WholeMachine70(WholeMachine):

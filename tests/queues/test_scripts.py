@@ -33,7 +33,7 @@ async def test_admit_takes_the_cursor_as_the_id_and_moves_it(ledgers: Ledgers):
     assert (first.outcome, first.cursor) == (AdmitOutcome.ADMITTED, 1)
     (prompt,) = await lease(train, "prompts")
     work = await train.open_work(prompt)
-    assert (prompt.gid, prompt.attempt, prompt.sample, prompt.deliveries) == (0, 1, None, 1)
+    assert (prompt.group_id, prompt.attempt, prompt.sample, prompt.deliveries) == (0, 1, None, 1)
     assert (work.prompt, work.samples, work.attempt, work.missing) == (b"what?", 3, 1, (0, 1, 2))
     again = await admit(train, 0)
     assert (again.outcome, again.cursor) == (AdmitOutcome.MOVED, 1)
@@ -159,7 +159,7 @@ async def test_too_few_scores_make_a_dead_group_with_its_prompt(ledgers: Ledgers
     await same_again(train, lambda: train.score(sample, b"1"))
     assert await train.live() == []
     whole = (await train.dead_letters())[-1]
-    assert (whole.gid, whole.sample, whole.prompt, whole.stage) == (0, None, b"hard", "close")
+    assert (whole.group_id, whole.sample, whole.prompt, whole.stage) == (0, None, b"hard", "close")
     assert (await train.trace(0))["state"] == "dead"
     assert (await train.state()).live == 0
 
@@ -236,9 +236,9 @@ async def test_begin_counts_learner_processes_and_consume_forgives(ledgers: Ledg
     await same_again(train, lambda: train.begin("a", [0, 1]))
     await train.fence("b", 0)
     await train.begin("b", [0])
-    assert [(await train.read_group(gid)).crashes for gid in (0, 1)] == [2, 1]
+    assert [(await train.read_group(group_id)).crashes for group_id in (0, 1)] == [2, 1]
     await train.consume("b", 1, 1, b"m", [0])
-    assert [(await train.read_group(gid)).crashes for gid in (0, 1)] == [0, 1]
+    assert [(await train.read_group(group_id)).crashes for group_id in (0, 1)] == [0, 1]
 
 
 async def test_drop_remembers_the_id_and_the_reason(ledgers: Ledgers):
@@ -269,7 +269,7 @@ async def test_fail_group_takes_closed_and_lost_groups(ledgers: Ledgers):
     assert not await train.fail_group("n", 2, "dropped already")
     assert not await train.fail_group("n", 3, "open")
     assert not await train.fail_group("n", 99, "never admitted")
-    assert [(letter.gid, letter.prompt) for letter in await train.dead_letters()] == [(0, b"prompt 0"), (1, None)]
+    assert [(letter.group_id, letter.prompt) for letter in await train.dead_letters()] == [(0, b"prompt 0"), (1, None)]
     assert await replay(train, 1, budget=9, hard_cap=9) is ReplayOutcome.NO_PROMPT
 
 
@@ -341,15 +341,19 @@ async def test_dead_groups_wait_in_a_queue_until_there_is_room(ledgers: Ledgers)
     assert await train.queue_replays([0, 1, 2, 3]) == wanted
     await same_again(train, lambda: train.queue_replays([0, 1, 2, 3]))
     assert (await train.state()).replays == 3
-    assert [letter.gid for letter in await train.dead_letters() if letter.sample is None] == [0, 1, 2]  # still dead
-    await train.drop_dead([letter.entry for letter in await train.dead_letters() if letter.gid == 2])
+    assert [letter.group_id for letter in await train.dead_letters() if letter.sample is None] == [
+        0,
+        1,
+        2,
+    ]  # still dead
+    await train.drop_dead([letter.entry for letter in await train.dead_letters() if letter.group_id == 2])
     queue = await train.queued_replays()
     room = {"budget": 2, "hard_cap": 9}
     assert await train.replay_queued(0, queue[0], **room) is ReplayOutcome.REPLAYED
     assert await train.replay_queued(1, queue[1], **room) is ReplayOutcome.FULL
     assert await train.replay_queued(2, queue[2], **room) is ReplayOutcome.GONE
     assert await train.queued_replays() == {1: queue[1]}
-    assert {letter.gid for letter in await train.dead_letters()} == {1}
+    assert {letter.group_id for letter in await train.dead_letters()} == {1}
 
 
 async def test_a_dead_letter_thrown_away_stays_accounted_for(ledgers: Ledgers):

@@ -147,10 +147,10 @@ async def test_a_flood_before_and_behind_what_is_wanted(ledgers: Ledgers, monkey
     with monkeypatch.context() as patch:
         looks = flooded(ledgers, patch, train.keys.dead, 5)
         letters = await train.dead_letters(count=100)
-        assert [letter.gid for letter in letters] == [0, 0]
+        assert [letter.group_id for letter in letters] == [0, 0]
         assert len(looks) == 1, "the page was not full: there is no more"
         looks.clear()
-        assert [letter.gid for letter in await train.dead_letters(count=3)] == [0, 0]
+        assert [letter.group_id for letter in await train.dead_letters(count=3)] == [0, 0]
         assert len(looks) <= replies.MAX_PAGES
     assert "somebody fills a stream" in caplog.text
 
@@ -179,7 +179,7 @@ async def test_a_letter_whose_counts_are_none_is_shown_without_them(ledgers: Led
         "XADD", ledgers.train.keys.dead, "*", *(part for pair in fields.items() for part in pair)
     )
     (letter,) = await ledgers.train.dead_letters()
-    assert (letter.gid, letter.attempt, letter.scored) == (0, 0, 0)
+    assert (letter.group_id, letter.attempt, letter.scored) == (0, 0, 0)
 
 
 async def test_a_counter_that_is_no_number_is_named_by_whoever_trips_over_it(ledgers: Ledgers, run: RedisRun):

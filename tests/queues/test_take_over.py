@@ -87,19 +87,19 @@ async def test_after_a_second_death_work_runs_alone(ledgers: Ledgers):
     finish = generating(done)
 
     async def handle(found: Lease) -> None:
-        running.add(found.gid)
+        running.add(found.group_id)
         for _ in range(20):
             await asyncio.sleep(0)
-            if found.gid == suspect.gid or suspect.gid in running:
-                alone.append(running == {suspect.gid})
+            if found.group_id == suspect.group_id or suspect.group_id in running:
+                alone.append(running == {suspect.group_id})
         await finish(found)
-        running.discard(found.gid)
+        running.discard(found.group_id)
 
     async with working(ledgers, handle):
         await until(lambda: len(done) == 9)
     assert len(alone) == 20
     assert all(alone)
-    assert [found.deliveries for found in done if found.gid == suspect.gid] == [3]
+    assert [found.deliveries for found in done if found.group_id == suspect.group_id] == [3]
 
 
 async def test_after_one_death_work_runs_with_the_others(ledgers: Ledgers):
@@ -127,7 +127,7 @@ async def test_what_killed_fewest_goes_first(ledgers: Ledgers):
     done: list[Lease] = []
     async with working(ledgers, generating(done), width=1):
         await until(lambda: len(done) == 4)
-    assert [(found.gid, found.deliveries) for found in done] == [(2, 2), (3, 2), (1, 3), (0, 4)]
+    assert [(found.group_id, found.deliveries) for found in done] == [(2, 2), (3, 2), (1, 3), (0, 4)]
 
 
 async def test_after_max_deliveries_work_is_buried(ledgers: Ledgers):
@@ -187,7 +187,7 @@ async def test_poison_kills_no_neighbours(ledgers: Ledgers, run: RedisRun, confi
             holder.kill()
             holder.wait()
     assert deaths >= 5
-    assert {letter.gid for letter in await ledgers.train.dead_letters()} == {3, 11}
+    assert {letter.group_id for letter in await ledgers.train.dead_letters()} == {3, 11}
     assert await ledgers.connection.read("XLEN", ledgers.train.keys.rollouts) == 36
 
 
@@ -203,10 +203,10 @@ async def test_after_a_connection_error_nobody_takes_over_for_one_lease(ledgers:
         await until(lambda: asyncio.get_running_loop().time() > began + 4 * QUICK.seconds)
         await admit(ledgers.train, 1)
         await until(lambda: done)
-        assert [found.gid for found in done] == [1]
+        assert [found.group_id for found in done] == [1]
         since = math.inf
         await until(lambda: len(done) == 2)
-    assert done[1].gid == expired.gid
+    assert done[1].group_id == expired.group_id
 
 
 async def test_a_new_process_waits_one_lease_before_it_takes_over(ledgers: Ledgers):
@@ -218,7 +218,7 @@ async def test_a_new_process_waits_one_lease_before_it_takes_over(ledgers: Ledge
     done: list[Lease] = []
     async with working(ledgers, generating(done), PATIENT):
         await until(lambda: done)
-    assert [(found.gid, found.deliveries) for found in done] == [(1, 1)]
+    assert [(found.group_id, found.deliveries) for found in done] == [(1, 1)]
     assert (b"dead-1", 1) in await pending(ledgers.train)
 
 

@@ -60,7 +60,7 @@ async def test_a_group_is_put_up_once_when_its_last_sample_has_a_fate(ledgers: L
     assert await train.fail_sample(prompt, 1, "engine")
     await same_again(train, lambda: train.fail_sample(prompt, 1, "engine"))
     (found,) = await lease(train, "rollouts", count=10)
-    assert (found.gid, found.attempt, found.sample, found.is_group) == (0, 1, None, True)
+    assert (found.group_id, found.attempt, found.sample, found.is_group) == (0, 1, None, True)
     group = await train.leased_group(found)
     assert (group.prompt, group.payloads) == (b"prompt 0", {0: b"0", 2: b"2", 3: b"3"})
     assert (group.least, group.size) == (2, 4)
@@ -106,7 +106,7 @@ async def test_too_few_scores_or_a_sample_that_dooms_it_make_a_dead_group(ledger
     settle = {"scores": {0: b"s", 1: b"s"}, "causes": {2: Cause("away")}, "fail_group": "the judge is away"}
     assert await train.score_group(doomed, **settle) is ScoreOutcome.DEAD
     await same_again(train, lambda: train.score_group(doomed, **settle))
-    whole = {letter.gid: letter.why for letter in await train.dead_letters() if letter.sample is None}
+    whole = {letter.group_id: letter.why for letter in await train.dead_letters() if letter.sample is None}
     assert whole == {0: "fewer scored samples than min_group", 1: "the judge is away"}
     assert (await train.live(), await entries(train)) == ([], 0)
 
@@ -187,8 +187,8 @@ async def test_gather_leaves_other_groups_alone(ledgers: Ledgers):
     samples = await lease(train, "rollouts", count=3)
     await train.make_group_scored(samples[0])
     assert await train.score(samples[2], b"s") is ScoreOutcome.SCORED
-    group, other = sorted(await lease(train, "rollouts", count=10), key=lambda found: found.gid)
-    assert [(found.gid, found.is_group) for found in (group, other)] == [(0, True), (1, False)]
+    group, other = sorted(await lease(train, "rollouts", count=10), key=lambda found: found.group_id)
+    assert [(found.group_id, found.is_group) for found in (group, other)] == [(0, True), (1, False)]
     assert await train.score(other, b"s") is ScoreOutcome.CLOSED
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
     assert await sound(train)
@@ -264,7 +264,7 @@ async def test_a_full_redis_settles_groups_and_takes_no_payload(run: RedisRun, c
         assert await train.score_group(settled, {0: b"s", 2: b"s"}, {1: Cause("c")}) is ScoreOutcome.CLOSED
         assert await train.fail_score(failed, "reward")
         assert await train.fail_sample(prompt, 1, "engine")
-        found = {one.gid: one for one in await lease(train, "rollouts", count=10)}
+        found = {one.group_id: one for one in await lease(train, "rollouts", count=10)}
         assert await train.score_group(found[2], {0: b"s"}, {}) is ScoreOutcome.CLOSED
         assert await train.score_group(found[3], {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
         await opened.connection.read("CONFIG", "SET", "maxmemory", "0")
@@ -309,14 +309,14 @@ async def test_whole_groups_are_recorded_and_played_like_others(ledgers: Ledgers
     assert await sound(player)
 
 
-@pytest.mark.parametrize(("gid", "attempt"), [(9, 1), (0, 2)])
-async def test_an_entry_of_no_open_group_is_removed_and_nothing_else(ledgers: Ledgers, gid: int, attempt: int):
+@pytest.mark.parametrize(("group_id", "attempt"), [(9, 1), (0, 2)])
+async def test_an_entry_of_no_open_group_is_removed_and_nothing_else(ledgers: Ledgers, group_id: int, attempt: int):
     """Such entries nobody of ours makes: the group is not there, or on another attempt."""
     train = ledgers.train
     _, real = await put_up(train, 0, samples=2)
     before = await train.trace(0)
     for k in ("0", "*", "*"):
-        await ledgers.connection.read("XADD", train.keys.rollouts, "*", "g", gid, "a", attempt, "k", k)
+        await ledgers.connection.read("XADD", train.keys.rollouts, "*", "g", group_id, "a", attempt, "k", k)
     single, group, other = await lease(train, "rollouts", count=10)
     await train.make_group_scored(single)
     assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.GONE

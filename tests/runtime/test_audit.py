@@ -36,9 +36,9 @@ class Book:
     async def admit(self, count, ledger=None) -> None:
         ledger = ledger or self.ledgers.train
         cursor = (await ledger.state()).cursor
-        for gid in range(cursor, cursor + count):
+        for group_id in range(cursor, cursor + count):
             await ledger.admit(
-                cursor=gid, fingerprint="x", prompt=b"p", samples=2, min_group=1, budget=1000, hard_cap=1000,
+                cursor=group_id, fingerprint="x", prompt=b"p", samples=2, min_group=1, budget=1000, hard_cap=1000,
                 max_dead=1000, version=0,
             )  # fmt: skip
 
@@ -61,13 +61,13 @@ class Book:
         for lease in await self.lease(ledger, "rollouts"):
             await ledger.score(lease, b"r")
 
-    def save(self, gids, count=None) -> str:
+    def save(self, group_ids, count=None) -> str:
         self.epoch += 1
         checkpoints = Checkpoints(self.run_dir / "checkpoints")
         log = EpochFile(checkpoints.folder, trained_file(self.epoch))
-        log.append(b"".join(b"%d\n" % gid for gid in gids))
+        log.append(b"".join(b"%d\n" % group_id for group_id in group_ids))
         digest = TrainedDigest()
-        digest.add(gids)
+        digest.add(group_ids)
         checkpoints.begin((self.epoch, 1))
         meta = Meta(epoch=self.epoch, step=1, version=1, chain=[log.sync()], count=count or digest.count,
                     digest=digest.hexdigest, world=0)  # fmt: skip
@@ -110,7 +110,7 @@ async def test_every_group_is_counted_once_where_it_is(book):
     await book.admit(4, held_out)
     await book.close(held_out)
     (book.run_dir / "evaluation.jsonl").write_bytes(
-        b"".join(orjson.dumps({"gid": gid}) + b"\n" for gid in (0, 1, 1)) + b'{"gid": 3'
+        b"".join(orjson.dumps({"gid": group_id}) + b"\n" for group_id in (0, 1, 1)) + b'{"gid": 3'
     )
     name = book.save([0, 1, 2])
     await train.retire(NONCE, name, 0, [0, 1])  # 2 is in the chain and still live: trained
@@ -139,7 +139,7 @@ async def test_a_healthy_run_has_no_faults_while_all_its_roles_work(book):
 
     async def learn():
         while True:
-            if step := [gid for gid in await train.closed() if gid not in trained]:
+            if step := [group_id for group_id in await train.closed() if group_id not in trained]:
                 trained.extend(step)
                 await train.retire(NONCE, book.save(trained), 0, step)
             await asyncio.sleep(0)

@@ -133,7 +133,7 @@ def render(sample: RewardSample) -> bytes:
     """
     prompt = sample.prompt
     seen: dict[str, Any] = {
-        "group": sample.gid,
+        "group": sample.group_id,
         "index": sample.index,
         "evaluation": prompt.evaluation,
         "line": prompt.line,

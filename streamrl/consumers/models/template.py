@@ -47,7 +47,8 @@ _VALUES: Final[Mapping[str, Callable[[RewardSample], Any]]] = {
     "answer": lambda sample: sample.prompt.answer,
     "metadata": lambda sample: sample.prompt.metadata,
     "finish": lambda sample: sample.finish,
-    "gid": lambda sample: sample.gid,
+    "group_id": lambda sample: sample.group_id,
+    "gid": lambda sample: sample.group_id,  # its name up to 0.1
     "index": lambda sample: sample.index,
     "fence": fence,
 }

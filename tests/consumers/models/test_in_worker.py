@@ -30,16 +30,16 @@ def config_for(redis: Any, urls: list[str], model: Path, **worker: Any) -> RunCo
     return config_of(redis, critic, reward_models=models, **{"deadline": 60.0, "attempts": 3, **worker})
 
 
-def texts(gid: int) -> list[str]:
-    return [f"It is {gid}, {number}." for number in range(SAMPLES)]
+def texts(group_id: int) -> list[str]:
+    return [f"It is {group_id}, {number}." for number in range(SAMPLES)]
 
 
-async def check(ledger: Ledger, gids: range, model: Path) -> None:
+async def check(ledger: Ledger, group_ids: range, model: Path) -> None:
     """Every score is the model's."""
     renderer = Renderer.load(str(model))
-    for gid in gids:
-        wanted = {number: score_of(renderer.ids(seen(text))) for number, text in enumerate(texts(gid))}
-        assert await values(ledger, gid) == wanted
+    for group_id in group_ids:
+        wanted = {number: score_of(renderer.ids(seen(text))) for number, text in enumerate(texts(group_id))}
+        assert await values(ledger, group_id) == wanted
     assert await ledger.dead_letters() == []
     assert not await faults(ledger)
 
@@ -55,21 +55,21 @@ async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp
         ledgers = await stack.enter_async_context(open_ledgers(config, redis_run.run_dir))
         await stack.enter_async_context(worker(config, redis_run.run_dir, ledgers))
         train, listed = ledgers.train, RewardServers(ledgers)
-        for gid in range(8):
-            await put(train, gid, texts(gid))
+        for group_id in range(8):
+            await put(train, group_id, texts(group_id))
         await dying.has(3)
         await mortal.aclose()
         await listed.enlist("critic", added.url, present=True)
         await until_closed(train, range(8), 100)
         await listed.enlist("critic", moody.url, present=False)
         await listed.enlist("critic", dying.url, present=False)
-        gid = 8
+        group_id = 8
         async with asyncio.timeout(100):
             while not added.asked:  # the worker looks at the list every two seconds
-                await put(train, gid, texts(gid))
-                await until_closed(train, [gid])
-                gid += 1
-        await check(train, range(gid), tmp_path / "model")
+                await put(train, group_id, texts(group_id))
+                await until_closed(train, [group_id])
+                group_id += 1
+        await check(train, range(group_id), tmp_path / "model")
 
 
 async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, monkeypatch):

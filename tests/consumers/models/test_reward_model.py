@@ -277,7 +277,7 @@ def test_a_template_puts_values_and_text_into_their_places():
         "deep": [{"x": ["{metadata.tags}", 1, None, True]}],
         "all": "{metadata}",
         "braces": "{{prompt}} }}{{",
-        "id": "{gid}/{index}/{finish}",
+        "id": "{group_id}/{index}/{finish}",
     }
     filled = Template(body, "x").filled(full(level=3, tags=["a", "b"]))
     assert filled == {
