@@ -20,7 +20,7 @@ from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.watch import LoopWatch, MemoryWatch
 from streamrl.errors import RewardUnavailable, WireError
-from streamrl.monitor.reward_figures import FIELD
+from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
@@ -214,7 +214,7 @@ class RewardWorker:
             news = self._news()
             self._role.status.update(counts)
             shown = {name: {k: v for k, v in line.items() if k != "values"} for name, line in self._lines.items()}
-            self._role.status[FIELD] = orjson.dumps(shown).decode()
+            self._role.status[REWARD_FIGURES] = orjson.dumps(shown).decode()
             self._role.record({**counts, "rewards": news} if news else counts)
             at, scored, total = now, self.scored, self._total
 
