@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from streamrl.consumers.sandbox.inside import folders
+from streamrl.consumers.sandbox.inside import jail
 from streamrl.errors import ConfigError, StreamrlError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def own_folder(prefix: str) -> Iterator[str]:
             os.close(descriptor)
     finally:
         if Path(path).exists():
-            folders.remove(path)
+            jail.remove_folder(path)
 
 
 def sweep(prefix: str) -> None:
@@ -140,7 +140,7 @@ def sweep(prefix: str) -> None:
                 about = os.fstat(descriptor)
                 if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _YOUNG_SECONDS:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    folders.remove(str(path))
+                    jail.remove_folder(str(path))
             finally:
                 os.close(descriptor)
 
@@ -156,9 +156,7 @@ ENVIRON: Final[Mapping[str, str]] = {
 }
 """All that a program finds in its environment; threads count as processes, so libraries start none by themselves."""
 
-_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SYSTEM_FILES: Final = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_NOBODY: Final = "65534"
+_NOBODY: Final = str(jail.NOBODY)
 _LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$@"'
 """`-p` is dash's name of the limit; bash has it as `-u`, and refuses `-p`."""
 
@@ -182,7 +180,7 @@ def interpreter(python: str = "") -> Interpreter:
 
 
 def _of_the_system(path: str) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in _SYSTEM)
+    return any(path == folder or path.startswith(f"{folder}/") for folder in jail.SYSTEM)
 
 
 def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
@@ -196,7 +194,7 @@ def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY]
     words += ["--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
     words += ["--bind", "{folder}", "/tmp", "--chdir", "/tmp"]  # noqa: S108
-    for path in (*_SYSTEM, *_SYSTEM_FILES, *program.visible):
+    for path in (*jail.SYSTEM, *jail.SYSTEM_FILES, *program.visible):
         words += ["--ro-bind-try", path, path]
     words += ["--"]
     return [*words, "/bin/sh", "-c", _LIMIT_PROCESSES, str(limits.processes), *program.argv]

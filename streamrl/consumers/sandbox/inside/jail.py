@@ -1,4 +1,4 @@
-"""Namespaces, a root directory and limits for one program: what it can reach when it runs.
+"""Namespaces, a root directory, files and limits for one program: what it can reach when it runs.
 
 `build_root` is called in the first process of new namespaces, `confine` in the process that becomes the program, right
 before its exec.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from . import kernel
-from .syscalls import forbid
 
 NOBODY = 65534
 WORK = "/tmp"  # noqa: S108 - of the sandbox's own root
+_REMOVE_SECONDS = 30.0
 _SPARE_PROCESSES = 2  # ours, which the kernel counts with the program's where both have one user id
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": WORK}
 
@@ -64,7 +65,7 @@ def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
     os.mkdir(f"{WORK}/old")  # noqa: PTH102 - paths are text here, as mount(2) has them
     kernel.pivot_root(WORK, f"{WORK}/old")
     os.chdir("/")
-    for path in (*_SYSTEM, *_SYSTEM_FILES):
+    for path in (*SYSTEM, *SYSTEM_FILES):
         _show(f"/old{path}", path)
     Path(WORK).mkdir()
     kernel.mount("tmpfs", WORK, "tmpfs", quiet, f"mode=1777,size={disk},nr_inodes=4096")
@@ -88,6 +89,22 @@ def write_files(folder: str, files: Mapping[str, str]) -> None:
         path = Path(folder) / name
         path.write_bytes(text.encode("utf-8", "replace"))
         path.chmod(0o644)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a directory with all a program may have made of it: depth, modes, names and links of any kind.
+
+    A repeat does nothing. What cannot be removed within 30 seconds stays.
+    """
+    for command in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
+        process = subprocess.Popen(  # noqa: S603
+            command, env={"PATH": os.defpath}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(_REMOVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> None:
@@ -116,7 +133,7 @@ def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> N
         _limit(resource.RLIMIT_NPROC, limits["processes"] + _SPARE_PROCESSES)
     if isolation != "wrapped":
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        forbid()
+        kernel.refuse_calls()
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
