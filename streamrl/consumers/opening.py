@@ -139,21 +139,9 @@ async def _close(reward: LoadedReward) -> None:
 
 
 _NETWORK_ERRNOS: Final = frozenset(
-    {
-        errno.EADDRNOTAVAIL,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.EPIPE,
-        errno.ESHUTDOWN,
-        errno.ETIMEDOUT,
-    }
+    {errno.EADDRNOTAVAIL, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
 )
+"""Network errors that Python has no class for; the others are `ConnectionError` or `TimeoutError`."""
 _NO_ADDRESS: Final = "Multiple exceptions: [Errno "
 """Start of asyncio's message, without an errno, when no address of a host answers."""
 _RETRY_STATUSES: Final = frozenset({408, 425, 429})
