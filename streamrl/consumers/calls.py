@@ -63,7 +63,7 @@ class ScoringFailed(StreamrlError):
 
 
 class CallEnded(BaseException):
-    """Raised in a call that holds the event loop, to end it; `except Exception` does not catch it."""
+    """Ends a call that holds the event loop; `except Exception` does not catch it."""
 
 
 class NoTime(RewardUnavailable):
@@ -75,10 +75,9 @@ class SampleState:
     """What the calls of several rewards for one sample (or one group) share.
 
     Attributes:
-        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer; waiting for a service
-            that is away is no attempt.
+        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer.
         failure: how a reward failed for good; the others need no further attempt.
-        fault: the last failed attempt of any reward since a service was away; None: the lease may end.
+        fault: the last failed attempt of any reward since the last outage; None: no reward is to blame when time is up.
     """
 
     until: float
@@ -100,10 +99,7 @@ def remembering_failed_servers() -> Iterator[None]:
 
 
 def failed_servers() -> dict[str, None]:
-    """URLs of servers that have failed the current sample, the latest last; the caller adds to it.
-
-    Outside of `remembering_failed_servers` it is a new dict each time.
-    """
+    """URLs of servers that have failed the current sample, the latest last; the caller adds to it."""
     failed = _failed_servers.get()
     return {} if failed is None else failed
 
@@ -140,7 +136,7 @@ class RewardCalls:
 
     @property
     def away(self) -> str:
-        """Why nobody can score now; empty: somebody can, or it is not known yet."""
+        """Why the reward cannot score now; empty: it can, or it is not known yet."""
         if self.circuit.open_since is not None:
             return self.circuit.why
         try:
@@ -181,8 +177,8 @@ class RewardCalls:
 
         Raises:
             ScoringFailed: the last attempt failed; or any attempt, after another reward has failed for good.
-            RewardUnavailable: nobody could score for as long as the sample may be held.
-            RewardImpossible: nobody will ever be able to score.
+            RewardUnavailable: no server could score for as long as the sample may be held.
+            RewardImpossible: no server will ever be able to score.
         """
         with remembering_failed_servers():
             return await self._until_scored(subject, state)
@@ -220,7 +216,7 @@ class RewardCalls:
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
             if waits:
-                began += time.monotonic() - asked  # `retry_for` does not include the time in which nobody could score
+                began += time.monotonic() - asked  # `retry_for` does not include outages
 
     def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
         if isinstance(error, ConfigError):  # refused: by a server, or by the reward itself
@@ -247,7 +243,7 @@ class RewardCalls:
         try:
             await self._slots.acquire(latest - time.monotonic())
         except TimeoutError as error:
-            raise NoTime(f"no place for a call of {self.reward.name} in time") from error
+            raise NoTime(f"no free slot for a call of {self.reward.name} in time") from error
         try:
             return await self._with_slot(subject, latest)
         finally:

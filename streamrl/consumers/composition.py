@@ -38,7 +38,7 @@ class Composition:
         """Put the values together.
 
         Args:
-            scores: by the name of the reward; those behind a gate that did not let through are missing.
+            scores: by the name of the reward, without the rewards behind a gate that held the response back.
             tokens: of the response.
 
         Returns:

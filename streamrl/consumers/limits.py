@@ -93,7 +93,7 @@ class Circuit:
     def failure(self, now: float, sample: Hashable, why: str, *, probe: bool, unavailable: bool) -> None:
         """A call failed as if the service were away. Attempts at one sample count once.
 
-        `unavailable`: the reward itself says that nobody can score now, so the circuit opens at once.
+        `unavailable`: the reward itself says that it cannot score now, so the circuit opens at once.
         """
         if self.open_since is None:
             self._failing.add(sample)

@@ -58,7 +58,7 @@ class Scorer:
 
         Raises:
             ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
-            RewardUnavailable: nobody could score until then: the sample goes back to its queue.
+            RewardUnavailable: no server could score until then: the sample goes back to its queue.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
         self._check_threads()
@@ -200,9 +200,9 @@ TELL_SECONDS: Final = 10.0
 class PatientScorer:
     """Scores outside of a run, where no queue takes a sample back: it waits as in a run, up to a limit.
 
-    A worker hands a sample back that nobody could score for almost `lease.max_hold`. Here it is tried again, as long
-    as another sample was scored, or failed, in that time; otherwise scoring ends with `Unreachable`. Rewards that are
-    known to be away are waited for no longer than `patience` seconds.
+    A worker hands back a sample that no server could score for almost `lease.max_hold`. Here it is tried again if
+    another sample was decided meanwhile; otherwise scoring ends with `Unreachable`. A reward that is known to be away
+    is waited for no longer than `patience` seconds.
     """
 
     def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
@@ -227,7 +227,7 @@ class PatientScorer:
         """Score samples of one group, as `Scorer.score_group`.
 
         Raises:
-            Unreachable: nobody could score anything for as long as a lease may be held.
+            Unreachable: nothing could be scored for as long as a lease may be held.
             DeadlineExceeded: as of `Scorer.score_group`.
         """
         while True:

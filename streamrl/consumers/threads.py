@@ -62,7 +62,7 @@ class CallThreads:
             try:
                 loop.call_soon_threadsafe(self._finish, inbox, future, result, error)
             except RuntimeError:
-                return  # the loop is closed: the process is ending and nobody waits
+                return  # the loop is closed: the process is ending
             del call, argument, future, result, error
 
     def _finish(

@@ -99,8 +99,7 @@ def width_of(scorer: Scorer, config: RunConfig) -> int:
 class RewardWorker:
     """Scores leased samples and groups, and counts.
 
-    `scored` and `failed` count the samples that this process decided; those that another worker was faster at are in
-    neither.
+    `scored` and `failed` count the samples that this process decided, and none that another worker decided first.
     """
 
     def __init__(self, role: Role, scorer: Scorer) -> None:
@@ -258,7 +257,7 @@ def _encoded(score: wire.SampleScore, started: float) -> bytes:
 
 
 def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample], dict[int, Cause]]:
-    """The samples of a group by number, and why those that cannot be decoded die; `WireError`: the prompt cannot be."""
+    """The samples of a group by number, and why others cannot be decoded; `WireError`: the prompt cannot be decoded."""
     prompt = wire.decode(leased.prompt, wire.Prompt)
     samples, causes = {}, {}
     for index, payload in sorted(leased.payloads.items()):

@@ -86,7 +86,7 @@ class Watchdog:
             self._tell(b"disarmed\n")
 
     async def close(self, *, farewell: bool = True) -> None:
-        """End it; without a farewell it resumes the server first, and nobody waits for that. A repeat does nothing."""
+        """End it; without a farewell it resumes the server first, in the background. A repeat does nothing."""
         import asyncio
 
         stdin = self._process.stdin
@@ -111,7 +111,7 @@ class Watchdog:
             self._process.stdin.flush()
         except OSError:
             if not self._told:
-                logger.warning("the watchdog of the server is gone: should this process die, nobody resumes the server")
+                logger.warning("the watchdog of the server is gone: if this process dies, the server stays paused")
             self._told = True
 
 

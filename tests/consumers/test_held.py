@@ -116,7 +116,7 @@ async def test_who_gets_no_place_in_time_goes_back():
     calls = calls_of(loaded(reward, concurrency=1, deadline=60))
     first = asyncio.create_task(score(calls, sample=numbered(0)))
     await running.wait()
-    with pytest.raises(NoTime, match="no place"):
+    with pytest.raises(NoTime, match="no free slot"):
         await score(calls, leased(60.1), numbered(1))
     release.set()
     assert await first == 1.0

@@ -108,16 +108,16 @@ def _prepare(script: Path, settings: Any) -> Answer:
 
 def _serve(frames: Frames, answer: Answer, order: dict[str, Any]) -> None:
     base = used = _address_space()
-    room = order["memory"] - base
+    allowance = order["memory"] - base  # of one call
     for number in range(1, order["calls"] + 1):
         request = frames.read()
         if request is None:
             return
         if used:
-            _limit_address_space(max(base, used) + room)
+            _limit_address_space(max(base, used) + allowance)
         reply = _call(frames, answer, request, order["cpu"])
         used = _address_space()
-        if number == order["calls"] or "memory" in reply or used > base + room // 2:
+        if number == order["calls"] or "memory" in reply or used > base + allowance // 2:
             reply["last"] = True
         frames.write(reply)
         if "last" in reply:
@@ -126,7 +126,7 @@ def _serve(frames: Frames, answer: Answer, order: dict[str, Any]) -> None:
 
 def _call(frames: Frames, answer: Answer, request: Any, cpu: float) -> dict[str, Any]:
     def tell(phase: str) -> None:
-        signal.setitimer(signal.ITIMER_PROF, cpu)  # nobody pays for what was before
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # each phase has all of it
         frames.write({"phase": phase})
 
     signal.setitimer(signal.ITIMER_PROF, cpu)
@@ -146,7 +146,7 @@ def _limit_address_space(size: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space in use; 0 where nobody tells (only Linux does)."""
+    """Return the bytes of address space in use; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

@@ -53,7 +53,7 @@ def map_ids(pid: int) -> None:
 def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
     """Replace the root directory by an empty one in memory, with what the program needs, all read-only but `WORK`.
 
-    It goes away with the last process of the namespace, whoever kills it.
+    It goes away with the last process of the namespace.
 
     Args:
         visible: pairs of a real path of the host and the path where it is seen.
@@ -113,7 +113,7 @@ def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> N
     Args:
         limits: `cpu` (seconds), `address_space` (bytes or None), `disk`, `open_files`, `processes`.
         privileged: this process is root of its namespace and becomes `NOBODY`.
-        isolation: `namespaces` counts processes apart from those of the user, so their number can be limited; `wrapped`
+        isolation: `namespaces` has its own count of processes, so their number can be limited; `wrapped`
             leaves the rest to the program that makes the sandbox.
     """
     if privileged:
@@ -150,17 +150,17 @@ def _show(source: str, target: str, *, writable: bool = False) -> None:
         mode = os.lstat(source).st_mode
     except FileNotFoundError:
         return
-    place = Path(target)
-    if place.is_symlink() or (place.exists() and not place.is_dir()):
+    shown = Path(target)
+    if shown.is_symlink() or (shown.exists() and not shown.is_dir()):
         return  # it is there already, through one of the system's directories
-    place.parent.mkdir(parents=True, exist_ok=True)
+    shown.parent.mkdir(parents=True, exist_ok=True)
     if stat.S_ISLNK(mode):
-        place.symlink_to(os.readlink(source))  # noqa: PTH115
+        shown.symlink_to(os.readlink(source))  # noqa: PTH115
         return
     if stat.S_ISDIR(mode):
-        place.mkdir(exist_ok=True)
+        shown.mkdir(exist_ok=True)
     else:
-        place.touch()
+        shown.touch()
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     if not writable:
         kernel.read_only(target)

@@ -14,7 +14,7 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, those that ended and were not waited for among them."""
+    """Return the processes below `pid`, also those that ended and were not waited for."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -36,9 +36,9 @@ def memory(pids: list[int]) -> int:
 
 
 def processor_time(pids: list[int]) -> tuple[float, float]:
-    """Return the seconds that processes have run, and the longest that a thread waited for a processor others had.
+    """Return the seconds that processes have run, and the longest wait of a thread for a processor that others had.
 
-    Those that they have waited for count as run. Both are 0 where the kernel does not keep these figures.
+    Children that ended and were waited for count as well. Both are 0 where the kernel does not keep these figures.
     """
     run = 0.0
     threads: list[tuple[float, float]] = []
@@ -56,9 +56,9 @@ def processor_time(pids: list[int]) -> tuple[float, float]:
 
 
 def kept_waiting(threads: list[tuple[float, float]], run: float) -> float:
-    """Return the longest that a thread waited for a processor that strangers had.
+    """Return the longest time in which a thread waited for a processor that other programs had.
 
-    While the program's other threads ran, it may have been they who kept this one waiting: that is its own fault.
+    While other threads of the program ran, they may have kept this one waiting: that does not count.
 
     Args:
         threads: seconds that each has run, and has waited for a processor.
