@@ -168,9 +168,7 @@ class RescoredSet:
             for writer in self._writers.values():
                 writer.sync()
         except OSError as error:
-            raise CannotCreate(
-                f"{self.files}: {error.strerror or error}", "free space and call it again"
-            ) from error
+            raise CannotCreate(f"{self.files}: {error.strerror or error}", "free space and call it again") from error
 
     def close(self) -> None:
         """Close the files."""

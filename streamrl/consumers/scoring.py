@@ -61,14 +61,10 @@ class Scorer:
             RewardUnavailable: no server could score until then: the sample goes back to its queue.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
-        self._check_threads()
-        scores: dict[str, Score] = {}
-        state = SampleState(until)
-        for stage in self._stages:
-            await self._through(stage, sample, scores, state)
-            if stage and not self._passes(stage[-1], scores):
-                break
-        return self._composed(scores, sample)
+        (result,) = await self.score_group([sample], until)
+        if isinstance(result, ScoringFailed):
+            raise result
+        return result
 
     async def score_group(
         self, samples: Sequence[RewardSample], until: float
@@ -88,7 +84,7 @@ class Scorer:
         states = [SampleState(until) for _ in samples]
         going = list(range(len(samples)))
         for stage in self._stages:
-            await self._group_through(stage, samples, going, scores, states)
+            await self._through(stage, samples, going, scores, states)
             going = [index for index in going if states[index].failure is None]
             if stage:
                 going = [index for index in going if self._passes(stage[-1], scores[index])]
@@ -101,20 +97,6 @@ class Scorer:
         return results
 
     async def _through(
-        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], state: SampleState
-    ) -> None:
-        """Call the rewards of a stage for one sample."""
-        await _instantly(stage, sample, scores)
-        slow = [calls for calls in stage if not calls.reward.instant]
-        if not slow:
-            return
-        results = await _all_of([calls.score([sample] if calls.reward.group else sample, state) for calls in slow])
-        if state.failure is not None:
-            raise state.failure
-        for calls, result in zip(slow, results, strict=True):
-            (scores[calls.reward.name],) = result
-
-    async def _group_through(
         self,
         stage: Sequence[RewardCalls],
         samples: Sequence[RewardSample],
@@ -125,17 +107,18 @@ class Scorer:
         """Call the rewards of a stage for the samples of a group that are still in the running."""
         for index in going:
             try:
-                await _instantly(stage, samples[index], scores[index])
+                for calls in stage:
+                    if calls.reward.instant:
+                        scores[index][calls.reward.name] = await calls.instant(samples[index])
             except ScoringFailed as error:
                 states[index].failure = error
         going = [index for index in going if states[index].failure is None]
         singles = [calls for calls in stage if not (calls.reward.group or calls.reward.instant)]
 
         async def alone(index: int) -> None:
-            try:
-                await self._through(singles, samples[index], scores[index], states[index])
-            except ScoringFailed as error:
-                states[index].failure = error
+            found = await _all_of([calls.score(samples[index], states[index]) for calls in singles])
+            if states[index].failure is None:
+                scores[index].update((calls.reward.name, one) for calls, (one,) in zip(singles, found, strict=True))
 
         async def compared(calls: RewardCalls) -> None:
             try:
@@ -147,9 +130,9 @@ class Scorer:
             for index, score in zip(going, found, strict=True):
                 scores[index][calls.reward.name] = score
 
-        if going:
-            comparing = [compared(calls) for calls in stage if calls.reward.group]
-            await _all_of([*(alone(index) for index in going), *comparing])
+        work = [alone(index) for index in going] if singles else []
+        if work := [*work, *(compared(calls) for calls in stage if calls.reward.group and going)]:
+            await _all_of(work)
 
     def _passes(self, last: RewardCalls, scores: dict[str, Score]) -> bool:
         return self._composition.passes(last.reward, scores[last.reward.name])
@@ -164,13 +147,6 @@ class Scorer:
     def _check_threads(self) -> None:
         if self.threads.abandoned >= MAX_HANGING:
             raise DeadlineExceeded(f"{MAX_HANGING} calls of sync rewards hang", "give the reward a time-out of its own")
-
-
-async def _instantly(stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
-    """Call the instant rules of a stage; `ScoringFailed`: one of them failed."""
-    for calls in stage:
-        if calls.reward.instant:
-            scores[calls.reward.name] = await calls.instant(sample)
 
 
 async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
