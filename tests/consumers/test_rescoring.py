@@ -1,4 +1,4 @@
-"""Recorded groups scored again: the new scores are a recording; failures are listed, never a number; figures of both."""
+"""Recorded groups scored again: new scores are a recording; failures are listed, never a number; figures of both."""
 
 from __future__ import annotations
 
