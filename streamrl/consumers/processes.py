@@ -265,6 +265,7 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
+                limit=_LONGEST_REPLY,
                 cwd="/",
                 env={key: os.environ[key] for key in _INHERITED if key in os.environ} | {"LC_ALL": "C.UTF-8"},
             )
@@ -354,15 +355,16 @@ class _Process:
 
     async def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(len(data).to_bytes(4, "big") + data)
+        self._process.stdin.write(data + b"\n")
         await self._process.stdin.drain()
 
     async def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        size = int.from_bytes(await self._process.stdout.readexactly(4), "big")
-        if size > _LONGEST_REPLY:
-            raise WireError(f"{self._name}: its process answers with {size} bytes")
-        reply: dict[str, Any] = orjson.loads(await self._process.stdout.readexactly(size))
+        try:
+            line = await self._process.stdout.readuntil()
+        except asyncio.LimitOverrunError as error:
+            raise WireError(f"{self._name}: its process answers with more than {_LONGEST_REPLY} bytes") from error
+        reply: dict[str, Any] = orjson.loads(line)
         return reply
 
 
