@@ -15,8 +15,7 @@ LOOK_SECONDS: Final = 1.0
 class Slots:
     """A semaphore, first come, first served, whose size may change while slots are taken. For one event loop.
 
-    Args:
-        limit: returns the number of slots now, at least 1; None: any number. Called for each acquisition.
+    `limit` is called for each acquisition: the number of slots now, at least 1; None: any number.
     """
 
     def __init__(self, limit: Callable[[], int | None]) -> None:

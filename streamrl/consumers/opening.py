@@ -72,10 +72,7 @@ async def open_scorer(
 
 
 async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
-    """Open one reward; retry with growing pauses, for up to `patience` seconds, while its service is away.
-
-    `begun` are the rewards that have to be closed: each `open`, also one that failed, is followed by a `close`.
-    """
+    """Open one reward; retry for `patience` seconds while its service is away. `begun` have to be closed."""
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline

@@ -142,10 +142,7 @@ class ProcessPool:
     async def open(self) -> None:
         """Start the first process, so that what is missing is known before the first call.
 
-        A process that cannot be started for the moment (the host is full or busy) is no error here, but a warning.
-
-        Raises:
-            ConfigError: its function cannot be imported or prepared.
+        `ConfigError`: its function cannot be imported or prepared. A host that is full or busy is only a warning.
         """
         async with self._slots:
             try:

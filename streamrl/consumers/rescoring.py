@@ -196,13 +196,8 @@ async def rescore_groups(
 ) -> RescoreResult:
     """Score recorded groups again. What was written is kept on cancellation; the same call goes on from there.
 
-    Args:
-        groups: recorded ones, read in a thread, a few ahead.
-        score: the new rewards.
-        into: where the new scores go, and which are there.
-        concurrency: groups in flight, at least 1; `score` may bound its calls further.
-        drop_failed: write groups that lost responses too, if two are left (or all that there were).
-        on_progress: called after each group.
+    Groups are read in a thread; `concurrency` of them are scored at a time. `drop_failed` also writes groups that lost
+    responses, if two are left. `on_progress` is called after each group.
 
     Raises:
         CannotCreate: no space for the scores.
@@ -331,14 +326,7 @@ class Comparison:
 
 
 def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], threshold: float) -> Comparison:
-    """Compare two sets of scores.
-
-    Args:
-        old: finite scores, at least one.
-        new: finite scores of the same responses.
-        groups: of each response, something that only responses to the same prompt share.
-        threshold: above it a response is right.
-    """
+    """Compare finite scores of the same responses; equal `groups` share a prompt, above `threshold` one is right."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     won = pairs = 0.0
     flat_old = flat_new = members = 0

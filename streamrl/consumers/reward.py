@@ -235,11 +235,7 @@ class RewardContext:
 
 
 def check_model(name: str, known: Iterable[str]) -> None:
-    """See that `reward_models` has a model.
-
-    Raises:
-        ConfigError: there is none with this name among the `known` ones.
-    """
+    """Raise `ConfigError` when a model is not among the `known` entries of `reward_models`."""
     names = list(known)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)

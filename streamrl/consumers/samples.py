@@ -130,7 +130,7 @@ def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record of a file with the place where it stands."""
+    """Each record of a file, and where it stands."""
     try:
         if path.stat().st_size > _MAX_FILE:
             raise DataError(f"{path} has more than {_MAX_FILE >> 20} MiB", "take a part of it: `head -n 1000`")

@@ -200,12 +200,7 @@ class PatientScorer:
         return self._scorer.calls
 
     async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.SampleScore | ScoringFailed]:
-        """Score samples of one group, as `Scorer.score_group`.
-
-        Raises:
-            Unreachable: nothing could be scored for as long as a lease may be held.
-            DeadlineExceeded: as of `Scorer.score_group`.
-        """
+        """As `Scorer.score_group`; `Unreachable` when nothing could be scored for too long."""
         while True:
             began, ended = time.monotonic(), self._ended
             try:

@@ -15,11 +15,10 @@ _Job = tuple[Callable[..., Any], Any, asyncio.Future[Any], asyncio.AbstractEvent
 class CallThreads:
     """Daemon threads that run sync functions for coroutines of one event loop.
 
-    `abandoned` counts the calls given up that have not returned, `started` the threads ever started.
-
-    A thread cannot be killed. When the caller of `run` is cancelled (its deadline is over) its thread is abandoned: it
-    is used again if the function ever returns, and otherwise dies with the process. The standard executor joins its
-    threads at exit, so one hanging reward would keep the whole process from ending.
+    A thread cannot be killed. When the caller of `run` is cancelled at its deadline, the thread is abandoned: it is
+    used again if the function ever returns, and otherwise dies with the process. The standard executor joins its
+    threads at exit, so one hanging reward would keep the whole process from ending. `abandoned` counts these calls,
+    `started` the threads.
     """
 
     def __init__(self) -> None:
@@ -28,11 +27,7 @@ class CallThreads:
         self._idle: list[queue.SimpleQueue[_Job]] = []
 
     async def run(self, call: Callable[..., _R], argument: Any) -> _R:
-        """Return `call(argument)`, run in a thread; at once, since a free thread is found or started.
-
-        Raises:
-            Exception: whatever the call raises; `SystemExit` and the like become `RuntimeError`.
-        """
+        """Return `call(argument)`, run in a thread. `SystemExit` and the like become `RuntimeError`."""
         loop = asyncio.get_running_loop()
         inbox = self._idle.pop() if self._idle else self._start()
         future: asyncio.Future[_R] = loop.create_future()

@@ -30,14 +30,9 @@ _LONGEST_LINE = 1 << 16
 
 
 class Log:
-    """The server's output, line by line, with secrets blotted out; one old file is kept.
+    """The server's output, line by line, without `secrets`; over `limit` bytes it is rotated, and one old file kept.
 
     What cannot be written (the disk is full, the folder is gone) is lost, and the server goes on.
-
-    Args:
-        path: of the file.
-        limit: bytes at which it is rotated.
-        secrets: texts that must not be in it.
     """
 
     def __init__(self, path: Path, limit: int, secrets: list[str]) -> None:
@@ -163,10 +158,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _left(group: int) -> list[int]:
-    """Processes of the server: of its group, and orphans that have left the group.
-
-    Orphans become children of this process, because it is their reaper.
-    """
+    """Processes of the server: of its group, and orphans, which become children of this process, their reaper."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):

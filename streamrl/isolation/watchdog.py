@@ -40,12 +40,7 @@ class Watchdog:
 
     @classmethod
     async def start(cls, url: str, headers: Mapping[str, str], calls: Sequence[Call]) -> Watchdog:
-        """Start a watchdog that would send `calls` to the server at `url`, and wait until it watches.
-
-        Raises:
-            OSError: it cannot be started.
-            TimeoutError: it is silent.
-        """
+        """Start a watchdog that sends `calls` to `url` if need be; `OSError`, `TimeoutError`: it does not watch."""
         import asyncio
 
         order = {

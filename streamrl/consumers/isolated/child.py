@@ -48,9 +48,8 @@ def read() -> Any:
 def main() -> int:
     """Read the order, prepare the function, answer until the input ends.
 
-    The order is `{"script": path, "settings": any, "path": list, "memory": bytes, "cpu": seconds, "calls": number}`:
-    the file whose `prepare(settings)` returns the function, additions to `sys.path`, limits, and the calls after which
-    this process makes way for a new one.
+    The order is `{"script": path, "settings": any, "path": list, "memory": bytes, "cpu": seconds, "calls": number}`.
+    `path` is added to `sys.path`; after so many `calls` another process replaces this one.
     """
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get between the messages

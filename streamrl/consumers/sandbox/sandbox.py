@@ -259,12 +259,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def start(self, program: Program) -> AsyncIterator[Session]:
-        """Yield a session with the program; at its end, and when it is cancelled, nothing of it stays.
-
-        Raises:
-            ConfigError: no isolation works here (`open`).
-            SandboxError: the keeper does not start.
-        """
+        """Yield a session with the program; nothing of it stays at its end. Raises as `open`."""
         async with self._session(await self.open(), program) as session:
             yield session
 

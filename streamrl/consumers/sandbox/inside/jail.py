@@ -34,10 +34,10 @@ def namespaces(network: bool) -> int:
 
 
 def map_ids(pid: int) -> None:
-    """Say which users the new user namespace of `pid` has: `NOBODY`, and the builder 0 where root may map both.
+    """Set the users of the new user namespace of `pid`: `NOBODY`, and the builder 0 where root may map both.
 
-    The program is `NOBODY` inside. Started by root it is a user of no rights outside too; started by anybody else it is
-    that user, who sees nothing but what the new root directory holds.
+    The program is `NOBODY` inside. Started by root, it has no rights outside either. Started by another user, it is
+    that user, and sees only what the new root directory holds.
     """
     folder = Path(f"/proc/{pid}")
     if os.geteuid() == 0:
@@ -51,13 +51,9 @@ def map_ids(pid: int) -> None:
 
 
 def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
-    """Replace the root directory by an empty one in memory, with what the program needs, all read-only but `WORK`.
+    """Replace the root directory by one in memory, all read-only but `WORK`, into which `disk` bytes fit.
 
-    It goes away with the last process of the namespace.
-
-    Args:
-        visible: pairs of a real path of the host and the path where it is seen.
-        disk: bytes that fit into `WORK`.
+    `visible` are pairs of a real path of the host and the path where it is seen. The root goes with the namespace.
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -92,10 +88,7 @@ def write_files(folder: str, files: Mapping[str, str]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a directory with all a program may have made of it: depth, modes, names and links of any kind.
-
-    A repeat does nothing. What cannot be removed within 30 seconds stays.
-    """
+    """Remove a directory with all that a program made in it, of any depth, mode, name and link, within 30 seconds."""
     for command in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
         process = subprocess.Popen(  # noqa: S603
             command, env={"PATH": os.defpath}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -110,11 +103,8 @@ def remove_folder(folder: str) -> None:
 def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> None:
     """Give up all rights and take on the limits; the caller goes on to exec.
 
-    Args:
-        limits: `cpu` (seconds), `address_space` (bytes or None), `disk`, `open_files`, `processes`.
-        privileged: this process is root of its namespace and becomes `NOBODY`.
-        isolation: `namespaces` has its own count of processes, so their number can be limited; `wrapped`
-            leaves the rest to the program that makes the sandbox.
+    `privileged`: this process is root of its namespace and becomes `NOBODY`. With `namespaces`, processes are counted
+    apart from the user's, so their number can be limited; `wrapped` leaves the rest to the program that isolates.
     """
     if privileged:
         os.setgroups([])

@@ -66,13 +66,10 @@ class ParentPipe:
 
 
 class Run:
-    """One run of the program.
+    """One run of the program of an `order` with a text as its standard input, in `folder` unless it has its own root.
 
-    Args:
-        order: `isolation` (namespaces, wrapped or none), `network`, `argv`, `environ`, `files`, `visible`, `limits`.
-        text: its standard input.
-        folder: where it runs, unless it has a root of its own.
-        lifeline: is watched while it runs.
+    The order has `isolation` (namespaces, wrapped or none), `network`, `argv`, `environ`, `files`, `visible`, `limits`.
+    The lifeline is watched while the program runs.
     """
 
     def __init__(self, order: dict[str, Any], text: str, folder: str, lifeline: ParentPipe) -> None:

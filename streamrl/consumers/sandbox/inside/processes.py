@@ -58,11 +58,8 @@ def processor_time(pids: list[int]) -> tuple[float, float]:
 def kept_waiting(threads: list[tuple[float, float]], run: float) -> float:
     """Return the longest time in which a thread waited for a processor that other programs had.
 
-    While other threads of the program ran, they may have kept this one waiting: that does not count.
-
-    Args:
-        threads: seconds that each has run, and has waited for a processor.
-        run: seconds that all of the program has run, what has ended included.
+    `threads` are the seconds that each has run and has waited. While other threads of the program `run`, they may have
+    kept this one waiting: that does not count.
     """
     return max((waited - max(run - ran, 0.0) for ran, waited in threads if waited > run - ran), default=0.0)
 
@@ -77,12 +74,9 @@ def starved() -> int:
 
 
 def kill_all(deadline: float) -> bool:
-    """Kill everything below this process, which must be the reaper of orphans; False when some will not die.
+    """Kill everything below this process, the reaper of orphans; False when that takes longer than `deadline` seconds.
 
     All are stopped first: what is stopped does not fork faster than it is killed.
-
-    Args:
-        deadline: seconds from now.
     """
     end = time.monotonic() + deadline
     stopped: set[int] = set()
