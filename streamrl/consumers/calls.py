@@ -1,4 +1,4 @@
-"""The calls of one reward in one worker: slot, circuit, deadline, attempts with backoff, figures."""
+"""The calls of one reward in one worker: slot, circuit, thread, deadline, attempts with backoff, figures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import queue
 import random
+import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import orjson
 
@@ -21,8 +23,7 @@ from streamrl.consumers.figures import FailureKind, RewardFigures
 from streamrl.consumers.limits import Circuit, Slots
 from streamrl.consumers.plugins import ASKING, LoadedReward
 from streamrl.consumers.processes import CallFailed
-from streamrl.consumers.reward import RewardSample, Score, finite
-from streamrl.consumers.threads import CallThreads
+from streamrl.consumers.reward import RewardSample, Score
 from streamrl.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -102,6 +103,70 @@ def failed_servers() -> dict[str, None]:
     """URLs of servers that have failed the current sample, the latest last; the caller adds to it."""
     failed = _failed_servers.get()
     return {} if failed is None else failed
+
+
+_R = TypeVar("_R")
+_Job = tuple[Callable[..., Any], Any, asyncio.Future[Any], asyncio.AbstractEventLoop]
+
+
+class CallThreads:
+    """Daemon threads that run sync functions for coroutines of one event loop.
+
+    A thread cannot be killed. When the caller of `run` is cancelled at its deadline, the thread is abandoned: it is
+    used again if the function ever returns, and otherwise dies with the process. The standard executor joins its
+    threads at exit, so one hanging reward would keep the whole process from ending. `abandoned` counts these calls,
+    `started` the threads.
+    """
+
+    def __init__(self) -> None:
+        self.abandoned = 0
+        self.started = 0
+        self._idle: list[queue.SimpleQueue[_Job]] = []
+
+    async def run(self, call: Callable[..., _R], argument: Any) -> _R:
+        """Return `call(argument)`, run in a thread. `SystemExit` and the like become `RuntimeError`."""
+        loop = asyncio.get_running_loop()
+        inbox = self._idle.pop() if self._idle else self._start()
+        future: asyncio.Future[_R] = loop.create_future()
+        inbox.put((call, argument, future, loop))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.abandoned += 1
+            raise
+
+    def _start(self) -> queue.SimpleQueue[_Job]:
+        inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.started += 1
+        threading.Thread(target=self._work, args=(inbox,), name=f"reward-{self.started}", daemon=True).start()
+        return inbox
+
+    def _work(self, inbox: queue.SimpleQueue[_Job]) -> None:
+        while True:
+            call, argument, future, loop = inbox.get()
+            result, error = None, None
+            try:
+                result = call(argument)
+            except Exception as raised:  # noqa: BLE001 (handed to the caller of `run`)
+                error = raised
+            except BaseException as raised:  # noqa: BLE001 (a thread must not end the process or vanish)
+                error = RuntimeError(f"{type(raised).__name__}: {raised}").with_traceback(raised.__traceback__)
+            try:
+                loop.call_soon_threadsafe(self._finish, inbox, future, result, error)
+            except RuntimeError:
+                return  # the loop is closed: the process is ending
+            del call, argument, future, result, error
+
+    def _finish(
+        self, inbox: queue.SimpleQueue[_Job], future: asyncio.Future[Any], result: Any, error: Exception | None
+    ) -> None:
+        self._idle.append(inbox)
+        if future.cancelled():
+            self.abandoned -= 1
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 class RewardCalls:
@@ -357,7 +422,7 @@ def detail_of(error: BaseException) -> str:
 
 
 def _score(result: Any) -> Score:
-    return result if type(result) is Score else Score(finite(result, "the value"))
+    return result if type(result) is Score else Score(result)
 
 
 def _scores(results: Any, samples: Subject) -> list[Score]:

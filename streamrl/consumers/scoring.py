@@ -11,11 +11,10 @@ from typing import Any, Final, TypeVar
 
 from streamrl import wire
 from streamrl.config import LeaseConfig, RewardWorkerConfig, ScoringConfig
-from streamrl.consumers.calls import RewardCalls, SampleState, ScoringFailed, detail_of
+from streamrl.consumers.calls import CallThreads, RewardCalls, SampleState, ScoringFailed, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import HOLD_SHARE, LoadedReward, stages
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.threads import CallThreads
 from streamrl.errors import DeadlineExceeded, RewardUnavailable, Unreachable
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,8 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from streamrl.consumers.calls import CallEnded, RewardCalls
+from streamrl.consumers.calls import CallEnded, CallThreads, RewardCalls
 from streamrl.consumers.reward import RewardSample
-from streamrl.consumers.threads import CallThreads
 
 logger = logging.getLogger(__name__)
 

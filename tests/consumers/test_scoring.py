@@ -195,7 +195,7 @@ async def test_cancelling_a_score_leaves_nothing_running():
 def test_a_process_with_a_hanging_sync_reward_can_still_end():
     code = (
         "import asyncio, threading\n"
-        "from streamrl.consumers.threads import CallThreads\n"
+        "from streamrl.consumers.calls import CallThreads\n"
         "async def main():\n"
         "    try:\n"
         "        await asyncio.wait_for(CallThreads().run(lambda _: threading.Event().wait(), None), 0.05)\n"
