@@ -96,19 +96,19 @@ def test_a_file_that_is_not_there(tmp_path):
         list(read_samples(tmp_path))
 
 
-def test_a_recording_is_read_like_samples(tmp_path):
-    folder = tmp_path / "run" / "recording"
-    writer = RecordingWriter(folder, 1, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
+def record(folder, epoch, group_id, *texts):
+    """A file of a recording with one group."""
+    writer = RecordingWriter(folder, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
     score = wire.encode(wire.SampleScore(value=1.0))
-    writer.add(
-        RecordedGroup(
-            group_id=5,
-            prompt=wire.encode(prompt()),
-            samples=[(wire.encode(response(text)), score) for text in ("4", "5")],
-        )
-    )
+    samples = [(wire.encode(response(text)), score) for text in texts]
+    writer.add(RecordedGroup(group_id=group_id, prompt=wire.encode(prompt()), samples=samples))
     writer.sync()
     writer.close()
+
+
+def test_a_recording_is_read_like_samples(tmp_path):
+    folder = tmp_path / "run" / "recording"
+    record(folder, 1, 5, "4", "5")
     for path in (tmp_path / "run", folder, next(folder.iterdir())):
         found = list(read_samples(path))
         assert [(each.group_id, each.index, each.text) for each in found] == [(5, 0, "4"), (5, 1, "5")]
@@ -117,11 +117,7 @@ def test_a_recording_is_read_like_samples(tmp_path):
 
 def test_a_damaged_file_of_a_recording_is_named_and_the_others_are_read(tmp_path):
     for epoch, group_id in ((1, 5), (2, 6)):
-        writer = RecordingWriter(tmp_path, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
-        messages = (wire.encode(response("4")), wire.encode(wire.SampleScore(value=1.0)))
-        writer.add(RecordedGroup(group_id=group_id, prompt=wire.encode(prompt()), samples=[messages]))
-        writer.sync()
-        writer.close()
+        record(tmp_path, epoch, group_id, "4")
     first = tmp_path / "groups-1-0.msgpack.zst"
     first.write_bytes(b"what is this")
     problems = []

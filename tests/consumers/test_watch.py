@@ -245,14 +245,15 @@ async def test_a_sync_reward_that_blocks_its_thread_is_named():
         return 1.0
 
     def tell(text):
-        said.append(text)
-        go.set()
+        if "has been running" in text:  # on a busy host the start of the thread may hold the event loop
+            said.append(text)
+            go.set()
 
     calls = calls_of(loaded(waits, name="mine"), attempts=1)
     with Foreground([calls], tell, seconds=0.2).watching():
         assert [score.value for score in await calls.score(seen(), leased())] == [1.0]
     assert len(said) == 1
-    assert "mine, sample 0 of group 0: has been running" in said[0]
+    assert said[0].startswith("mine, sample 0 of group 0: has been running")
     assert "assert go.wait(60)" in said[0], "the line of the reward, and not that of the library below it"
 
 
