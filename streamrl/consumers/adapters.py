@@ -12,9 +12,11 @@ was written for its lists hold whole groups. All arguments are passed by name, a
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
+import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -44,12 +46,14 @@ class Adapted:
         group: it takes all samples of a group.
         prepare: makes the keyword arguments of one call, and what reads its result.
         needed: parameters without a default that the data set must have as columns.
+        reads_messages: its code takes completions or prompts for lists of messages, whatever they are.
     """
 
     function: Callable[..., Any]
     group: bool
     prepare: Callable[[Any], tuple[dict[str, Any], _Read]]
     needed: frozenset[str] = frozenset()
+    reads_messages: bool = False
 
     def __call__(self, subject: Any) -> Any:
         """Return a `Score`, or a list of them for a group; of a coroutine function, an awaitable of it."""
@@ -58,13 +62,22 @@ class Adapted:
         return _later(result, read) if inspect.isawaitable(result) else read(result)
 
     def check_line(self, record: Mapping[str, Any], where: str, name: str) -> None:
-        """Raise `PluginError` when a line of the data set lacks a column that the function needs."""
+        """See that the function can be called with a line of the data set.
+
+        Raises:
+            PluginError: it lacks a column, or its prompt is text and the function reads messages.
+        """
         columns = [key for key, value in record.items() if value is not None or key != "answer"]
         columns = [key for key in columns if key not in {"prompt", "messages"}]
         if missing := sorted(self.needed - set(columns)):
             raise PluginError(
                 f"reward {name} needs the column {missing[0]}, which {where} does not have",
                 f"columns are the keys of the lines, here: {', '.join(columns) or 'none'}; constants can stand in args",
+            )
+        if self.reads_messages and record.get("messages") is None and isinstance(record.get("prompt"), str):
+            raise PluginError(
+                f"reward {name} reads completions as lists of messages, and the `prompt` of {where} is text",
+                'give messages, and completions are such lists, too: {"prompt": [{"role": "user", "content": "2+2="}]}',
             )
 
 
@@ -173,7 +186,107 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
         in_sum = False  # nothing would become something
     calls = _TrlCalls(spec.args, None if takes_all else frozenset(parameters), frozenset(needed), in_sum)
     given = {"prompts", "completions", "completion_ids", "log_metric", "log_extra", "trainer_state", *spec.args}
-    return Adapted(function, True, calls.group, frozenset(needed) - given)
+    nodes = _nodes(function)
+    others = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    columns = frozenset(needed | _keys_of(nodes, others)) - given
+    return Adapted(function, True, calls.group, columns, _reads_messages(nodes))
+
+
+def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
+    """What a function consists of; nothing for an object, or without source: then the first sample is the check."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+def _keys_of(nodes: Sequence[ast.AST], owner: str) -> set[str]:
+    """The texts in `owner["text"]`; none where the code does anything else with `owner`, or may not come there."""
+    above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    leaves = [node for node in nodes if isinstance(node, _LEAVES) and _may_be_left_out(node, above)]
+    first = min((node.lineno for node in leaves), default=None)
+    keys: set[str] = set()
+    for name in nodes:
+        if not isinstance(name, ast.Name) or name.id != owner:
+            continue
+        read = above[name]
+        if not (isinstance(read, ast.Subscript) and read.value is name and isinstance(read.ctx, ast.Load)):
+            return set()
+        certain = not _may_be_left_out(read, above) and (first is None or read.lineno < first)
+        if certain and isinstance(read.slice, ast.Constant) and isinstance(read.slice.value, str):
+            keys.add(read.slice.value)
+    return keys
+
+
+_LEAVES: Final = (ast.Return, ast.Continue, ast.Break)
+_BRANCHES: Final = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+
+
+def _may_be_left_out(node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether a call of the function may end well without it: it stands in a branch, a `try`, or another function."""
+    functions = 0
+    while node in above:
+        node = above[node]
+        functions += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        filters = isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) and any(
+            loop.ifs for loop in node.generators
+        )
+        if filters or isinstance(node, _BRANCHES) or functions > 1:
+            return True
+    return False
+
+
+def _reads_messages(nodes: Sequence[ast.AST]) -> bool:
+    """Whether the code has `completion[0]["content"]` of a completion or prompt, and does not look at its type."""
+    looks = {"isinstance", "hasattr", "type", "is_conversational"}
+    if any(isinstance(node, ast.Try) or (isinstance(node, ast.Name) and node.id in looks) for node in nodes):
+        return False
+    loops = [node for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+    targets = [name for loop in loops for name in _of_lists(loop.target, loop.iter)]
+    others = {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in targets
+    }
+    ours = (_LISTS | {name.id for name in targets}) - others
+    return any(_reads_a_message(node) and _base(node) in ours for node in nodes)
+
+
+_LISTS: Final = frozenset({"completions", "prompts"})
+
+
+def _of_lists(target: ast.AST, source: ast.AST) -> list[ast.Name]:
+    """The names of a loop's target that become entries of the completions or prompts."""
+    if isinstance(source, ast.Subscript) and isinstance(source.slice, ast.Slice):
+        return _of_lists(target, source.value)
+    if isinstance(source, ast.Name):
+        return [target] if isinstance(target, ast.Name) and source.id in _LISTS else []
+    if not isinstance(source, ast.Call) or not isinstance(source.func, ast.Name):
+        return []
+    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
+    if source.func.id == "zip":
+        return [name for part, one in zip(parts, source.args, strict=False) for name in _of_lists(part, one)]
+    if source.func.id == "enumerate" and len(parts) == 2 and source.args:
+        return _of_lists(parts[1], source.args[0])
+    return []
+
+
+def _base(node: ast.AST) -> str:
+    """Name of what is read in `name[...]...[...]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _reads_a_message(node: ast.AST) -> bool:
+    """Whether it is `...[NUMBER]["content"]` or `["role"]`."""
+    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Subscript):
+        return False
+    key, place = node.slice, node.value.slice
+    if isinstance(place, ast.UnaryOp):
+        place = place.operand
+    named = isinstance(key, ast.Constant) and key.value in {"content", "role"}
+    return named and isinstance(place, ast.Constant) and isinstance(place.value, int)
 
 
 @dataclass(frozen=True, slots=True)

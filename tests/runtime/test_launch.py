@@ -215,23 +215,61 @@ def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, sec
 
 FOR_TRL = """
 def column(completions, difficulty, **kwargs): return [1.0 for _ in completions]
-def optional(completions, difficulty=1, **kwargs): return [1.0 for _ in completions]
+def key(completions, **kwargs): return [1.0 for _ in kwargs["difficulty"]]
+def chat(completions, **kwargs): return [float(len(one[0]["content"])) for one in completions]
+def both(completions, **kwargs): return [1.0 if isinstance(one, str) else len(one[0]["content"]) for one in completions]
+def other(completions, level=1, **kwargs): return [float(kwargs.get("difficulty") is None) for _ in completions]
+def given(completions, **kwargs):
+    kwargs.setdefault("difficulty", 1)
+    return [kwargs["difficulty"] for _ in completions]
+def merged(completions, **kwargs):
+    kwargs = {"difficulty": 1, **kwargs}
+    return [kwargs["difficulty"] for _ in completions]
+def branch(completions, level=1, **kwargs): return [kwargs["difficulty"] if level > 1 else 1.0 for _ in completions]
+def early(completions, level=1, **kwargs):
+    if level == 1:
+        return [1.0 for _ in completions]
+    return [kwargs["difficulty"] for _ in completions]
+def paired(completions, calls=((["a"],)), **kwargs):
+    return [float(call[0]["content"] in one) for one, call in zip(completions, calls)]
+def zipped(completions, prompts, **kwargs): return [len(p[-1]["content"]) for _, p in zip(completions, prompts)]
+def looked(completions, **kwargs): return [len(c if hasattr(c, "upper") else c[0]["content"]) for c in completions]
+def tried(completions, **kwargs):
+    try:
+        return [len(one[0]["content"]) for one in completions]
+    except TypeError:
+        return [len(one) for one in completions]
 """
 CHAT = '{"prompt": [{"role": "user", "content": "2+2="}], "difficulty": 3}\n'
 
 
-@pytest.mark.parametrize(("function", "said"), [("column", "column difficulty"), ("optional", "")])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("column", "column difficulty"),
+        ("key", "column difficulty"),
+        ("chat", "as lists of messages"),
+        ("both", ""),
+        ("other", ""),
+        ("given", ""),
+        ("merged", ""),
+        ("branch", ""),
+        ("early", ""),
+        ("paired", ""),
+        ("zipped", "as lists of messages"),
+        ("looked", ""),
+        ("tried", ""),
+    ],
+)
 def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said):
     (home / "for_trl.py").write_text(FOR_TRL)
     overrides = [f"rewards=[{{use: 'for_trl:{function}', adapter: trl}}]"]
     sys.modules.pop("for_trl", None)
-    for missing in (bool(said), False):
-        found = {
-            check.name: check.error for check in preflight.check_all(loaded(home, *overrides).config, home / "runs")
-        }
-        assert bool(found["rewards"]) == missing
-        if missing:
-            assert said in found["rewards"].message
-            assert "train.jsonl" in found["rewards"].message
-        (home / "train.jsonl").write_text(CHAT)
-    assert found["data"] is None
+    found = {check.name: check.error for check in preflight.check_all(loaded(home, *overrides).config, home / "runs")}
+    assert bool(found["rewards"]) == bool(said)
+    if said:
+        assert said in found["rewards"].message
+        assert "train.jsonl" in found["rewards"].message
+    (home / "train.jsonl").write_text(CHAT)
+    found = {check.name: check.error for check in preflight.check_all(loaded(home, *overrides).config, home / "runs")}
+    assert (found["rewards"], found["data"]) == (None, None)
