@@ -110,7 +110,7 @@ class RewardModel(AskingReward):
         if self._template is None and self._text != "server":
             name = self._tokenizer or self._asked.config.model
             file = None if self._chat_template is None else Path(self._chat_template)
-            self._renderer = await asyncio.to_thread(Renderer.load, name, mode=self._text, template=file)
+            self._renderer = await asyncio.to_thread(Renderer, name, mode=self._text, template=file)
         try:
             question = self._question(PROBE)
         except DataError:

@@ -108,7 +108,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache  # it would keep the loop from the samples of other servers
 def ids_of(model: Path, count: int) -> list[list[int]]:
-    renderer = Renderer.load(str(model))
+    renderer = Renderer(str(model))
     return [renderer.ids(seen(f"It is {index}.")) for index in range(count)]
 
 

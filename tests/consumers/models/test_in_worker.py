@@ -36,7 +36,7 @@ def texts(group_id: int) -> list[str]:
 
 async def check(ledger: Ledger, group_ids: range, model: Path) -> None:
     """Every score is the model's."""
-    renderer = Renderer.load(str(model))
+    renderer = Renderer(str(model))
     for group_id in group_ids:
         wanted = {number: score_of(renderer.ids(seen(text))) for number, text in enumerate(texts(group_id))}
         assert await values(ledger, group_id) == wanted

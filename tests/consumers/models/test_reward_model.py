@@ -58,7 +58,7 @@ async def test_scores_come_from_the_model_with_its_own_text(tokenizer, tmp_path)
     async with servers(["well"], ["well"]) as (one, two):
         model = {"url": [one.url, two.url], "model": str(tokenizer)}
         async with opened(tmp_path, model) as reward:
-            renderer = Renderer.load(str(tokenizer))
+            renderer = Renderer(str(tokenizer))
             samples = [seen(f"It is {index}.") for index in range(10)]
             scores = await asyncio.gather(*(reward.score(sample) for sample in samples))
         assert [score.value for score in scores] == [score_of(renderer.ids(sample)) for sample in samples]
@@ -76,7 +76,7 @@ async def test_its_places_are_those_of_the_servers(tokenizer, tmp_path):
 async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer, tmp_path):
     async with servers(["well"]) as (one,), opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
         sample = seen("It is 4. " * 5000)
-        assert (await reward.score(sample)).value == score_of(Renderer.load(str(tokenizer)).ids(sample))
+        assert (await reward.score(sample)).value == score_of(Renderer(str(tokenizer)).ids(sample))
 
 
 async def test_a_server_with_a_template_of_its_own_gets_messages(tmp_path):
@@ -154,7 +154,7 @@ async def test_no_server_at_the_start_is_a_warning(tokenizer, tmp_path, monkeypa
         assert "reward model does not answer yet" in caplog.text
         waiting = asyncio.create_task(reward.score(seen("4")))
         async with serving(one):
-            assert (await waiting).value == score_of(Renderer.load(str(tokenizer)).ids(seen("4")))
+            assert (await waiting).value == score_of(Renderer(str(tokenizer)).ids(seen("4")))
 
 
 async def test_a_reward_gives_up_before_its_deadline_and_names_the_server(tokenizer, tmp_path):
