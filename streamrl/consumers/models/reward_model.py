@@ -17,30 +17,21 @@ from streamrl.consumers.models.client import slots_within_rate
 from streamrl.consumers.models.dialects import DIALECTS, ScoreDialect, read_score
 from streamrl.consumers.models.rendering import Renderer, check_template
 from streamrl.consumers.models.template import Template, conversation
-from streamrl.consumers.reward import (
-    RewardContext,
-    RewardSample,
-    Score,
-)
-from streamrl.errors import (
-    ConfigError,
-    DataError,
-    PluginError,
-    StreamrlError,
-)
+from streamrl.consumers.reward import RewardContext, RewardSample, Score
+from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
 logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 10.0
 _LONG: Final = 20_000
-"""Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
+"""Characters from which a text is encoded in a thread, as it would hold up the event loop for milliseconds."""
 _TEMPLATE_ARGS: Final = ("path", "body", "value")
 _TEXT_ARGS: Final = ("text", "tokenizer", "chat_template", "label")
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What a server is asked for one sample, and what its answer means."""
+    """The request for one sample, and how its answer is read."""
 
     path: str
     body: Mapping[str, Any]

@@ -12,8 +12,9 @@ from streamrl.consumers.models.router import PoolServerState
 from streamrl.http import BadAnswer, Lost
 from tests.consumers.calls_kit import calls_of, leased, loaded
 from tests.consumers.models.faulty_server import score_of, servers
-from tests.consumers.models.test_client import IDS, ask, client_of, row, until
+from tests.consumers.models.test_client import IDS, ask, client_of, row
 from tests.consumers.samples import seen
+from tests.queues.ledger_kit import until
 
 
 async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to_the_one_that_failed():
@@ -68,7 +69,7 @@ async def test_a_server_that_failed_the_sample_is_asked_again_when_no_other_has_
         await full.has(1)
 
         async def reward(sample):
-            return await ask(client, deadline=1.0)
+            return await ask(client, deadline=0.5)
 
         with pytest.raises(ScoringFailed, match=r"BadAnswer: .*\(3 attempts\)"):
             await calls_of(loaded(reward, attempts=3)).score(seen(), leased())
