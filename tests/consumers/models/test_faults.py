@@ -126,7 +126,7 @@ async def test_alone_a_server_that_fails_gives_no_score(model):
 
 
 async def fails_alone(model: Path, act: str, to_router: str, end: str) -> None:
-    deadline, attempts = (10.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
+    deadline, attempts = (4.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
     hold = 1.5 * deadline if end == NOBODY else LEASE  # one attempt: the next one would end too late
     async with contextlib.AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving(FaultyServer([but_well_at_first(act, model)])))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext, RewardSample
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.dialects import DIALECTS, UnclearScore, read_score
@@ -18,9 +18,9 @@ from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.reward_model import RewardModel
 from streamrl.consumers.models.template import Template
 from streamrl.consumers.plugins import load_rewards
-from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable, WireError
+from streamrl.errors import ConfigError, DataError, PluginError, WireError
 from streamrl.http import BadRequest
-from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
+from tests.consumers.models.faulty_server import gone, score_of, servers, serving
 from tests.consumers.models.test_rendering import make_tokenizer
 from tests.consumers.samples import seen
 
@@ -64,13 +64,6 @@ async def test_scores_come_from_the_model_with_its_own_text(tokenizer, tmp_path)
         assert [score.value for score in scores] == [score_of(renderer.ids(sample)) for sample in samples]
         body = one.bodies[-1]
         assert body == {"model": str(tokenizer), "input": body["input"], "use_activation": False, "activation": False}
-
-
-async def test_its_places_are_those_of_the_servers(tokenizer, tmp_path):
-    async with servers(["well"], ["well"]) as (one, two):
-        keys = {"url": [one.url, two.url], "model": str(tokenizer), "concurrency": 3}
-        async with opened(tmp_path, keys) as reward:
-            assert reward.slots() in {3, 6}, "the second server may not have been looked at yet"
 
 
 async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer, tmp_path):
@@ -147,10 +140,7 @@ async def test_what_the_server_refuses_is_the_end_of_this_sample_only(tokenizer,
 async def test_no_server_at_the_start_is_a_warning(tokenizer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.2)
     monkeypatch.setattr("streamrl.consumers.models.client.LOOK_SECONDS", 0.1)
-    one = FaultyServer()
-    async with serving(one):
-        pass
-    async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
+    async with gone() as one, opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
         assert "reward model does not answer yet" in caplog.text
         waiting = asyncio.create_task(reward.score(seen("4")))
         async with serving(one):
@@ -166,42 +156,28 @@ async def test_a_reward_gives_up_before_its_deadline_and_names_the_server(tokeni
             await reward.score(seen("so long " * 100))
 
 
-async def test_no_server_is_no_failure_of_the_sample(tokenizer, tmp_path):
-    one = FaultyServer()
-    async with serving(one):
-        pass
-    model = {"url": [one.url], "model": str(tokenizer)}
-    async with opened(tmp_path, model, deadline=0.5) as reward:
-        with pytest.raises(RewardUnavailable, match="unchecked"):
+async def test_servers_that_can_never_do_it_end_the_start(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
+
+    async def starts(act: str, says: str) -> None:
+        async with servers([act]) as (one,):
+            with pytest.raises(ConfigError, match=says):
+                async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}):
+                    pass
+
+    acts = ["404", "400", "401", "501"]
+    await asyncio.gather(starts("several", "2 numbers"), *(starts(act, f"answered {act}") for act in acts))
+
+
+async def test_servers_that_have_a_bad_moment_do_not_end_the_start(tokenizer, tmp_path):
+    async def starts(act: str) -> None:
+        async with (
+            servers([act, "well"]) as (one,),
+            opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward,
+        ):
             await reward.score(seen("4"))
 
-
-@pytest.mark.parametrize(
-    ("act", "says"),
-    [
-        ("several", "2 numbers"),
-        ("404", "answered 404"),
-        ("400", "answered 400"),
-        ("401", "answered 401"),
-        ("501", "501"),
-    ],
-)
-async def test_servers_that_can_never_do_it_end_the_start(tokenizer, tmp_path, act, says, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
-    async with servers([act]) as (one,):
-        with pytest.raises(ConfigError, match=says):
-            async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}):
-                pass
-
-
-@pytest.mark.parametrize("act", ["500", "nan", "half json", "busy"])
-async def test_servers_that_have_a_bad_moment_do_not_end_the_start(tokenizer, tmp_path, act, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
-    async with (
-        servers([act, "well"]) as (one,),
-        opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward,
-    ):
-        await reward.score(seen("4"))
+    await asyncio.gather(*map(starts, ["500", "nan", "half json", "busy"]))
 
 
 BAD_ARGS = [
@@ -216,7 +192,8 @@ BAD_ARGS = [
     ({"model": "critic", "path": "/s", "body": {"a": "{promt}"}, "value": "x"}, "{promt}"),
     ({"model": "critic", "path": "/s", "body": {"a": "{"}, "value": "x"}, "brace is alone"),
     ({"model": "critic", "path": "/s", "body": {"a": ["{metadata.}"]}, "value": "x"}, "{metadata.}"),
-    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "no way to a number"),
+    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "value 'x..y' leads nowhere"),
+    ({"model": "critic", "path": "/s", "body": {"a": "{respons}"}, "value": "x"}, "did you mean {response}?"),
 ]
 
 
@@ -225,12 +202,6 @@ def test_arguments_that_do_not_fit_are_refused_when_the_reward_is_loaded(args, s
     with pytest.raises(PluginError) as caught:
         load_rewards(run_of(args))
     assert says in str(caught.value)
-
-
-def test_a_place_that_is_almost_known_is_named():
-    with pytest.raises(PluginError) as caught:
-        Template({"a": "{respons}"}, "score")
-    assert "did you mean {response}?" in str(caught.value)
 
 
 URL = "http://127.0.0.1:9"
@@ -331,8 +302,3 @@ async def test_a_template_server_is_asked_and_read(tmp_path):
     args = {"path": "/classify", "body": {"input": "{prompt}{response}"}, "value": "data.0.probs.0"}
     async with servers(["well"]) as (one,), opened(tmp_path, {**model, "url": [one.url]}, **args) as reward:
         assert (await reward.score(seen("4"))).value == score_of(list(b"2 + 2 =4"))
-
-
-def test_every_kind_of_server_of_the_configuration_is_thought_of():
-    kinds = set(RewardModelConfig.model_fields["kind"].annotation.__args__)
-    assert kinds == {"vllm", "sglang", "openai", "template"}
