@@ -1,10 +1,11 @@
-"""Rules that work in processes which can be killed, because a response could make them expensive; one is `regex`."""
+"""Rules that run in processes that can be killed, because a response could make them expensive; one is `regex`."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -69,24 +70,12 @@ class Processed(Reward):
 
     @override
     def counts(self) -> Mapping[str, int]:
-        counts = self._pool.counts
-        return {
-            "started": counts.started,
-            "too_long": counts.too_long,
-            "too_large": counts.too_large,
-            "lost": counts.lost,
-        }
+        return asdict(self._pool.counts)
 
     async def ask(self, request: Any, sample: RewardSample) -> Any:
-        """Return the answer of the process; None for a response that is too expensive and thereby wrong.
+        """The answer of the process; None: the response is too expensive, and `expensive` is `wrong`.
 
-        In the phase `response` of the process the response is to blame, before it what came with the prompt.
-
-        Raises:
-            DataError: the response is too expensive and `expensive` is `fail`, or what came with the prompt is.
-            ProcessDied: the process died of something else.
-            CallFailed: its function raised.
-            RewardUnavailable: no process can be started now.
+        What is too expensive before the phase `response` of the process came with the prompt: `DataError`.
         """
         try:
             return await self._pool.call(request)
@@ -103,11 +92,7 @@ class Processed(Reward):
 
 
 def require(package: str, extra: str, rule: str) -> None:
-    """Check that a package is installed, without importing it.
-
-    Raises:
-        PluginError: it is not; the hint has the command that installs it.
-    """
+    """Check, without importing it, that a package is installed; `PluginError`: it is not."""
     if importlib.util.find_spec(package) is None:
         raise PluginError(f"rule {rule} needs the package {package}", f"pip install 'streamrl[{extra}]'")
 
