@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeGuard, TypeVar
+
+from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
 from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, RedisStore, Turn
 from streamrl.consumers.models.router import Claim, PoolServer, PoolServerState, RequestOutcome, Router
 from streamrl.consumers.models.servers import RewardServer, RewardServers
-from streamrl.consumers.reward import RewardContext
+from streamrl.consumers.reward import AskedModel, RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
 from streamrl.queues.ledgers import Ledgers
@@ -40,7 +42,8 @@ _WAITING_SHARE: Final = 0.5
 """Part of a reward's deadline that its samples may wait for the rate limit of their model."""
 _NEWS: Final = 0.1
 """Weight of the last answer in the moving average of answer times."""
-_FIRST_PAUSE: Final = 0.1
+_PAUSE: Final = 0.2
+"""Seconds before a request asks servers again that were all away; after three faults each they are ejected."""
 _NOT_NOW: Final = frozenset({429, 503})
 """Statuses of a server that is busy."""
 _WHO_ARE_YOU: Final = 401
@@ -78,7 +81,6 @@ class _Request:
             other server works, and after `choosy_until`.
         failed: servers that failed this request and are not asked again; `last` is the last error.
         answered: a server answered and failed. Otherwise the servers were away, which says nothing about the request.
-        rounds: how often all servers were away.
         turn: unused turn of the rate limit.
     """
 
@@ -91,7 +93,6 @@ class _Request:
     failed: set[str] = field(default_factory=set)
     last: StreamrlError | None = None
     answered: bool = False
-    rounds: int = 0
     turn: Turn | None = None
 
     def failed_at(self, url: str, error: StreamrlError) -> None:
@@ -103,14 +104,14 @@ class _Request:
         self.answered = self.answered or not (refuses(error) or (isinstance(error, Lost) and not error.late))
 
 
-class ModelClient:
+class ModelClient(AskedModel):
     """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used."""
 
     def __init__(
         self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: RateLimit | None = None
     ) -> None:
         self.name = name
-        self.config = config
+        self._config = config
         self._api_key = api_key
         self._limit = limit
         self._router = Router(config.concurrency)
@@ -124,13 +125,18 @@ class ModelClient:
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
     @property
+    @override
+    def config(self) -> RewardModelConfig:
+        return self._config
+
+    @property
+    @override
     def slots(self) -> int:
-        """Requests that its servers take from this process at the same time, as they are now; at least 1."""
         return self._router.slots
 
     @property
+    @override
     def away(self) -> str:
-        """Why none of its servers can be asked now; empty while one can or sleeps, and before the first look."""
         if self._bare:
             return f"reward model {self.name} has no server"
         rows = [row for row in self.standings() if not row.leaving]
@@ -138,37 +144,14 @@ class ModelClient:
             return ""
         return "; ".join(row.why for row in rows)
 
+    @override
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Answer:
-        """Post `body` to a server and return its answer, a JSON object. See `ask`."""
         return await self.ask(path, body, lambda answer: answer, deadline=deadline, tokens=tokens)
 
+    @override
     async def ask(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        read: Callable[[Answer], _T],
-        *,
-        deadline: float,
-        tokens: int = 0,
+        self, path: str, body: Mapping[str, Any], read: Callable[[Answer], _T], *, deadline: float, tokens: int = 0
     ) -> _T:
-        """Post `body` to a server that has a free slot, and return what `read` makes of its answer.
-
-        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the slot back.
-
-        Args:
-            path: below the server's URL, with its leading slash.
-            body: of the request, sent as JSON.
-            read: its `WireError` counts as a fault of the server, and another one is asked.
-            deadline: seconds from now for everything: a slot, the rate limit, all servers that are tried.
-            tokens: that the request will cost, for the rate limit; an estimate will do.
-
-        Raises:
-            RewardUnavailable: no server works. Raised at once when none has ever answered and all want another key.
-            RewardBusy: servers work and had no free slot in time, or the rate limit is used up.
-            Unreachable: every server that could be asked has failed; the error of the last one.
-            WireError: likewise; the last answer has no meaning.
-            BadRequest: the server refuses the request itself, so asking again does not help.
-        """
         now = asyncio.get_running_loop().time()
         call, before = Call("POST", path, body, pooled=True), list(failed_servers())
         request = _Request(call, deadline, now + deadline, now + _CHOOSY * deadline, tokens, before)
@@ -202,15 +185,17 @@ class ModelClient:
             for url in self._router.quiet(now, LOOK_SECONDS):
                 tasks.create_task(self._check(url), name=f"health {url}")
 
-    async def watch(self, servers: Callable[[], Awaitable[Sequence[RewardServer]]]) -> None:
-        """Follow a list of servers and check their health, every `LOOK_SECONDS`, until cancelled.
+    async def watch(self, ledgers: Ledgers | None) -> None:
+        """Follow the list of servers and check their health, every `LOOK_SECONDS`, until cancelled.
 
-        Args:
-            servers: reads the list, with servers that sleep. The last list stays while it raises `Unreachable`.
+        While the list cannot be read, the last one stays.
         """
         while True:
             try:
-                present = await servers()
+                if ledgers is None:
+                    present = [RewardServer(url, url) for url in self._config.url]
+                else:
+                    present = await RewardServers(ledgers).present(self.name, self._config.url)
                 self._bare = not present
                 await self.follow(server.url for server in present if server.awake)
             except Unreachable as error:
@@ -258,9 +243,7 @@ class ModelClient:
         request.failed.clear()
         now = asyncio.get_running_loop().time()
         if self._router.pick(now) is not None:
-            pause = min(LOOK_SECONDS, _FIRST_PAUSE * 2**request.rounds, request.end - now)
-            request.rounds += 1
-            await asyncio.sleep(max(0.0, pause))
+            await asyncio.sleep(max(0.0, min(_PAUSE, request.end - now)))
 
     async def _wait(self, seconds: float, *, choosy: bool) -> None:
         """Wait for a free slot or another change of the servers, at most for `seconds`."""
@@ -390,7 +373,7 @@ class ModelClient:
                 self._api_key,
                 "does the server run, and can this host reach it? its log says more",
                 key_option=f"reward_models.{self.name}.api_key_file",
-                max_body=self.config.max_answer,
+                max_body=self._config.max_answer,
             )
         return self._sessions[url]
 
@@ -469,7 +452,7 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
                 watches = [
-                    tasks.create_task(client.watch(_servers(client, ledgers)), name=f"servers of {name}")
+                    tasks.create_task(client.watch(ledgers), name=f"servers of {name}")
                     for name, client in clients.items()
                 ]
                 yield clients
@@ -493,12 +476,3 @@ def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> Rate
         return None
     store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)
     return RateLimit(name, quota, store)
-
-
-def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Awaitable[Sequence[RewardServer]]]:
-    async def listed() -> Sequence[RewardServer]:
-        if ledgers is None:
-            return [RewardServer(url, url) for url in client.config.url]
-        return await RewardServers(ledgers).present(client.name, client.config.url)
-
-    return listed
