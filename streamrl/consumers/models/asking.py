@@ -8,13 +8,13 @@ from abc import abstractmethod
 from collections.abc import Awaitable
 from typing import Final
 
-import numpy as np
 from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.models.client import refuses
 from streamrl.consumers.models.dialects import UnclearScore
-from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, check_model
+from streamrl.consumers.reward import AskedModel, Reward, RewardContext, check_model
+from streamrl.consumers.samples import make_sample
 from streamrl.errors import DataError, RewardBusy, RewardImpossible, RewardUnavailable, StreamrlError, Unreachable
 
 logger = logging.getLogger(__name__)
@@ -100,18 +100,5 @@ class AskingReward(Reward):
             raise RewardImpossible(f"reward model {self._name} cannot be asked: {cause.message}", cause.hint) from error
 
 
-PROBE: Final = RewardSample(
-    text="Four.",
-    prompt=RewardPrompt(
-        text="What is two plus two?",
-        messages=None,
-        answer="4",
-        metadata={},
-        tokens=np.zeros(1, dtype=np.int32),
-        line=0,
-        evaluation=False,
-    ),
-    tokens=np.zeros(1, dtype=np.int32),
-    finish="stop",
-)
+PROBE: Final = make_sample("Four.", prompt="What is two plus two?", answer="4")
 """A short sample that is asked about at the start, to see that the servers can answer at all."""

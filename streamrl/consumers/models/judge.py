@@ -235,17 +235,12 @@ class Judge(AskingReward):
                 self._counts["unreadable"] += 1
         if votes > 1:
             self._single = self._single + 1 if len(found) == 1 else 0
-            if self._single == _IGNORES:
-                self._ask_one_by_one(votes)
+            if self._single == _IGNORES and not self._separate:
+                said = "the judge's server ignores `n`: each vote is a request of its own, as with separate: true"
+                logger.warning(said, extra={"model": self._name, "asked": votes})
+                self._separate, self._requests = True, self._votes
         if len(found) < votes:
             await self._ask(messages, votes - len(found), end - asyncio.get_running_loop().time(), ballot)
-
-    def _ask_one_by_one(self, asked: int) -> None:
-        """From now on, ask for each vote with a request of its own."""
-        if not self._separate:
-            said = "the judge's server ignores `n`: each vote is asked for by itself, as with separate: true"
-            logger.warning(said, extra={"model": self._name, "asked": asked})
-        self._separate, self._requests = True, self._votes
 
     async def _read(self, vote: Vote) -> float:
         """The number in a vote; the pattern of a run file is matched in a process that can be killed."""
@@ -269,7 +264,7 @@ class Judge(AskingReward):
         try:
             messages = self._messages(PROBE)
         except DataError:
-            return  # a prompt that needs more of a line than this one has
+            return  # the prompt needs more than this line has
         ballot = Ballot()
         await self._probe(self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot))
         if ballot.unreadable:

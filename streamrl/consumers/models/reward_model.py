@@ -105,7 +105,7 @@ class RewardModel(AskingReward):
         try:
             question = self._question(PROBE)
         except DataError:
-            return  # a body that needs more of a prompt than this one has
+            return  # the body needs more than this prompt has
         await self._probe(self._ask(question, min(_PROBE_SECONDS, self._limit)))
 
     @override
@@ -164,5 +164,5 @@ class RewardModel(AskingReward):
 
 
 def _estimate(sample: RewardSample) -> int:
-    """Tokens of a sample where nobody has counted those of the reward model."""
+    """Tokens of a sample, if the server counts them."""
     return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1

@@ -101,8 +101,8 @@ class Regex(Processed):
     """1 when the pattern matches, or, with a `group`, when that group of the last match is the answer of the prompt.
 
     Patterns of Python's `re`; flags are written into the pattern, `(?si)`. Some patterns take exponential time on some
-    texts, so they run in processes that are killed then. Whether the response or the pattern is to blame nobody can
-    say, so that is an error unless `expensive` says otherwise.
+    texts, so they run in processes that are killed then. The response or the pattern may be to blame, so that is an
+    error unless `expensive` says otherwise.
 
     Args:
         pattern: the regular expression.
