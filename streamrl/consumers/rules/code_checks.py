@@ -72,7 +72,7 @@ def _tree(text: str, *, main: bool) -> ast.Module:
         raise NotTests(f"has code that is no Python{where}") from None
     body: list[ast.stmt] = []
     for one in tree.body:
-        if isinstance(one, ast.If) and _is_main(one):
+        if isinstance(one, ast.If) and "__name__" in _loaded([one.test]):
             body.extend(one.body if main else ())
         else:
             body.append(one)
@@ -108,12 +108,6 @@ def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
         "skips": "skip" in text.lower(),
         "inside": inside,
     }
-
-
-def _is_main(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and any(
-        isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test)
-    )
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.stmt]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -70,7 +69,13 @@ class Processed(Reward):
 
     @override
     def counts(self) -> Mapping[str, int]:
-        return asdict(self._pool.counts)
+        counts = self._pool.counts
+        return {
+            "started": counts.started,
+            "too_long": counts.too_long,
+            "too_large": counts.too_large,
+            "lost": counts.lost,
+        }
 
     async def ask(self, request: Any, sample: RewardSample) -> Any:
         """The answer of the process; None: the response is too expensive, and `expensive` is `wrong`.

@@ -154,7 +154,7 @@ async def test_a_reward_gives_up_before_its_deadline_and_names_the_server(tokeni
 
 
 async def test_servers_that_can_never_do_it_end_the_start(tokenizer, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 2.0)
 
     async def starts(act: str, says: str) -> None:
         async with servers([act]) as (one,):
