@@ -40,16 +40,16 @@ _CHOOSY: Final = 0.4
 `_FAIR_SHARE` to the next server; otherwise no server could fail the sample, and it would wait forever."""
 _WAITING_SHARE: Final = 0.5
 """Part of a reward's deadline that its samples may wait for the rate limit of their model."""
-_NEWS: Final = 0.1
+_SMOOTHING: Final = 0.1
 """Weight of the last answer in the moving average of answer times."""
 _PAUSE: Final = 0.2
 """Seconds before a request asks servers again that were all away; after three faults each they are ejected."""
 _NOT_NOW: Final = frozenset({429, 503})
 """Statuses of a server that is busy."""
-_WHO_ARE_YOU: Final = 401
-_WRONG_KEY: Final = frozenset({_WHO_ARE_YOU, 403})
+_UNAUTHORIZED: Final = 401
+_WRONG_KEY: Final = frozenset({_UNAUTHORIZED, 403})
 _NO_ROUTE: Final = frozenset({404, 405})
-_NOT_FOR_US: Final = _NO_ROUTE | _WRONG_KEY | {501}
+_WRONG_SERVER: Final = _NO_ROUTE | _WRONG_KEY | {501}
 """Statuses of a server with another model, without this route, or that wants another key."""
 
 Answer = Mapping[str, Any]
@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
     """Whether a server refuses every request: it is the wrong one, or wants another key."""
-    return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
+    return isinstance(error, BadAnswer | BadRequest) and error.status in _WRONG_SERVER
 
 
 def _outcome_of(error: StreamrlError) -> RequestOutcome:
@@ -118,8 +118,8 @@ class ModelClient(AskedModel):
         self._sessions: dict[str, HttpClient] = {}
         self._waiting: dict[asyncio.Future[None], bool] = {}
         self._health = _health_call(config.kind)
-        self._usual = 0.0
-        self._bare = False
+        self._mean_seconds = 0.0
+        self._no_servers = False
         self._answered = False
         self._unhealthy: dict[str, BadAnswer] = {}
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
@@ -137,7 +137,7 @@ class ModelClient(AskedModel):
     @property
     @override
     def away(self) -> str:
-        if self._bare:
+        if self._no_servers:
             return f"reward model {self.name} has no server"
         rows = [row for row in self.standings() if not row.leaving]
         if any(row.state in {PoolServerState.SERVING, PoolServerState.TRIAL} or not row.why for row in rows):
@@ -182,7 +182,7 @@ class ModelClient(AskedModel):
         """Check the health of all servers without recent answers at the same time."""
         now = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
-            for url in self._router.quiet(now, LOOK_SECONDS):
+            for url in self._router.to_check(now, LOOK_SECONDS):
                 tasks.create_task(self._check(url), name=f"health {url}")
 
     async def watch(self, ledgers: Ledgers | None) -> None:
@@ -196,7 +196,7 @@ class ModelClient(AskedModel):
                     present = [RewardServer(url, url) for url in self._config.url]
                 else:
                     present = await RewardServers(ledgers).present(self.name, self._config.url)
-                self._bare = not present
+                self._no_servers = not present
                 await self.follow(server.url for server in present if server.awake)
             except Unreachable as error:
                 logger.warning("list of reward servers", extra={"model": self.name, "why": error.message})
@@ -217,7 +217,7 @@ class ModelClient(AskedModel):
                 self._wake()
                 self._too_late(request)
             if not self._answered and (denied := self._denied(request)) is not None:
-                raise self._nobody(request) from denied
+                raise self._unavailable(request) from denied
             avoided = request.failed.union(request.before)
             url = self._router.pick(now, avoided)
             if url is not None:
@@ -232,7 +232,7 @@ class ModelClient(AskedModel):
                 await self._all_failed(request)
                 continue
             until = request.choosy_until if request.before else request.end
-            if (wakes := self._router.wakes(now, avoided)) is not None:
+            if (wakes := self._router.first_rest_ends(now, avoided)) is not None:
                 until = min(until, wakes)
             await self._wait(until - now, choosy=bool(avoided))
 
@@ -284,7 +284,7 @@ class ModelClient(AskedModel):
                 self._refusing[claim.url] = error
             if isinstance(error, Lost) and error.late:
                 had, fair = loop.time() - claim.began, _FAIR_SHARE * request.seconds
-                outcome = RequestOutcome.CANCELLED if had < max(fair, self._usual) else outcome
+                outcome = RequestOutcome.CANCELLED if had < max(fair, self._mean_seconds) else outcome
                 if had < fair:
                     self._too_late(request, error)
             rest = error.rest if isinstance(error, BadAnswer) else None
@@ -298,7 +298,7 @@ class ModelClient(AskedModel):
             self._answered = True
             self._refusing.pop(claim.url, None)
             seconds = loop.time() - claim.began
-            self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
+            self._mean_seconds += (_SMOOTHING if self._mean_seconds else 1.0) * (seconds - self._mean_seconds)
             return found
         finally:
             self._changed(claim.url, self._router.ended(claim, outcome, loop.time(), why, rest), why)
@@ -348,7 +348,7 @@ class ModelClient(AskedModel):
             await self._session(url).call(self._health, _HEALTH_SECONDS, retry=False)
         except (Unreachable, BadRequest, WireError) as error:
             why = error.message
-            if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
+            if isinstance(error, BadAnswer) and error.status == _UNAUTHORIZED:
                 self._unhealthy[url] = error
                 self._wake(everybody=True)
         if not why:
@@ -377,7 +377,7 @@ class ModelClient(AskedModel):
             )
         return self._sessions[url]
 
-    def _why(self, request: _Request) -> StreamrlError | None:
+    def _cause(self, request: _Request) -> StreamrlError | None:
         """The cause that a request ends with: a refusal only if all servers refuse, since others may still be loading.
 
         A health check that wants another key is a refusal too, because such a server gets no requests.
@@ -398,10 +398,10 @@ class ModelClient(AskedModel):
         """End a request at its deadline; `late`: the error of a server that had too little time."""
         if request.last is not None and request.answered:
             raise request.last
-        raise self._nobody(request) from self._why(request) or late
+        raise self._unavailable(request) from self._cause(request) or late
 
-    def _nobody(self, request: _Request) -> RewardUnavailable:
-        if self._router.busy(request.failed):
+    def _unavailable(self, request: _Request) -> RewardUnavailable:
+        if self._router.lacks_slots(request.failed):
             return RewardBusy(
                 f"the servers of reward model {self.name} had no free slot for a request in most of"
                 f" {request.seconds:.1f} s",

@@ -170,11 +170,11 @@ class Router:
         """Whether a server outside of `exclude` works, even if it is full or rests: waiting for it helps."""
         return any(True for _ in self._others(exclude))
 
-    def busy(self, exclude: Collection[str] = ()) -> bool:
+    def lacks_slots(self, exclude: Collection[str] = ()) -> bool:
         """Whether a server outside of `exclude` serves and does not rest: a request only lacks a free slot."""
         return any(server.state is PoolServerState.SERVING and not server.busy for server in self._others(exclude))
 
-    def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
+    def first_rest_ends(self, now: float, exclude: Collection[str] = ()) -> float | None:
         """When the first rest of a server outside of `exclude` ends; None when none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
@@ -204,7 +204,7 @@ class Router:
         self._forget(server)
         return None if server.state is before else server.state
 
-    def quiet(self, now: float, seconds: float) -> list[str]:
+    def to_check(self, now: float, seconds: float) -> list[str]:
         """Servers whose health should be checked, as no request of theirs succeeded within the last `seconds`."""
         return [
             server.url

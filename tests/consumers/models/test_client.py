@@ -144,8 +144,8 @@ async def test_a_server_that_had_less_time_than_its_answers_take_is_not_to_blame
     """As the second try of a judge: it gets what the first one left."""
     async with servers(["well", "hangs"]) as (one,), client_of(one.url) as client:
         await ask(client)
-        assert client._usual > 0
-        client._usual = 20.0
+        assert client._mean_seconds > 0
+        client._mean_seconds = 20.0
         for _ in range(3):
             with pytest.raises(Lost):
                 await ask(client, deadline=0.01)

@@ -90,9 +90,9 @@ def test_return_takes_a_pause_then_health_then_one_request():
     router = serving(A)
     fail(router, A, 10.0)
     assert router.checked(A, 10.0 + FIRST_PAUSE / 2, healthy=True) is None, "too early"
-    assert router.quiet(10.0 + FIRST_PAUSE / 2, 2.0) == []
+    assert router.to_check(10.0 + FIRST_PAUSE / 2, 2.0) == []
     now = 10.0 + FIRST_PAUSE
-    assert router.quiet(now, 2.0) == [A]
+    assert router.to_check(now, 2.0) == [A]
     assert router.checked(A, now, healthy=False) is None
     assert router.checked(A, now, healthy=True) is PoolServerState.TRIAL
     flight = fly(router, now)
@@ -145,8 +145,8 @@ def test_missed_health_ejects_only_who_serves_nobody():
 def test_who_served_just_now_need_not_be_checked():
     router = serving(A, B)
     router.ended(router.began(A, 5.0), RequestOutcome.OK, 5.0)
-    assert router.quiet(6.0, 2.0) == [B]
-    assert router.quiet(7.0, 2.0) == [A, B]
+    assert router.to_check(6.0, 2.0) == [B]
+    assert router.to_check(7.0, 2.0) == [A, B]
 
 
 def test_a_busy_server_rests_and_stays_in():
@@ -157,7 +157,7 @@ def test_a_busy_server_rests_and_stays_in():
     assert {fly(router, 1.0).url for _ in range(4)} == {B}
     assert router.pick(1.0, {B}) is None
     assert router.works({B})
-    assert router.wakes(1.0, {B}) == 4.0
+    assert router.first_rest_ends(1.0, {B}) == 4.0
     assert router.pick(4.0, {B}) == A
 
 
@@ -165,7 +165,7 @@ def test_rest_grows_while_nobody_says_for_how_long_and_has_bounds():
     router, now, rests = serving(A), 0.0, []
     for _ in range(10):
         router.ended(router.began(A, now), RequestOutcome.BUSY, now)
-        until = router.wakes(now)
+        until = router.first_rest_ends(now)
         assert until is not None
         rests.append(until - now)
         now = until
@@ -173,7 +173,7 @@ def test_rest_grows_while_nobody_says_for_how_long_and_has_bounds():
     for rest in (-1.0, 0.0, 1e9):
         router = serving(A)
         router.ended(router.began(A, 0.0), RequestOutcome.BUSY, 0.0, rest=rest)
-        assert (router.wakes(0.0) or 0.0) <= 60
+        assert (router.first_rest_ends(0.0) or 0.0) <= 60
 
 
 def test_a_list_is_followed_and_a_removed_server_ends_what_it_has_and_comes_back_as_it_was():
