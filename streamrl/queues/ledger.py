@@ -163,18 +163,8 @@ class Ledger:
     ) -> Admission:
         """Admit a whole group that was recorded elsewhere, if there is room: no replica and no reward worker sees it.
 
-        Args:
-            cursor: position in the recording; becomes the id of the group.
-            fingerprint: names the recording.
-            prompt: encoded prompt.
-            samples: payload and score of each response, 1 to `MAX_SAMPLES`.
-            min_group: as of `admit`; the group is closed also with fewer.
-            budget: as of `admit`.
-            hard_cap: as of `admit`.
-            max_dead: as of `admit`.
-
-        Raises:
-            Refused: the ledger was filled from other data.
+        `samples` are payload and score of each response, 1 to `MAX_SAMPLES`; the group is closed also with fewer than
+        `min_group`. Everything else is as in `admit`.
         """
         keys = self.keys
         outcome, now = await self.connection.call(
@@ -205,10 +195,7 @@ class Ledger:
         reply = await self.connection.call(
             "open_work", [self.keys.group(lease.group_id), self.keys.prompts], [lease.entry, lease.attempt]
         )
-        if reply is None:
-            return None
-        prompt, samples, missing = reply
-        return OpenWork(prompt, samples, lease.attempt, tuple(missing))
+        return None if reply is None else OpenWork(prompt=reply[0], missing=tuple(reply[2]))
 
     async def emit(self, lease: Lease, sample: int, payload: bytes) -> bool:
         """Write one response and put it up for scoring.
@@ -225,7 +212,7 @@ class Ledger:
         return bool(reply == 1)
 
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
-        """One response cannot be generated: the sample dies, the prompt goes on. False: it has a fate already."""
+        """One response cannot be generated: the sample dies, the prompt goes on. False: it is scored or dead already."""
         return await self._fail("generate", lease, sample, why, detail)
 
     async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:
@@ -241,7 +228,7 @@ class Ledger:
         fields = ("st", "a", "prompt", f"s:{sample}", f"r:{sample}", f"x:{sample}", "whole")
         state, attempt, prompt, payload, *over = await self.connection.read("HMGET", group, *fields)
         if state == b"open" and int(attempt) == lease.attempt and payload is not None and over == [None] * 3:
-            return LeasedSample(prompt, payload, sample)
+            return LeasedSample(prompt, payload)
         # Read and removal are two steps: the script looks again, and removes nothing that waits for its score.
         await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, sample, lease.attempt])
         return None
@@ -471,8 +458,7 @@ class Ledger:
     async def trace(self, group_id: int) -> dict[str, Any] | None:
         """What is known of one group: its hash when it is live, else `state` dead, dropped or retired.
 
-        None when it was never admitted.
-        A group that is `retired` was trained (the learner's log says by which step) or evaluated.
+        `retired` means trained (the learner's log says by which step) or evaluated. None: it was never admitted.
         """
         reply = await self.connection.read("HGETALL", self.keys.group(group_id))
         if reply:

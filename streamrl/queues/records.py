@@ -47,8 +47,6 @@ class OpenWork:
     """A leased prompt: `missing` are the samples that have neither payload nor cause of death."""
 
     prompt: bytes
-    samples: int
-    attempt: int
     missing: tuple[int, ...]
 
 
@@ -58,7 +56,6 @@ class LeasedSample:
 
     prompt: bytes
     payload: bytes
-    sample: int
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from streamrl.queues import embedded
 from streamrl.queues.connection import open_connection
 from streamrl.queues.embedded import end_orphan
 from streamrl.runfile import LoadedConfig, save
-from tests.queues.conftest import find_version
+from tests.queues.conftest import both_versions, find_version
 from tests.queues.ledger_kit import until
 from tests.redis_kit import Probe, RedisRun, tear_script
 
@@ -114,6 +114,7 @@ async def restart_and_write(run: RedisRun, name: str, *, check: bool, monkeypatc
         return sorted(probe.call("KEYS", "*"))
 
 
+@both_versions
 async def test_a_script_torn_in_the_append_only_file_is_never_half_applied(run: RedisRun, monkeypatch):
     """Hole 7. The second restart is the one that matters: see the module `embedded`."""
     tear_script(Probe(run.config.url), run.run_dir / "redis", run.kill)
@@ -122,6 +123,7 @@ async def test_a_script_torn_in_the_append_only_file_is_never_half_applied(run: 
     assert found == [b"before", b"d1", b"d2", b"e1", b"e2"]
 
 
+@both_versions
 async def test_without_the_check_half_a_script_comes_alive(run: RedisRun, monkeypatch):
     """The bug of Redis that the check is for. When a version no longer has it, this test says so."""
     tear_script(Probe(run.config.url), run.run_dir / "redis", run.kill)
@@ -146,6 +148,7 @@ async def test_the_server_of_the_wheel_checks_its_file_alone(tmp_path: Path, mon
     assert warning.bytes_cut > 0
 
 
+@both_versions
 async def test_a_clean_file_is_not_touched(run: RedisRun):
     with Probe(run.config.url) as probe:
         probe.call("SET", "a", 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.queues import Lease, Ledgers, embedded
+from streamrl.queues import Lease, Ledgers
 from streamrl.queues.leases import _PAGE, UNOWNED
 from tests.queues.lease_kit import (
     PATIENT,
@@ -25,13 +25,6 @@ from tests.queues.lease_kit import (
 )
 from tests.queues.ledger_kit import admit, until, until_async
 from tests.redis_kit import RedisRun
-
-
-@pytest.fixture
-def server() -> embedded.ServerProgram:
-    """One version is enough here: the scripts are tested on both."""
-    return embedded.find_server()
-
 
 HOLDER = """
 import asyncio, sys

@@ -95,7 +95,7 @@ class RedisStore(Store):
 
     def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
         self._connection = connection
-        self._keys = [keys.rate_limit(model), keys.rate_waiting(model), keys.rate_granted(model)]
+        self._keys = keys.rate_limit(model)
 
     @override
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
