@@ -228,7 +228,7 @@ class Ledger:
         fields = ("st", "a", "prompt", f"s:{sample}", f"r:{sample}", f"x:{sample}", "whole")
         state, attempt, prompt, payload, *over = await self.connection.read("HMGET", group, *fields)
         if state == b"open" and int(attempt) == lease.attempt and payload is not None and over == [None] * 3:
-            return LeasedSample(prompt, payload)
+            return LeasedSample(prompt, payload, sample)
         # Read and removal are two steps: the script looks again, and removes nothing that waits for its score.
         await self.connection.call("forget", [self.keys.rollouts, group], [lease.entry, sample, lease.attempt])
         return None

@@ -56,6 +56,7 @@ class LeasedSample:
 
     prompt: bytes
     payload: bytes
+    sample: int
 
 
 @dataclass(frozen=True)
