@@ -212,7 +212,7 @@ class Ledger:
         return bool(reply == 1)
 
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
-        """One response cannot be generated: the sample dies, the prompt goes on. False: it is scored or dead already."""
+        """One response cannot be generated: the sample dies. False: it has a payload or is dead already."""
         return await self._fail("generate", lease, sample, why, detail)
 
     async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:

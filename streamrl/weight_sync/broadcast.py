@@ -131,9 +131,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 ToHost: TypeAlias = Hello | Ready | Got
 ToMember: TypeAlias = VersionOffer | Go | Done
-_to_host: msgspec.json.Decoder[ToHost] = msgspec.json.Decoder(ToHost)
-_to_member: msgspec.json.Decoder[ToMember] = msgspec.json.Decoder(ToMember)
+FROM_MEMBER: Final[msgspec.json.Decoder[ToHost]] = msgspec.json.Decoder(ToHost)
+FROM_HOST: Final[msgspec.json.Decoder[ToMember]] = msgspec.json.Decoder(ToMember)
 _Answer = TypeVar("_Answer", Ready, Got)
+_Said = TypeVar("_Said")
 
 
 def pack(message: ToHost | ToMember) -> str:
@@ -141,20 +142,12 @@ def pack(message: ToHost | ToMember) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def unpack_from_member(text: str) -> ToHost:
-    """Return what a member said; `WireError` when it is no message."""
+def unpack(decoder: msgspec.json.Decoder[_Said], text: str) -> _Said:
+    """Return what the other side said, by `FROM_MEMBER` or `FROM_HOST`; `WireError` when it is no message."""
     try:
-        return _to_host.decode(text)
+        return decoder.decode(text)
     except msgspec.DecodeError as error:
-        raise WireError(f"not a message of a member: {error}") from error
-
-
-def unpack_from_host(text: str) -> ToMember:
-    """Return what the learner's host said; `WireError` when it is no message."""
-    try:
-        return _to_member.decode(text)
-    except msgspec.DecodeError as error:
-        raise WireError(f"not a message of the learner's host: {error}") from error
+        raise WireError(f"not a message of the broadcast: {error}") from error
 
 
 # ---- the group that carries the bytes
@@ -212,16 +205,14 @@ class BroadcastGroup:
 
         `Unreachable`: a process did not take a piece in time; the group cannot be used any more.
         """
-        self.progress = self.begun = 0
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._send, files)
+        await self._in_thread(files, "rb", mmap.MAP_PRIVATE)
 
     async def receive(self, files: Sequence[Path]) -> None:
         """Receive files over those that are there with their final sizes, and all their room taken; raises like `send`.
 
         Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
         """
-        self.progress = self.begun = 0
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, files)
+        await self._in_thread(files, "r+b", mmap.MAP_SHARED)
 
     def leave(self) -> None:
         """Throw the group away, without waiting for a call that is stuck in it."""
@@ -231,14 +222,12 @@ class BroadcastGroup:
     def _forget(self) -> None:
         self._group = None
 
-    def _send(self, files: Sequence[Path]) -> None:
-        self._pass_on(files, "rb", mmap.MAP_PRIVATE)
-
-    def _receive(self, files: Sequence[Path]) -> None:
-        self._pass_on(files, "r+b", mmap.MAP_SHARED)
+    async def _in_thread(self, files: Sequence[Path], mode: Literal["rb", "r+b"], flags: int) -> None:
+        self.progress = self.begun = 0
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._pass_on, files, mode, flags)
 
     def _pass_on(self, files: Sequence[Path], mode: Literal["rb", "r+b"], flags: int) -> None:
-        with self._failures():
+        try:
             group = self._joined()
             for path in files:
                 with path.open(mode) as file:
@@ -246,6 +235,8 @@ class BroadcastGroup:
                         self.begun += piece.nbytes
                         group.broadcast(piece)
                         self.progress = self.begun
+        except RuntimeError as error:  # all that torch raises here
+            raise Unreachable(f"broadcast in {self.place.group} failed: {error}") from error
 
     def _joined(self) -> _Gloo | _Nccl:
         if self._group is None:
@@ -258,13 +249,6 @@ class BroadcastGroup:
             store = dist.PrefixStore(who.group, self._store)
             self._group = _Nccl(store, who) if who.backend == "nccl" else _Gloo(store, who)
         return self._group
-
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # all that torch raises here
-            raise Unreachable(f"broadcast in {self.place.group} failed: {error}") from error
 
 
 class _Gloo:
@@ -414,7 +398,7 @@ class Broadcaster:
             async for message in connection:
                 if message.type is not WSMsgType.TEXT:
                     break
-                said = unpack_from_member(message.data)
+                said = unpack(FROM_MEMBER, message.data)
                 if isinstance(said, Hello):
                     if member is None:
                         member = _Member(next(self._numbers), said, request, connection)
@@ -684,9 +668,9 @@ class CollectiveSource(WeightSource):
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for message in socket:
-                    if message.type is not aiohttp.WSMsgType.TEXT:
+                    if message.type is not WSMsgType.TEXT:
                         break
-                    match unpack_from_host(message.data):
+                    match unpack(FROM_HOST, message.data):
                         case VersionOffer() as offer:
                             await self._say(socket, Ready(offer.number, self._take_up(offer)))
                         case Go() as go:

@@ -29,7 +29,7 @@ import msgspec
 import torch
 from typing_extensions import override
 
-from streamrl.atomic import fsync_directory
+from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
@@ -373,13 +373,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
             shards.append(held.write(draft / shard.file))
         copy = msgspec.structs.replace(chain[0], base=None, sources=[], shards=shards)
         map_version(draft, copy)  # it has all tensors of the manifest, and no others
-        with (draft / MANIFEST_FILE).open("xb") as file:
-            file.write(encode(copy))
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_directory(draft)
-        draft.rename(target)
-        fsync_directory(target.parent)
+        write_synced(draft / MANIFEST_FILE, encode(copy))
+        finish_durably(draft, target)
     except FileNotFoundError as error:
         raise WeightsError(
             f"version {pair[1]} went away while it was copied: {error.filename}", "newer ones came; pin one of those"

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
@@ -16,11 +16,15 @@ from streamrl.listening import own_address
 from streamrl.weight_sync.chain import Fetched, Staging
 from streamrl.weight_sync.files import StagingFolder, allow_many_files, read_token
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
-from streamrl.weight_sync.pull import RELAY_FIELD, RelayBoard
+from streamrl.weight_sync.pull import RELAY_FIELD
 from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.source import Traffic
 from streamrl.weight_sync.tensors import Version
 from streamrl.weight_sync.transports import open_source
+
+if TYPE_CHECKING:  # engines that pull have no redis-py
+    from streamrl.queues.ledgers import WeightsStream
+    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
@@ -36,18 +40,6 @@ _REFUSED_PAUSE: Final = 5.0
 """First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
-
-
-class Versions(Protocol):
-    """What a follower needs of the weights stream (streamrl.queues.ledgers.WeightsStream)."""
-
-    async def newest(self) -> tuple[int, bytes] | None:
-        """Return number and manifest of the newest version, None before the first."""
-        ...
-
-    async def after(self, version: int, seconds: float) -> tuple[int, bytes] | None:
-        """Return the newest version above `version`, waiting up to `seconds` for one."""
-        ...
 
 
 class _Overtaken(Exception):
@@ -96,14 +88,14 @@ class Follower:
 
     def __init__(
         self,
-        stream: Versions,
+        stream: WeightsStream,
         config: WeightsConfig,
         apply: Apply,
         *,
         run: str,
         run_dir: Path,
         name: str = "rollout",
-        board: RelayBoard | None = None,
+        board: RoleRegistry | None = None,
         status: MutableMapping[str, int | float | str] | None = None,
     ) -> None:
         self._stream, self._config, self._apply, self._run, self._run_dir = stream, config, apply, run, run_dir
@@ -348,7 +340,7 @@ async def open_staging(
     run_dir: Path,
     *,
     name: str,
-    board: RelayBoard | None,
+    board: RoleRegistry | None,
     status: MutableMapping[str, int | float | str] | None,
 ) -> AsyncIterator[Staging]:
     """Open what the configured transport needs on a replica's host, a relay included, for the length of the block.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from streamrl.atomic import fsync_directory
+from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
 from streamrl.weight_sync.files import create_root, store_of
@@ -260,16 +260,12 @@ class Publisher:
                 raise WeightsError(f"{target} was already published by another learner")
             self._kept = [kept for kept in self._kept if kept.folder != folder]
             self._remove(folder)
-        with (draft / MANIFEST_FILE).open("xb") as file:
-            file.write(data)
-            if self._store.durable:
-                file.flush()
-                os.fsync(file.fileno())
         if self._store.durable:
-            fsync_directory(draft)
-        draft.rename(target)
-        if self._store.durable:
-            fsync_directory(self.root)
+            write_synced(draft / MANIFEST_FILE, data)
+            finish_durably(draft, target)
+        else:
+            (draft / MANIFEST_FILE).write_bytes(data)
+            draft.rename(target)
 
     def _cannot(self, draft: Path, error: OSError) -> CannotCreate:
         hint = self._store.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -33,6 +33,9 @@ from streamrl.weight_sync.files import StagingFolder, read_token
 from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
 from streamrl.weight_sync.serve import BUSY_HEADER
 from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
+
+if TYPE_CHECKING:  # engines that pull have no redis-py
+    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 RELAY_FIELD: Final = "weights_relay"
@@ -55,14 +58,6 @@ _LOOK_SECONDS: Final = 0.5
 
 
 # ---- which server is asked
-
-
-class RelayBoard(Protocol):
-    """What is needed of the board of roles (streamrl.queues RoleRegistry)."""
-
-    async def read(self) -> dict[str, dict[str, str]]:
-        """Return the fields of all roles that are alive, by name."""
-        ...
 
 
 @dataclass
@@ -276,7 +271,7 @@ class _Draft:
 
 @contextlib.asynccontextmanager
 async def open_http_source(
-    staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RelayBoard | None = None
+    staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RoleRegistry | None = None
 ) -> AsyncIterator[HttpSource]:
     """Open an `HttpSource` for the length of the block; `ConfigError` without a token.
 
@@ -306,7 +301,7 @@ class HttpSource(WeightSource):
         deadline: float,
         silence: float,
         name: str,
-        board: RelayBoard | None,
+        board: RoleRegistry | None,
     ) -> None:
         self.proves = True
         self.traffic = Traffic()

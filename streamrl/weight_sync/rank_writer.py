@@ -21,6 +21,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import torch
 
+from streamrl.atomic import write_whole
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, StreamrlError, WeightsError
 from streamrl.weight_sync import delta
@@ -255,9 +256,7 @@ def report_name(rank: int) -> str:
 
 def write_report(folder: Path, report: RankReport) -> None:
     """Write a report so that a reader sees all of it or nothing."""
-    draft = folder / f".{report_name(report.rank)}"
-    draft.write_bytes(msgspec.json.encode(report))
-    draft.replace(folder / report_name(report.rank))
+    write_whole(folder / report_name(report.rank), msgspec.json.encode(report))
 
 
 def take_report(folder: Path, rank: int) -> RankReport:

@@ -18,6 +18,8 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import Unreachable, WireError
 from streamrl.weight_sync import broadcast
 from streamrl.weight_sync.broadcast import (
+    FROM_HOST,
+    FROM_MEMBER,
     Broadcaster,
     BroadcastGroup,
     Done,
@@ -28,8 +30,7 @@ from streamrl.weight_sync.broadcast import (
     Rendezvous,
     _Member,
     pack,
-    unpack_from_host,
-    unpack_from_member,
+    unpack,
 )
 from streamrl.weight_sync.manifest import encode
 
@@ -287,15 +288,15 @@ async def test_bytes_and_edges_in_one_group(tmp_path, monkeypatch):
     "text", ["", "{}", "[]", '{"type":"hello"}', '{"type":"go","number":-1}', '{"type":"x"}', "\x00"]
 )
 def test_nonsense_is_no_message(text):
-    for read in (unpack_from_host, unpack_from_member):
+    for decoder in (FROM_HOST, FROM_MEMBER):
         with pytest.raises(WireError):
-            read(text)
+            unpack(decoder, text)
 
 
 def test_messages_survive():
     go = Go(1, "g1", 1, 2, "h", 5, "gloo", 2.0)
-    assert unpack_from_host(pack(go)) == go
-    assert unpack_from_host(pack(Done((1, 2)))) == Done((1, 2))
-    assert unpack_from_member(pack(Hello("rollout.0"))) == Hello("rollout.0")
+    for message in (go, Done((1, 2))):
+        assert unpack(FROM_HOST, pack(message)) == message
+    assert unpack(FROM_MEMBER, pack(Hello("rollout.0"))) == Hello("rollout.0")
     with pytest.raises(WireError):
-        unpack_from_member(pack(go))
+        unpack(FROM_MEMBER, pack(go))
