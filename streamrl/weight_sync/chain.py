@@ -96,13 +96,8 @@ class DeltaBase:
     """Full files of one version, mapped, into which deltas are written. Used by one thread at a time.
 
     `pair` is the version that it holds, proven; None: none, or in the middle of a change. `manifest` is that of the
-    version it held last.
-
-    Args:
-        folders: the files lie in the first; the next is taken while an engine reads those in the one before.
-        moves: fetched files are moved here; else they are copied.
-        proven: the sizes and checksums of fetched files have been checked.
-        hint: what to do when there is no room.
+    version it held last. The files lie in the first of `folders`; the next is taken while an engine reads those in the
+    one before. Fetched files are moved here (`moves`) or copied; `proven` says that their checksums have been checked.
     """
 
     def __init__(self, folders: Iterator[Path], *, moves: bool, proven: bool, hint: str) -> None:
@@ -229,12 +224,9 @@ class Staging:
         return self._source.traffic
 
     async def fetch(self, manifest: Manifest) -> Fetched:
-        """Get the files of a version onto this host; does not touch what an engine may be reading.
+        """Get the files of a version onto this host; errors as of `WeightSource.fetch`.
 
-        Raises:
-            FileNotFoundError: they are gone, most likely because a newer version came.
-            WeightsError: they are not what the manifest says.
-            Unreachable, CannotCreate: trying again may help.
+        Does not touch what an engine may be reading.
         """
         if manifest.base is not None or self._config.delta.enabled:
             return Fetched(manifest, await self.links(manifest), in_place=False)
@@ -272,11 +264,8 @@ class Staging:
     async def links(self, manifest: Manifest) -> list[Link]:
         """Fetch what leads from the delta base to a version, the oldest first; nothing when it holds that one.
 
-        A repeat fetches only what is missing. May run while an engine reads the base.
-
-        Raises:
-            WeightsError: no way leads there, or only one that was found wrong before.
-            FileNotFoundError, Unreachable, CannotCreate: as of `WeightSource.fetch`.
+        A repeat fetches only what is missing. May run while an engine reads the base. Errors as of
+        `WeightSource.fetch`; `WeightsError` also when no way leads there, or only one that was found wrong before.
         """
         held = self._base.pair
         if manifest.pair == held:
@@ -348,11 +337,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
     """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
 
     Deltas are applied, so the copy needs nothing else. One file is held in memory at a time. A version that is pinned
-    already is left as it is.
-
-    Raises:
-        WeightsError: the files are not what their manifests say, or went away because newer versions came.
-        CannotCreate: no room, or no permission; nothing is left behind.
+    already is left as it is. `WeightsError`: the files are not what their manifests say, or went away because newer
+    versions came; `CannotCreate`: no room, or no permission. Nothing is left behind then.
     """
     target = run_dir / PINNED / folder_name(*pair)
     if (target / MANIFEST_FILE).exists():

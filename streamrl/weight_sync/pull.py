@@ -127,19 +127,19 @@ class PeerHosts:
 # ---- one file on its way
 
 
-class Gone(Exception):
+class _Gone(Exception):
     """This server does not have the version."""
 
 
-class Busy(Exception):
+class _Busy(Exception):
     """This server has enough to do."""
 
 
-class Broken(Exception):
+class _Broken(Exception):
     """The transfer ended early, or the answer is not what was asked for; another try may go better."""
 
 
-class Denied(Exception):
+class _Denied(Exception):
     """This server does not know the token."""
 
 
@@ -188,10 +188,7 @@ class Transfer:
     def run(self) -> None:
         """Fetch; returns when the file is whole, or when it was given up. What came before an error is in the file.
 
-        Raises:
-            Gone, Busy, Broken, Denied: see there.
-            WeightsError: the file has another size there.
-            CannotCreate: it cannot be written, for want of room for example.
+        `WeightsError`: the file has another size there; `CannotCreate`: it cannot be written.
         """
         address = urlsplit(self._url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
@@ -211,7 +208,7 @@ class Transfer:
         except (http.client.HTTPException, OSError) as error:
             if isinstance(error, CannotCreate):
                 raise
-            raise Broken(str(error) or type(error).__name__) from error
+            raise _Broken(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
@@ -220,17 +217,17 @@ class Transfer:
         part, status = self._part, answer.status
         found = answer.headers.get("Content-Range", "")
         if status in _NO_LONGER_THERE:
-            raise Gone
+            raise _Gone
         if status in _REFUSED:
-            raise Denied
+            raise _Denied
         if status == 503:
-            raise Busy
+            raise _Busy
         if status == 416 or (status == 206 and not found.endswith(f"/{part.shard.bytes}")):
             raise WeightsError(f"{self._url} does not have the {part.shard.bytes} bytes of its manifest ({found})")
         whole = status == 200 and part.at == 0
         rest = status == 206 and found.startswith(f"bytes {part.at}-{part.shard.bytes - 1}/")
         if not (whole or rest) or answer.length != part.shard.bytes - part.at:
-            raise Broken(f"answered {status} {found}, {answer.length} bytes")
+            raise _Broken(f"answered {status} {found}, {answer.length} bytes")
 
     def _copy(self, answer: http.client.HTTPResponse) -> None:
         part = self._part
@@ -242,7 +239,7 @@ class Transfer:
                 if self._given_up.is_set():
                     return
                 if not count:
-                    raise Broken("the answer ended early")
+                    raise _Broken("the answer ended early")
                 self._write(file.fileno(), buffer[:count])
 
     def _write(self, descriptor: int, data: memoryview) -> None:
@@ -351,7 +348,7 @@ class HttpSource(WeightSource):
                     host = await self._next(hosts, folder)
                     try:
                         return checked_base(decode(await self._manifest(host, folder)), manifest)
-                    except Gone:
+                    except _Gone:
                         host.banned = True
                     except (aiohttp.ClientError, OSError, TimeoutError) as error:
                         self._note(hosts, host, error)
@@ -412,13 +409,13 @@ class HttpSource(WeightSource):
         host.busy += 1
         try:
             await self._run(Transfer(url, self._bearer, part, path, self._silence))
-        except Gone:
+        except _Gone:
             host.banned = True
-        except Denied:
+        except _Denied:
             self._denied(host)
-        except Busy:
+        except _Busy:
             hosts.failed(host, time.monotonic(), longest=_BUSY_PAUSE)
-        except Broken as error:
+        except _Broken as error:
             self._note(hosts, host, error)
         except WeightsError:
             if not host.relay:
@@ -492,10 +489,10 @@ class HttpSource(WeightSource):
     async def _manifest(self, host: PeerHost, folder: str) -> bytes:
         async with self.session.get(f"{host.url}/{folder}/{MANIFEST_FILE}", allow_redirects=False) as response:
             if response.status in _NO_LONGER_THERE:
-                raise Gone
+                raise _Gone
             if response.status in _REFUSED:
                 self._denied(host)
-                raise Gone
+                raise _Gone
             response.raise_for_status()
             data = await response.content.read(MAX_MANIFEST_BYTES + 1)
             while chunk := await response.content.read(MAX_MANIFEST_BYTES + 1 - len(data)):
