@@ -3,9 +3,12 @@
 import asyncio
 
 import orjson
+import pytest
 import torch
 
 from streamrl.weight_sync.follower import Follower
+
+both_folders = pytest.mark.parametrize("config", ["shm", "directory"], indirect=True)
 
 
 class Stream:

@@ -97,20 +97,6 @@ async def members(learner, count):
 
 
 @pytest.mark.slow
-async def test_all_members_get_a_version_by_broadcast(tmp_path):
-    async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
-        for version in (2, 3):
-            manifest = await learner.publish(version, tensors=some(version))
-            for member in found:
-                member.want(manifest)
-            for member in found:
-                answer = await member.answer()
-                assert answer["version"] == version
-                assert answer["broadcasts"] == version - 1
-                assert answer["bytes"] == version * manifest.total_bytes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monkeypatch):
     """The others get this version and the next, and the learner's loop has never waited."""
@@ -150,7 +136,7 @@ async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [0, 1, 2])
+@pytest.mark.parametrize("slow", [0, 2])
 async def test_a_member_that_is_always_too_slow_delays_only_itself(tmp_path, slow, caplog):
     """After one version that all pull, the others get the next ones by broadcast; it comes back when it is faster."""
     async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
@@ -215,8 +201,9 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
         replicas = [
             await stack.enter_async_context(following(learner, f"rollout.{index}", board=Board())) for index in range(2)
         ]
+        size = 0
         for version in (1, 2, 3):
-            await learner.publish(version)
+            size += (await learner.publish(version)).total_bytes
             await asyncio.gather(*(replica.until(version) for replica in replicas))
             await until(lambda: len(broadcaster._members) == 2)
         late = await stack.enter_async_context(following(learner, "rollout.9"))
@@ -224,6 +211,7 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
         for replica in [*replicas, late]:
             assert same(replica.applied[-1][1], tensors(3))
             assert replica.follower.refused == 0
+        assert [replica.follower.bytes_fetched for replica in replicas] == [size, size]
         await until(lambda: broadcaster._done == (1, 3))
         assert [replica.follower._staging._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
 

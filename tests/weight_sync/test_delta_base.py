@@ -121,14 +121,6 @@ async def test_a_receiver_several_versions_behind_applies_the_chain(line):
     assert exactly((await line.staging.apply(chain)).tensors, 5)
 
 
-async def test_joining_late_at_version_40(line):
-    for version in range(1, 41):
-        manifest = line.write(version)
-    chain = await line.staging.links(manifest)
-    assert chain[0].manifest.base is None
-    assert exactly((await line.staging.apply(chain)).tensors, 40)
-
-
 async def test_a_wrong_bit_in_the_base_is_found_and_healed(line):
     for version in (1, 2):
         found = await line.bring(line.write(version))
