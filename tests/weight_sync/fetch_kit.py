@@ -39,11 +39,11 @@ class Learner:
         self.stream = Stream()
         self.via = None  # URL to put into the manifests instead of the server's own
 
-    def write(self, version, epoch=1, tensors=None):
+    def write(self, version, epoch=1, tensors=None, adapter=None):
         given = some_tensors(version) if tensors is None else tensors
         sources = [self.via] if self.via else self.server.sources()
         return self.publisher.publish(
-            epoch=epoch, version=version, step=version, tensors=given.items(), sources=sources
+            epoch=epoch, version=version, step=version, tensors=given.items(), sources=sources, adapter=adapter
         )
 
     async def publish(self, version, **options):
