@@ -312,14 +312,6 @@ async def test_an_old_server_is_refused(tmp_path: Path):
                 pass
 
 
-async def test_a_url_that_is_none():
-    config = RedisConfig(url="http://user:secret@example.org/")
-    with pytest.raises(ConfigError) as caught:
-        async with open_connection(config, config.url):
-            pass
-    assert "secret" not in str(caught.value)
-
-
 async def test_calls_at_the_end_of_the_block_are_told(run: RedisRun):
     async with open_connection(run.config, run.config.url) as opened:
         run.pause()

@@ -66,14 +66,6 @@ async def test_the_database_of_the_url(foreign: ForeignRedis):
             assert probe.call("DEL", "a") == 1
 
 
-async def test_wrong_passwords_over_tcp_are_78(foreign: ForeignRedis, tmp_path: Path):
-    (tmp_path / "wrong").write_text("wrong-one\n")
-    for file in (None, tmp_path / "wrong"):
-        with pytest.raises(ConfigError, match="refuses access"):
-            async with open_connection(foreign.config.model_copy(update={"password_file": file}), foreign.url):
-                pass
-
-
 @pytest.mark.parametrize("url", BROKEN)
 async def test_a_broken_url_is_78_and_shows_no_secret(url: str):
     shown = redact(url)
