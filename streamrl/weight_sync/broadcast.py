@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -48,6 +48,7 @@ from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsErr
 from streamrl.listening import reachable
 from streamrl.weight_sync.files import StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Pair, decode, encode
+from streamrl.weight_sync.pull import HttpSource
 from streamrl.weight_sync.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -574,25 +575,16 @@ class _Round:
 
 
 class CollectiveSource(WeightSource):
-    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed.
+    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed; a context manager.
 
-    `session` bears the token. Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
+    Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
     """
 
-    def __init__(
-        self,
-        pulled: WeightSource,
-        session: aiohttp.ClientSession,
-        staging: StagingFolder,
-        deadline: float,
-        *,
-        name: str,
-    ) -> None:
+    def __init__(self, pulled: HttpSource, staging: StagingFolder, deadline: float, *, name: str) -> None:
         self.proves = True
         self.traffic = pulled.traffic
         self.broadcasts = 0
-        self._pulled, self._session, self._staging = pulled, session, staging
-        self._deadline, self._name = deadline, name
+        self._pulled, self._staging, self._deadline, self._name = pulled, staging, deadline, name
         self._url = ""
         self._following: asyncio.Task[None] | None = None
         self._connected = False
@@ -616,8 +608,13 @@ class CollectiveSource(WeightSource):
     async def base_of(self, manifest: Manifest) -> Manifest:
         return await self._pulled.base_of(manifest)
 
-    async def close(self) -> None:
-        """Leave the broadcast. A repeat does nothing."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._leave()
+
+    async def _leave(self) -> None:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -634,7 +631,7 @@ class CollectiveSource(WeightSource):
             await self._following  # raises what ended it
         if url == self._url and self._following is not None:
             return
-        await self.close()
+        await self._leave()
         if not url:
             return
         self._url, self._connected = url, True  # the first connection decides
@@ -646,7 +643,7 @@ class CollectiveSource(WeightSource):
         pause = _FIRST_PAUSE
         while True:
             try:
-                async with self._session.ws_connect(
+                async with self._pulled.session.ws_connect(
                     f"{url}{PATH}", heartbeat=_BEAT_SECONDS, max_msg_size=MAX_MESSAGE_BYTES
                 ) as socket:
                     await socket.send_str(pack(Hello(self._name, device_in_use())))

@@ -17,11 +17,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -266,54 +266,37 @@ class _Draft:
     parts: list[PartialFile]
 
 
-@contextlib.asynccontextmanager
-async def open_http_source(
-    staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RoleRegistry | None = None
-) -> AsyncIterator[HttpSource]:
-    """Open an `HttpSource` for the length of the block; `ConfigError` without a token.
+class HttpSource(WeightSource):
+    """Pulls versions from the learner's host and from neighbours that relay; used as a context manager.
 
     `deadline` is for one version, `name` the own role, which is no neighbour, `board` where neighbours announce
-    themselves.
+    themselves; `session` bears the token of the run. `ConfigError`: there is none.
     """
-    bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
-    silence = max(1.0, _SILENCE_SHARE * deadline)
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence)
-    async with aiohttp.ClientSession(timeout=limits, headers=bearer) as session:
-        source = HttpSource(staging, session, bearer=bearer, deadline=deadline, silence=silence, name=name, board=board)
-        try:
-            yield source
-        finally:
-            source.close()
 
-
-class HttpSource(WeightSource):
-    """Pulls versions from the learner's host and from neighbours that relay; `session` bears the token."""
+    session: aiohttp.ClientSession
 
     def __init__(
-        self,
-        staging: StagingFolder,
-        session: aiohttp.ClientSession,
-        *,
-        bearer: Mapping[str, str],
-        deadline: float,
-        silence: float,
-        name: str,
-        board: RoleRegistry | None,
+        self, staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RoleRegistry | None
     ) -> None:
         self.proves = True
         self.traffic = Traffic()
-        self.session = session
-        self._staging, self._bearer, self._name, self._board = staging, bearer, name, board
-        self._deadline, self._silence = deadline, silence
+        self._bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
+        self._staging, self._name, self._board = staging, name, board
+        self._deadline, self._silence = deadline, max(1.0, _SILENCE_SHARE * deadline)
         self._draft: _Draft | None = None
         self._looked = 0.0
         self._one_at_a_time = asyncio.Lock()  # there is one draft
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="pull")
 
-    def close(self) -> None:
-        """Drop the draft and end the threads."""
+    async def __aenter__(self) -> Self:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=self._silence)
+        self.session = aiohttp.ClientSession(timeout=limits, headers=self._bearer)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self._forget()
         self._threads.shutdown()
+        await self.session.close()
 
     @override
     async def fetch(self, manifest: Manifest) -> Path:

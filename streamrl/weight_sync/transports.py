@@ -16,7 +16,7 @@ from streamrl.config import RunConfig, WeightsConfig
 from streamrl.weight_sync.broadcast import Broadcaster, CollectiveSource
 from streamrl.weight_sync.files import StagingFolder, make_token, store_of
 from streamrl.weight_sync.manifest import Manifest
-from streamrl.weight_sync.pull import open_http_source
+from streamrl.weight_sync.pull import HttpSource
 from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.source import FolderSource, WeightSource
 
@@ -38,15 +38,12 @@ async def open_source(
     if not config.pulled:
         yield FolderSource(store_of(config.transport, run_dir).root)
         return
-    async with open_http_source(staging, run_dir, config.deadline, name=name, board=board) as pulled:
+    async with HttpSource(staging, run_dir, config.deadline, name=name, board=board) as pulled:
         if config.transport == "http":
             yield pulled
-            return
-        source = CollectiveSource(pulled, pulled.session, staging, config.deadline, name=name)
-        try:
-            yield source
-        finally:
-            await source.close()
+        else:
+            async with CollectiveSource(pulled, staging, config.deadline, name=name) as source:
+                yield source
 
 
 class WeightServer:
