@@ -58,16 +58,8 @@ class RecordingWriter:
     """Adds blocks of groups to the files of one epoch of a recorder.
 
     Bytes are held in memory until they could be written: writing repeats at the same offset, so what failed half way is
-    simply done again by the next `sync`.
-
-    Args:
-        folder: of the recording; it is made when missing.
-        epoch: of the recorder; no other one may write files of it.
-        header: of the recording.
-        file_bytes: size at which a file is followed by the next one.
-
-    Raises:
-        CannotCreate: the folder or the first file cannot be made, or the file is there.
+    simply done again by the next `sync`. No other recorder may write files of `epoch`; a file of `file_bytes` is
+    followed by the next one. `CannotCreate`: the folder or the first file cannot be made, or the file is there.
     """
 
     def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
@@ -88,8 +80,7 @@ class RecordingWriter:
     def write(self) -> None:
         """Write all that was added as one block: a kill of this process does not take it back.
 
-        Raises:
-            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        `OSError`: the disk is full or broken; nothing is forgotten, call again later.
         """
         if self._added:
             self._unwritten += self._compressor.compress(b"".join(self._added))
@@ -101,11 +92,7 @@ class RecordingWriter:
         self._whole = self._files[-1][1]
 
     def sync(self) -> list[tuple[str, int]]:
-        """`write`, make it durable, and return the files with their sizes. A full file is followed by the next one.
-
-        Raises:
-            OSError: the disk is full or broken; nothing is forgotten, call again later.
-        """
+        """`write`, make it durable, and return the files with their sizes; errors as of `write`."""
         self.write()
         os.fsync(self._descriptor)
         links = [(str(name), int(size)) for name, size in self._files]
@@ -114,11 +101,7 @@ class RecordingWriter:
         return links
 
     def discard(self) -> None:
-        """Forget what could not be written: the file ends with its last whole block.
-
-        Raises:
-            OSError: the disk is broken; call again later.
-        """
+        """Forget what could not be written: the file ends with its last whole block. Errors as of `write`."""
         os.ftruncate(self._descriptor, self._whole)
         self._files[-1][1] = self._whole
         self._added.clear()
@@ -153,15 +136,8 @@ class RecordingWriter:
 class Archive:
     """Adds closed groups to the archive of a run; with `archive.enabled: false` every call does nothing.
 
-    All methods are for one event loop. None of them raises for a disk: it is a warning, once, and a count.
-
-    Attributes:
-        written: groups that this process has written.
-
-    Args:
-        config: of the run.
-        run_dir: of the run.
-        evaluation: held-out groups instead of training groups.
+    All methods are for one event loop. None of them raises for a disk: it is a warning, once, and a count. `written` is
+    the number of groups that this process has written.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
@@ -287,11 +263,7 @@ class Archive:
             self._forget_newest()
 
     def _begin(self) -> RecordingWriter:
-        """A file of its own for this process; another one may begin at the same time.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """A file of its own for this process; another one may begin at the same time."""
         self._folder.mkdir(parents=True, exist_ok=True)
         header = self._header()
         for _ in range(_TRIES):

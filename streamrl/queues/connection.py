@@ -212,7 +212,12 @@ class Connection:
             raise
         self._idle.append(connection)
         self._block_outage.recovered()
-        return await self._block_reply(reply)
+        if not isinstance(reply, ResponseError):
+            return reply
+        if error_code(error_text(reply)) not in _LATER:
+            raise self._refused(reply)
+        await self._block_failed(reply)
+        return None
 
     def leave(self) -> None:
         """Wait only some seconds for a Redis that cannot write: this process is to end, and a full disk stays full."""
@@ -377,14 +382,6 @@ class Connection:
         if wait is None:
             raise self._unreachable(error_text(error), self._patience) from error
         await asyncio.sleep(wait)
-
-    async def _block_reply(self, reply: Any) -> Any:
-        if not isinstance(reply, ResponseError):
-            return reply
-        if error_code(error_text(reply)) not in _LATER:
-            raise self._refused(reply)
-        await self._block_failed(reply)
-        return None
 
     def _note(self, error: BaseException) -> None:
         now = asyncio.get_running_loop().time()

@@ -78,7 +78,7 @@ class Leases:
 
     Args:
         ledgers: where to lease from.
-        stage: `prompts` or `rollouts`.
+        stage: the stream of work.
         consumer: name of the role; the name in Redis gets a nonce.
         config: lease seconds, longest hold, deliveries.
         width: handlers at the same time; a function is asked each time, for work of unequal size. With several
