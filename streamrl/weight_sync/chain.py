@@ -33,7 +33,7 @@ from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
-from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum, short_hash
+from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, VersionStore, check_room, file_checksum, short_hash
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
     PINNED,
@@ -350,7 +350,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
         while _needs_base(chain, None):
             chain.append(checked_base(read_manifest(root / folder_name(*base_pair(chain[-1]))), chain[-1]))
         draft.mkdir(parents=True)
-        _check_disk(draft, chain[0])
+        sizes = (torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize for entry in chain[0].tensors)
+        check_room(VersionStore(draft, True, _DISK_HINT), SLACK_BYTES + sum(sizes))  # the disk has the last word later
         shards: list[Shard] = []
         for shard in chain[0].shards:
             held = _FileInMemory(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)
@@ -396,16 +397,3 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         except (OSError, ValueError, OverflowError):
             continue
-
-
-def _check_disk(folder: Path, manifest: Manifest) -> None:
-    """Refuse at once what the disk has no room for; it has the last word later."""
-    need = SLACK_BYTES
-    for entry in manifest.tensors:
-        need += torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise CannotCreate(
-            f"no room for version {manifest.version} in {folder.parent}: needs {need >> 20} MiB, {free >> 20} MiB left",
-            _DISK_HINT,
-        )

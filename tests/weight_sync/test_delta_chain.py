@@ -249,8 +249,12 @@ def test_what_a_killed_pin_left_is_removed_by_the_next_one(tmp_path):
 def test_a_full_disk_leaves_nothing_pinned(tmp_path, monkeypatch):
     publisher, training = Publisher(configure(), "r", tmp_path), Training()
     publish(publisher, 1, training.weights())
-    monkeypatch.setattr("streamrl.weight_sync.chain.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
-    with pytest.raises(CannotCreate, match="no room for version 1"):
+
+    class Full:
+        f_bavail, f_frsize = 0, 4096
+
+    monkeypatch.setattr("streamrl.weight_sync.files.os.statvfs", lambda _: Full)
+    with pytest.raises(CannotCreate, match="no room for the weights"):
         pin(publisher.root, tmp_path, (1, 1))
     monkeypatch.undo()
 

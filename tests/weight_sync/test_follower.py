@@ -90,36 +90,6 @@ async def test_a_foreign_manifest_is_refused(publisher, stream, replica, monkeyp
     assert [pair for pair, _ in replica.applied] == [(1, 11)]
 
 
-async def test_an_engine_that_refuses_keeps_its_version_and_a_broken_one_ends_the_follower(
-    publisher, stream, config, tmp_path
-):
-    replica = Replica(stream, config, tmp_path)
-    replica.fail = WeightsError("a name does not fit")
-    await stream.put(publish(publisher, 1))
-    task = asyncio.create_task(replica.follower.run(asyncio.Event()))
-    await until(lambda: replica.follower.refused == 1)
-    assert replica.follower.version == 0
-    assert not replica.follower.first.is_set()
-    replica.fail = RuntimeError("the engine is broken")
-    await stream.put(publish(publisher, 2))
-    with pytest.raises(RuntimeError, match="broken"):
-        await asyncio.wait_for(task, 10)
-
-
-async def test_a_refused_version_is_tried_again_because_there_may_never_be_a_newer_one(
-    publisher, stream, replica, monkeypatch
-):
-    monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
-    monkeypatch.setattr("streamrl.weight_sync.follower._UNFIT", 1 << 30)
-    replica.fail = WeightsError("the server is busy with something else")
-    await stream.put(publish(publisher, 1))
-    await until(lambda: replica.follower.refused == 1)
-    replica.fail = None
-    await replica.until(1)
-    assert [pair for pair, _ in replica.applied] == [(1, 1)]
-    assert replica.follower.refused == 1
-
-
 async def test_an_engine_that_never_takes_any_weights_has_another_model(
     publisher, stream, config, tmp_path, monkeypatch
 ):
@@ -130,18 +100,29 @@ async def test_an_engine_that_never_takes_any_weights_has_another_model(
     with pytest.raises(ConfigError, match="never taken any: 24 tensors") as caught:
         await asyncio.wait_for(replica.follower.run(asyncio.Event()), 30)
     assert "model.path" in caught.value.hint
+    assert (replica.follower.version, replica.follower.first.is_set()) == (0, False)
 
 
-async def test_an_engine_that_has_taken_weights_is_never_given_up(publisher, stream, replica, monkeypatch):
+async def test_an_engine_that_has_taken_weights_is_never_given_up(publisher, stream, config, tmp_path, monkeypatch):
+    """What it refuses is tried again, because there may never be a newer version; only a broken engine ends all."""
     monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
+    replica = Replica(stream, config, tmp_path)
+    task = asyncio.create_task(replica.follower.run(asyncio.Event()))
     await stream.put(publish(publisher, 1))
     await replica.until(1)
     replica.fail = WeightsError("not now")
     for version in range(2, 7):
         await stream.put(publish(publisher, version))
         await until(lambda expected=version - 1: replica.follower.refused == expected)
+        assert replica.follower.version == 1
     replica.fail = None
     await replica.until(2)
+    assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 6)]
+    assert replica.follower.refused == 5
+    replica.fail = RuntimeError("the engine is broken")
+    await stream.put(publish(publisher, 7))
+    with pytest.raises(RuntimeError, match="broken"):
+        await asyncio.wait_for(task, 10)
 
 
 async def test_files_that_cannot_be_read_in_time_are_refused(tmp_path, stream, monkeypatch):
