@@ -116,7 +116,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 class SampleScore(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
     """Score of one sample: the weighted sum, and each part by the name of its reward.
 
-    `detail` is shown when somebody tries a reward; workers do not write it.
+    `detail` is shown by commands that try a reward; workers do not write it.
     """
 
     v: int = SCHEMA

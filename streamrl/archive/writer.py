@@ -1,12 +1,13 @@
 """Writing files of closed groups: `RecordingWriter` adds blocks to files, `Archive` keeps every group of a run.
 
 The archive (`archive.enabled`) holds every group that closed, with its scores, for people and for scoring it again.
-Whoever reads a closed group first adds it, before anything is decided about it, and has it written before the group
-leaves Redis: rank 0 of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be
+The first reader of a closed group (rank 0 of the learner; the feeder for held-out groups) adds it before it decides
+anything about it, and has it written before the group leaves Redis. So a kill loses nothing, and a group may be
 there twice: readers take the last (`ArchiveReading`).
 
-A thread writes a block each second, and nobody waits for a disk longer than `PATIENCE`. A full disk costs the archive,
-not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and counted.
+A thread writes a block each second, and no caller waits for a disk longer than `PATIENCE`. A full disk costs the
+archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and
+counted.
 
 A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
 When that version is lost, a record without responses is written in its place as soon as there is room. It tells readers

@@ -33,8 +33,8 @@ class EngineLock(Protocol):
     def settled(self) -> bool:
         """False for one lease after a connection error.
 
-        A Redis that was away may have forgotten who is on the devices, and the holder could not renew yet: nobody may
-        come onto them in that time.
+        A Redis that was away may have forgotten which side is on the devices, and the holder could not renew yet:
+        neither side may come onto them in that time.
         """
         ...
 

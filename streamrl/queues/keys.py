@@ -74,9 +74,9 @@ class Keys:
         return f"{self._run}reward_servers:{model}"
 
     def rate_limit(self, model: str) -> list[str]:
-        """Rate limit of a reward model: the buckets, who waits, who had a turn that is not settled.
+        """Rate limit of a reward model: a hash with the level of both buckets at the last call, and two sorted sets.
 
-        A hash with how full both buckets were when somebody last looked, a sorted set with the line of the requests
-        that wait, and a sorted set of the requests that had their turn, by its time.
+        These are the requests that wait, in their order, and those that had their turn and are not settled, by its
+        time.
         """
         return [f"{self._run}limit:{model}{part}" for part in ("", ":waiting", ":granted")]

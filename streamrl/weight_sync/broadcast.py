@@ -241,26 +241,26 @@ class BroadcastGroup:
 
     def _joined(self) -> _Gloo | _Nccl:
         if self._group is None:
-            who = self.place
-            limit = timedelta(seconds=who.stall)
+            place = self.place
+            limit = timedelta(seconds=place.stall)
             if isinstance(self._store, tuple):
                 host, port = self._store
                 self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
             self._store.set_timeout(limit)
-            store = dist.PrefixStore(who.group, self._store)
-            self._group = _Nccl(store, who) if who.backend == "nccl" else _Gloo(store, who)
+            store = dist.PrefixStore(place.group, self._store)
+            self._group = _Nccl(store, place) if place.backend == "nccl" else _Gloo(store, place)
         return self._group
 
 
 class _Gloo:
-    def __init__(self, store: Any, who: GroupPlace) -> None:
+    def __init__(self, store: Any, place: GroupPlace) -> None:
         options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  (the only way to choose the address)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=who.address)]  # noqa: SLF001
-        options._timeout = timedelta(seconds=who.stall)  # noqa: SLF001
-        self._group = dist.ProcessGroupGloo(store, who.rank, who.size, options)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.address)]  # noqa: SLF001
+        options._timeout = timedelta(seconds=place.stall)  # noqa: SLF001
+        self._group = dist.ProcessGroupGloo(store, place.rank, place.size, options)
         self._order = dist.BroadcastOptions()
         self._order.rootRank = 0
-        self._order.timeout = timedelta(seconds=who.stall)
+        self._order.timeout = timedelta(seconds=place.stall)
 
     def broadcast(self, piece: torch.Tensor) -> None:
         self._group.broadcast([piece], self._order).wait()
@@ -269,21 +269,21 @@ class _Gloo:
 class _Nccl:
     """Pieces go through a buffer on the device. The clock is looked at here: NCCL's watchdog would end the process."""
 
-    def __init__(self, store: Any, who: GroupPlace) -> None:
+    def __init__(self, store: Any, place: GroupPlace) -> None:
         calm = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
         before = {name: os.environ.get(name) for name in calm}
         os.environ.update(calm)
         try:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER  # noqa: SLF001
-            self._group = dist.ProcessGroupNCCL(store, who.rank, who.size, options)
+            self._group = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
         finally:
             for name, value in before.items():
                 if value is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-        self._sends, self._stall = who.rank == 0, who.stall
+        self._sends, self._stall = place.rank == 0, place.stall
         self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
@@ -432,7 +432,7 @@ class Broadcaster:
             await self._finish(manifest.pair)
 
     async def _finish(self, pair: Pair) -> None:
-        """End the round: who has not got the version pulls it."""
+        """End the round: a member that has not received the version pulls it."""
         self._done = pair
         for member in list(self._members.values()):
             await self._tell(member, Done(pair))
@@ -463,16 +463,17 @@ class Broadcaster:
     def _settle(self, taking: Sequence[_Member], answers: Mapping[_Member, Got]) -> None:
         """Leave the slowest member out of the next versions if some did not get this one.
 
-        Members that were waited for in vain have been left out already, and nobody is slow when one has died. A slow
-        member may hold others up at its own piece, because pieces travel from member to member. Of equals, the one
-        that was too slow before is left out, and only one: if it is not the slow one, the next round shows that.
+        Members that did not answer have been left out already, and a round that a death ended says nothing about speed.
+        A slow member may hold others up at its own piece, because pieces travel from member to member. Of several with
+        the fewest bytes only one is left out, first one that was too slow before: the next round shows if that was
+        wrong.
         """
         missed = {member: got.bytes for member, got in answers.items() if not got.whole}
         for member in answers.keys() - missed.keys():
             self._absences.pop(member.hello.name, None)
         if len(answers) == len(taking) and not missed:
             return
-        self._disband()  # it is of no more use to those who failed
+        self._disband()  # a group in which a broadcast failed cannot be used again
         if len(answers) == len(taking):
             least = min(missed.values())
             equals = [member for member in taking if missed.get(member) == least]

@@ -7,7 +7,7 @@ import torch
 from fetch_kit import following, http_config, open_learner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sync_kit import same
+from sync_kit import publish, same
 
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
@@ -26,12 +26,6 @@ def tensors(seed=0, *, dora=False):
     names = names_of(MODULE, dora=dora)
     made = {names.low: torch.randn(2, 6, generator=generator), names.high: torch.randn(5, 2, generator=generator)}
     return made | ({names.magnitude: torch.rand(5, generator=generator)} if names.magnitude else {})
-
-
-def publish(publisher, number, **options):
-    return publisher.publish(
-        epoch=1, version=number, step=number, tensors=tensors(number).items(), adapter=ABOUT, **options
-    )
 
 
 def test_the_sum_by_hand():
@@ -65,7 +59,7 @@ def test_rows_are_independent_and_a_zero_adapter_is_nothing(seed, cut, dora):
 
 def test_the_manifest_says_what_it_is(tmp_path):
     publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    manifest = decode(publish(publisher, 1))
+    manifest = decode(publish(publisher, 1, tensors(1), adapter=ABOUT))
     assert (manifest.kind, manifest.adapter, publisher.figures.kind) == ("adapter", ABOUT, "adapter")
     assert (ABOUT.scale, ABOUT.kind, msgspec.structs.replace(ABOUT, dora=True).kind) == (2.0, "LoRA", "DoRA")
     version = map_version(publisher.root / manifest.folder, manifest)
@@ -79,7 +73,7 @@ def test_the_manifest_says_what_it_is(tmp_path):
 @pytest.mark.parametrize("change", [{"rank": 0}, {"alpha": 0.0}, {"targets": "all"}, {"code": "import os"}])
 def test_a_manifest_with_nonsense_is_refused(tmp_path, change):
     publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    data = msgspec.json.decode(publish(publisher, 1))
+    data = msgspec.json.decode(publish(publisher, 1, tensors(1), adapter=ABOUT))
     data["adapter"] |= change
     with pytest.raises(WeightsError, match="not a manifest"):
         decode(msgspec.json.encode(data))

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from fetch_kit import following, http_config, open_learner
-from sync_kit import Replica, Stream, same, tensors, until
+from sync_kit import Replica, Stream, publish, same, tensors, until
 
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import WeightsError
@@ -57,8 +57,7 @@ class Line:
         self.staging = Staging(config, FolderSource(self.publisher.root), self.folder, keep=False)
 
     def write(self, version, epoch=1):
-        tensors = model(version).items()
-        return decode(self.publisher.publish(epoch=epoch, version=version, step=version, tensors=tensors))
+        return decode(publish(self.publisher, version, model(version), epoch=epoch))
 
     async def bring(self, manifest):
         return await self.staging.apply(await self.staging.links(manifest))
@@ -236,19 +235,17 @@ async def test_a_follower_of_deltas_heals_by_itself(tmp_path, transport):
     replica = Replica(stream, config, tmp_path)
     stop = asyncio.Event()
 
-    async def publish(version):
-        data = publisher.publish(epoch=1, version=version, step=version, tensors=model(version).items())
-        await stream.put(data)
-        return decode(data)
+    async def put(version):
+        await stream.put(publish(publisher, version, model(version)))
 
     async with asyncio.TaskGroup() as group:
         group.create_task(replica.follower.run(stop))
         for version in (1, 2, 3):
-            await publish(version)
+            await put(version)
             await replica.until(version)
         for path in replica.follower._staging._folder.root.glob("base.*/*"):
             flip(path)
-        await publish(4)
+        await put(4)
         await replica.until(4)
         stop.set()
     assert all(exactly(found, pair[1]) for pair, found in replica.applied)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+import sync_kit
 import torch
 from safetensors.torch import load_file
 from sync_kit import Replica, Stream, folders, same
@@ -55,7 +56,7 @@ def configure(**delta):
 
 
 def publish(publisher, version, weights):
-    return decode(publisher.publish(epoch=1, version=version, step=version, tensors=weights.items()))
+    return decode(sync_kit.publish(publisher, version, weights))
 
 
 async def test_steps_of_adamw_arrive_bit_for_bit(tmp_path):
@@ -231,7 +232,7 @@ def test_a_version_that_is_torn_or_going_is_not_pinned(tmp_path):
 
 def test_what_a_killed_pin_left_is_removed_by_the_next_one(tmp_path):
     publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    publisher.publish(epoch=1, version=1, step=1, tensors=[("a", torch.ones(4))])
+    publish(publisher, 1, {"a": torch.ones(4)})
     with subprocess.Popen(["true"]) as ended:
         pass
     for name in (

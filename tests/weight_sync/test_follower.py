@@ -165,8 +165,8 @@ async def test_an_engine_has_its_own_deadline_and_its_death_ends_the_follower(tm
 
 async def test_two_epochs_with_one_number_are_two_versions(config, tmp_path, stream, replica):
     old, new = Publisher(config, "r", tmp_path), Publisher(config, "r", tmp_path)
-    stale = publish(old, 5, epoch=1, seed=1)
-    await stream.put(publish(new, 5, epoch=2, seed=2))
+    stale = publish(old, 5, tensors(1), epoch=1)
+    await stream.put(publish(new, 5, tensors(2), epoch=2))
     await replica.until(1)
     assert folders(new) == ["v-1-5", "v-2-5"]
     assert same(replica.applied[0][1], tensors(2))
@@ -353,9 +353,7 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stre
     token = make_token(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    data = publisher.publish(
-        epoch=1, version=1, step=1, tensors=tensors(1).items(), sources=[f"http://127.0.0.1:{port}"]
-    )
+    data = publish(publisher, 1, sources=[f"http://127.0.0.1:{port}"])
     replica = Replica(stream, config, tmp_path)
     monkeypatch.setattr(HttpSource, "fetch", hasty(HttpSource.fetch))
     stop = asyncio.Event()
@@ -386,9 +384,7 @@ async def test_the_host_of_a_learner_that_has_gone_holds_up_no_version_of_the_ne
     async with listen(ShardServer(publisher.root, token).app(), "127.0.0.1", 0) as url, asyncio.TaskGroup() as group:
         group.create_task(replica.follower.run(stop))
         for epoch, source in ((1, f"http://127.0.0.1:{gone}"), (2, url)):
-            await stream.put(
-                publisher.publish(epoch=epoch, version=epoch, step=1, tensors=tensors(1).items(), sources=[source])
-            )
+            await stream.put(publish(publisher, epoch, epoch=epoch, sources=[source]))
             if epoch == 1:
                 await until(lambda: replica.follower._fetching is not None)
         await replica.until(1)
