@@ -1,7 +1,7 @@
 """Files and directories that appear whole or not at all, and where it matters survive a crash of the machine.
 
-What is written goes to a draft beside its place (`NAME.draft`) and gets its name when it is complete. Whoever finds the
-name finds all of it; a draft that a crash leaves is written over by the next attempt.
+What is written goes to a draft beside its place (`NAME.draft`) and gets its name when it is complete. A reader that
+finds the name finds all of it; a draft that a crash leaves is written over by the next attempt.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Call:
         path: below the server's URL, with its leading slash.
         body: sent as JSON; None: no body.
         query: of the URL.
-        repeatable: may be sent again when nobody knows whether the server got it. A call that is not is sent again only
-            after an answer that says it was not carried out (503).
+        repeatable: may be sent again when it is not known whether the server got it. A call that is not is sent again
+            only after an answer that says it was not carried out (503).
         missing_ok: 404 counts as an empty answer: older servers do not have the route.
         optional: so does any other error that the server answers: it need not be able to say.
         pooled: may go out on a connection that was used before, which the server may be about to close.
@@ -106,12 +106,8 @@ class BadRequest(DataError):
 class HttpClient:
     """A session with one server; made and used in one event loop.
 
-    Args:
-        url: of the server, without a trailing path of its routes.
-        api_key: sent as a bearer token; it is in no message and no log, also where the server repeats it.
-        hint: how to mend a server that does not answer.
-        key_option: key of the configuration that names the file with `api_key`, for messages.
-        max_body: bytes of the longest answer that is read.
+    `api_key` is sent as a bearer token and is in no message and no log, also where the server repeats it; `key_option`
+    is the key of the configuration that names its file. `hint` says how to mend a server that does not answer.
     """
 
     def __init__(
@@ -143,7 +139,7 @@ class HttpClient:
         """Send a call and return its answer: parsed JSON, text where it is none, None for an error that may be.
 
         Sent again, after a pause with full jitter, when it certainly was not carried out (connection refused, 503,
-        429), and when nobody knows and the call is repeatable. An error 500 is an answer and ends it.
+        429), and when that is not known and the call is repeatable. An error 500 is an answer and ends it.
 
         Args:
             call: what to send.
@@ -173,7 +169,7 @@ class HttpClient:
     async def stream(self, call: Call, seconds: float) -> AsyncGenerator[Any, None]:
         """Send a call and yield the events of its answer, parsed; a plain JSON answer is one event.
 
-        The stream may last for ever and be silent for as long; whoever reads it knows what silence means. It is not
+        The stream has no deadline, for bytes or for silence; its reader sets one. It is not
         sent again once the server may have it. Closing the generator closes the connection, which aborts at the server.
 
         Args:
@@ -330,14 +326,9 @@ def may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
 
 
 def read_key(name: str, path: Path | None) -> str | None:
-    """The key in a file, without the white space around it; None without a file.
+    """The key in a file that the configuration's key `name` names, without white space around it; None without a file.
 
-    Args:
-        name: of the configuration's key that names the file, for the error.
-        path: of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds anything but one word of ASCII characters.
+    `ConfigError`: the file cannot be read, or holds anything but one word of ASCII characters.
     """
     if path is None:
         return None

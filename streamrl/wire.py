@@ -9,7 +9,7 @@ schema version is a `WireError`, and the message goes to the dead letters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
@@ -116,7 +116,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 class SampleScore(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
     """Score of one sample: the weighted sum, and each part by the name of its reward.
 
-    `detail` is shown when somebody tries a reward; workers do not write it.
+    `detail` is shown by commands that try a reward; workers do not write it.
     """
 
     v: int = SCHEMA
@@ -235,18 +235,28 @@ def read_frames(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]
 
     A frame that a crash cut off at the end is not yielded. Anything else that is not a frame raises `WireError`.
     """
-    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=MAX_FRAME_BYTES, strict_map_key=True)
-    left = limit
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20 if left is None else min(1 << 20, left)):
-            left = None if left is None else left - len(chunk)
-            try:
-                unpacker.feed(chunk)
-                for record in unpacker:
-                    if not isinstance(record, dict):
-                        raise WireError(f"{path}: a frame that is no map before byte {unpacker.tell()}")
-                    yield record
-            except (ValueError, msgpack.exceptions.UnpackException) as error:
-                if isinstance(error, WireError):
-                    raise
-                raise WireError(f"{path}: not a file of frames near byte {unpacker.tell()}: {error}") from error
+
+    def chunks() -> Iterator[bytes]:
+        left = limit
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20 if left is None else min(1 << 20, left)):
+                left = None if left is None else left - len(chunk)
+                yield chunk
+
+    return unpack_frames(chunks(), path, MAX_FRAME_BYTES)
+
+
+def unpack_frames(chunks: Iterable[bytes], path: Path, longest: int) -> Iterator[dict[str, Any]]:
+    """Yield the whole frames in pieces of a file, each of at most `longest` bytes; `WireError` as `read_frames`."""
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=longest, strict_map_key=True)
+    try:
+        for chunk in chunks:
+            unpacker.feed(chunk)
+            for record in unpacker:
+                if not isinstance(record, dict):
+                    raise WireError(f"{path}: a frame that is no map before byte {unpacker.tell()}")
+                yield record
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        if isinstance(error, WireError):
+            raise
+        raise WireError(f"{path}: not a file of frames near byte {unpacker.tell()}: {error}") from error

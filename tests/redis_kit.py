@@ -19,6 +19,7 @@ from redis.exceptions import ResponseError
 
 from streamrl.config import RedisConfig
 from streamrl.queues import embedded
+from streamrl.servers.process import free_port
 
 
 class Probe:
@@ -139,13 +140,6 @@ def tear_script(probe: Probe, folder: Path, kill: Callable[[], None]) -> None:
         time.sleep(0.01)
     kill()
     os.truncate(files[0], files[0].read_bytes().rindex(second) + 4)
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class ForeignRedis:

@@ -65,10 +65,11 @@ def test_prompt_and_score_round_trip():
     assert wire.decode(wire.encode(score), SampleScore) == score
 
 
-@pytest.mark.parametrize("cut", range(len(wire.encode(SAMPLE))))
-def test_every_truncation_is_refused(cut):
-    with pytest.raises(WireError):
-        wire.decode(wire.encode(SAMPLE)[:cut], Sample)
+def test_every_truncation_is_refused():
+    data = wire.encode(SAMPLE)
+    for cut in range(len(data)):
+        with pytest.raises(WireError):
+            wire.decode(data[:cut], Sample)
 
 
 @given(st.binary(max_size=200))

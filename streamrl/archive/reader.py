@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import msgpack
 import msgspec
 import zstandard
 from typing_extensions import deprecated
@@ -195,19 +194,11 @@ def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
 
 
 def _maps(file: Path) -> Iterator[dict[str, Any]]:
-    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_MAX_GROUP_BYTES, strict_map_key=True)
     try:
         with file.open("rb") as source:
-            for plain in _frames(source):
-                unpacker.feed(plain)
-                for record in unpacker:
-                    if not isinstance(record, dict):
-                        raise WireError(f"{file}: something that is no map before byte {unpacker.tell()}")
-                    yield record
-    except (zstandard.ZstdError, ValueError, msgpack.exceptions.UnpackException) as error:
-        if isinstance(error, WireError):
-            raise
-        raise WireError(f"{file}: not a file of a recording near byte {unpacker.tell()}: {error}") from error
+            yield from wire.unpack_frames(_frames(source), file, _MAX_GROUP_BYTES)
+    except zstandard.ZstdError as error:
+        raise WireError(f"{file}: damaged: {error}") from error
 
 
 def _frames(source: BinaryIO) -> Iterator[bytes]:

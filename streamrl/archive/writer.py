@@ -1,12 +1,13 @@
 """Writing files of closed groups: `RecordingWriter` adds blocks to files, `Archive` keeps every group of a run.
 
 The archive (`archive.enabled`) holds every group that closed, with its scores, for people and for scoring it again.
-Whoever reads a closed group first adds it, before anything is decided about it, and has it written before the group
-leaves Redis: rank 0 of the learner, and the feeder for held-out groups. So a kill loses nothing, and a group may be
+The first reader of a closed group (rank 0 of the learner; the feeder for held-out groups) adds it before it decides
+anything about it, and has it written before the group leaves Redis. So a kill loses nothing, and a group may be
 there twice: readers take the last (`ArchiveReading`).
 
-A thread writes a block each second, and nobody waits for a disk longer than `PATIENCE`. A full disk costs the archive,
-not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and counted.
+A thread writes a block each second, and no caller waits for a disk longer than `PATIENCE`. A full disk costs the
+archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and
+counted.
 
 A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
 When that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
@@ -58,16 +59,8 @@ class RecordingWriter:
     """Adds blocks of groups to the files of one epoch of a recorder.
 
     Bytes are held in memory until they could be written: writing repeats at the same offset, so what failed half way is
-    simply done again by the next `sync`.
-
-    Args:
-        folder: of the recording; it is made when missing.
-        epoch: of the recorder; no other one may write files of it.
-        header: of the recording.
-        file_bytes: size at which a file is followed by the next one.
-
-    Raises:
-        CannotCreate: the folder or the first file cannot be made, or the file is there.
+    simply done again by the next `sync`. No other recorder may write files of `epoch`; a file of `file_bytes` is
+    followed by the next one. `CannotCreate`: the folder or the first file cannot be made, or the file is there.
     """
 
     def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
@@ -88,8 +81,7 @@ class RecordingWriter:
     def write(self) -> None:
         """Write all that was added as one block: a kill of this process does not take it back.
 
-        Raises:
-            OSError: the disk is full or broken; nothing is forgotten, call again later.
+        `OSError`: the disk is full or broken; nothing is forgotten, call again later.
         """
         if self._added:
             self._unwritten += self._compressor.compress(b"".join(self._added))
@@ -101,11 +93,7 @@ class RecordingWriter:
         self._whole = self._files[-1][1]
 
     def sync(self) -> list[tuple[str, int]]:
-        """`write`, make it durable, and return the files with their sizes. A full file is followed by the next one.
-
-        Raises:
-            OSError: the disk is full or broken; nothing is forgotten, call again later.
-        """
+        """`write`, make it durable, and return the files with their sizes; errors as of `write`."""
         self.write()
         os.fsync(self._descriptor)
         links = [(str(name), int(size)) for name, size in self._files]
@@ -114,11 +102,7 @@ class RecordingWriter:
         return links
 
     def discard(self) -> None:
-        """Forget what could not be written: the file ends with its last whole block.
-
-        Raises:
-            OSError: the disk is broken; call again later.
-        """
+        """Forget what could not be written: the file ends with its last whole block. Errors as of `write`."""
         os.ftruncate(self._descriptor, self._whole)
         self._files[-1][1] = self._whole
         self._added.clear()
@@ -153,15 +137,8 @@ class RecordingWriter:
 class Archive:
     """Adds closed groups to the archive of a run; with `archive.enabled: false` every call does nothing.
 
-    All methods are for one event loop. None of them raises for a disk: it is a warning, once, and a count.
-
-    Attributes:
-        written: groups that this process has written.
-
-    Args:
-        config: of the run.
-        run_dir: of the run.
-        evaluation: held-out groups instead of training groups.
+    All methods are for one event loop. None of them raises for a disk: it is a warning, once, and a count. `written` is
+    the number of groups that this process has written.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
@@ -287,11 +264,7 @@ class Archive:
             self._forget_newest()
 
     def _begin(self) -> RecordingWriter:
-        """A file of its own for this process; another one may begin at the same time.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """A file of its own for this process; another one may begin at the same time."""
         self._folder.mkdir(parents=True, exist_ok=True)
         header = self._header()
         for _ in range(_TRIES):

@@ -19,8 +19,8 @@ from streamrl.consumers.plugins import LoadedReward, load_rewards
 from streamrl.consumers.reward import AskedModel, RewardContext
 from streamrl.consumers.scoring import Scorer
 from streamrl.errors import DeadlineExceeded, PluginError, StreamrlError, Unreachable
+from streamrl.queues.connection import Outage
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.outage import Outage
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,6 @@ from streamrl.queues.access import (
     redact,
     rewrite_append_only_file,
 )
-from streamrl.queues.outage import Outage, pause
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,8 @@ ROUND_TRIP: Final = 10.0
 """Seconds after which a server that holds the connection and says nothing counts as gone."""
 LOOK_SECONDS: Final = 5.0
 """The same for a command that looks once, while a person waits."""
+_FIRST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 2.0
 _BATCH_CALLS: Final = 512
 _BATCH_BYTES: Final = 4 << 20
 _SLOWEST: Final = 1 << 20
@@ -71,6 +72,35 @@ _HINTS: Final = {
     "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
     _CANNOT_WRITE: "Redis cannot write its append-only file: look for a full disk",
 }
+
+
+def pause(failures: int, chance: float) -> float:
+    """Seconds to wait after the n-th failure in a row (n >= 1), with full jitter; `chance` is uniform in [0, 1).
+
+    Source: Brooker, Exponential Backoff And Jitter (AWS Architecture Blog, 2015), "full jitter".
+    """
+    exponent = min(failures - 1, 16)  # bounded, so that a long outage overflows nothing
+    return chance * min(LONGEST_PAUSE, _FIRST_PAUSE * 2.0**exponent)
+
+
+@dataclass
+class Outage:
+    """One outage: `failures` since the first one (`since`, None when all is well). The clock is an argument."""
+
+    patience: float
+    since: float | None = None
+    failures: int = 0
+
+    def failed(self, now: float, chance: float) -> float | None:
+        """Note a failure; return the seconds to wait before the next attempt, None when the patience is over."""
+        if self.since is None:
+            self.since = now
+        self.failures += 1
+        return None if now - self.since >= self.patience else pause(self.failures, chance)
+
+    def recovered(self) -> None:
+        """Note a success."""
+        self.since, self.failures = None, 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +212,12 @@ class Connection:
             raise
         self._idle.append(connection)
         self._block_outage.recovered()
-        return await self._block_reply(reply)
+        if not isinstance(reply, ResponseError):
+            return reply
+        if error_code(error_text(reply)) not in _LATER:
+            raise self._refused(reply)
+        await self._block_failed(reply)
+        return None
 
     def leave(self) -> None:
         """Wait only some seconds for a Redis that cannot write: this process is to end, and a full disk stays full."""
@@ -347,14 +382,6 @@ class Connection:
         if wait is None:
             raise self._unreachable(error_text(error), self._patience) from error
         await asyncio.sleep(wait)
-
-    async def _block_reply(self, reply: Any) -> Any:
-        if not isinstance(reply, ResponseError):
-            return reply
-        if error_code(error_text(reply)) not in _LATER:
-            raise self._refused(reply)
-        await self._block_failed(reply)
-        return None
 
     def _note(self, error: BaseException) -> None:
         now = asyncio.get_running_loop().time()

@@ -33,8 +33,8 @@ class EngineLock(Protocol):
     def settled(self) -> bool:
         """False for one lease after a connection error.
 
-        A Redis that was away may have forgotten who is on the devices, and the holder could not renew yet: nobody may
-        come onto them in that time.
+        A Redis that was away may have forgotten which side is on the devices, and the holder could not renew yet:
+        neither side may come onto them in that time.
         """
         ...
 
@@ -47,13 +47,7 @@ class EngineLock(Protocol):
 
 
 class DeviceLock(EngineLock):
-    """The lock in Redis.
-
-    Args:
-        connection: to Redis.
-        keys: of the run.
-        seconds: length of a lease.
-    """
+    """The lock in Redis; a lease lasts `seconds`."""
 
     def __init__(self, connection: Connection, keys: Keys, seconds: float) -> None:
         self._connection = connection
@@ -92,12 +86,8 @@ class LearnerDevices:
 
     `take` and `give` may be called in any order and again. An interruption (error, cancellation, kill) leaves the
     learner on the devices with the lock, or off them without it, or a dead process whose lease ends. A load that is
-    cancelled counts as being on the devices until `give`.
-
-    Args:
-        lock: on the devices.
-        nonce: of this learner; no other process has it.
-        deadline: longest wait in seconds for engines to leave.
+    cancelled counts as being on the devices until `give`. `nonce` is this process alone; engines may take `deadline`
+    seconds to leave.
     """
 
     def __init__(self, lock: DeviceLock, nonce: str, *, deadline: float) -> None:
@@ -173,11 +163,7 @@ class LearnerDevices:
 class EngineDevices:
     """An engine's side: takes it off the devices when the learner asks, and brings it back afterwards.
 
-    Args:
-        lock: says when the engine may be on the devices.
-        name: of the replica.
-        wake: brings the engine onto the devices; a repeat does nothing.
-        sleep: takes it off them; a repeat does nothing.
+    `wake` and `sleep` move it; a repeat of them does nothing. `name` is that of the replica.
     """
 
     def __init__(

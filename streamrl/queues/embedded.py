@@ -1,9 +1,9 @@
 """The run's own Redis server: find the program, check its append-only file, start it, stop it, end one left behind.
 
 A run directory has one server at a time: the server process inherits a locked file, so two on the same data are
-impossible. In that file stands who started it. `exec_server` turns the calling process into the server (the
-supervisor's role `redis`); `running` borrows a server for one call on a stopped run. Usually the kernel ends a server
-with its starter (SIGTERM); `end_orphan` ends one that hung at that moment, or its child that rewrites the file.
+impossible. The file also names the process that started it. `exec_server` turns the calling process into the server
+(the supervisor's role `redis`); `running` borrows a server for one call on a stopped run. Usually the kernel ends a
+server with its starter (SIGTERM); `end_orphan` ends one that hung at that moment, or its child that rewrites the file.
 
 The append-only file is checked before **every** start. A tail cut in the middle of a script is loaded correctly once,
 but the server cuts only the broken command and leaves the open MULTI in the file: at the second restart half of the

@@ -1,14 +1,15 @@
 """Leases of work: take, renew, take over from the dead, hand back.
 
 A consumer in Redis is named `role-nonce`, one name per process. A process renews its leases at a third of their time.
-An entry that nobody renews for a whole lease is expired, and others take it over, one at a time, fewest deaths first:
+An entry that is not renewed for a whole lease is expired, and other processes take it over, one at a time, fewest
+deaths first:
 
 * the first time together with other work;
 * after a second death alone in the process (probation), so that work that kills its process kills no other work;
 * after `max_deliveries` deaths never again: it becomes a dead letter.
 
-A clean hand-back is no death. After a connection error nobody takes over for one lease: everything looks expired then,
-and the owners renew first. Work that is leased for `max_hold` becomes a dead letter, however well it is renewed.
+A clean hand-back is no death. After a connection error no process takes over for one lease: everything looks expired
+then, and the owners renew first. Work that is leased for `max_hold` becomes a dead letter, however well it is renewed.
 
 ```
 loop            does                                                  waits for
@@ -78,7 +79,7 @@ class Leases:
 
     Args:
         ledgers: where to lease from.
-        stage: `prompts` or `rollouts`.
+        stage: the stream of work.
         consumer: name of the role; the name in Redis gets a nonce.
         config: lease seconds, longest hold, deliveries.
         width: handlers at the same time; a function is asked each time, for work of unequal size. With several

@@ -86,12 +86,9 @@ class Lease:
 
 
 class Ledger:
-    """One key space of a run.
+    """One key space of a run: that of training groups, or of held-out ones.
 
-    Args:
-        connection: the connection of this process.
-        keys: names of the keys; `keys.evaluation` tells held-out groups from training groups.
-        fsync_period: seconds after which a write of Redis is on its disk; `retire` waits for it once after `fence`.
+    A write of Redis is on its disk after `fsync_period` seconds; `retire` waits for it once after `fence`.
     """
 
     def __init__(self, connection: Connection, keys: Keys, fsync_period: float = 0.0) -> None:
@@ -163,18 +160,8 @@ class Ledger:
     ) -> Admission:
         """Admit a whole group that was recorded elsewhere, if there is room: no replica and no reward worker sees it.
 
-        Args:
-            cursor: position in the recording; becomes the id of the group.
-            fingerprint: names the recording.
-            prompt: encoded prompt.
-            samples: payload and score of each response, 1 to `MAX_SAMPLES`.
-            min_group: as of `admit`; the group is closed also with fewer.
-            budget: as of `admit`.
-            hard_cap: as of `admit`.
-            max_dead: as of `admit`.
-
-        Raises:
-            Refused: the ledger was filled from other data.
+        `samples` are payload and score of each response, 1 to `MAX_SAMPLES`; the group is closed also with fewer than
+        `min_group`. Everything else is as in `admit`.
         """
         keys = self.keys
         outcome, now = await self.connection.call(
@@ -205,17 +192,12 @@ class Ledger:
         reply = await self.connection.call(
             "open_work", [self.keys.group(lease.group_id), self.keys.prompts], [lease.entry, lease.attempt]
         )
-        if reply is None:
-            return None
-        prompt, samples, missing = reply
-        return OpenWork(prompt, samples, lease.attempt, tuple(missing))
+        return None if reply is None else OpenWork(prompt=reply[0], missing=tuple(reply[2]))
 
     async def emit(self, lease: Lease, sample: int, payload: bytes) -> bool:
-        """Write one response and put it up for scoring.
+        """Write one response and put it up for scoring; a full Redis refuses before anything changes.
 
-        Returns:
-            True when it was written now; False when there was one already (also from a repeat), the sample is dead,
-            or the group is gone. A full Redis refuses before anything changes; the call then waits for room.
+        False: there was one already (also from a repeat), the sample is dead, or the group is gone.
         """
         reply = await self.connection.call(
             "emit",
@@ -225,7 +207,7 @@ class Ledger:
         return bool(reply == 1)
 
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
-        """One response cannot be generated: the sample dies, the prompt goes on. False: it has a fate already."""
+        """One response cannot be generated: the sample dies. False: it has a payload or is dead already."""
         return await self._fail("generate", lease, sample, why, detail)
 
     async def fail_prompt(self, lease: Lease, why: str, detail: str = "") -> bool:
@@ -258,10 +240,8 @@ class Ledger:
     async def fail_score(self, lease: Lease, why: str, detail: str = "", *, fail_group: bool = False) -> bool:
         """What was leased cannot be scored: the sample dies, or all samples of a group that was leased whole.
 
-        With `fail_group` the whole group dies of it, to be replayed: as soon as its other samples have their fates.
-
-        Returns:
-            False: another worker committed the entry, or the group is gone.
+        With `fail_group` the whole group dies of it, to be replayed: as soon as its other samples are scored or dead.
+        False: another worker committed the entry, or the group is gone.
         """
         what = ALL_SAMPLES if lease.is_group else _sample(lease)
         return await self._fail("reward", lease, what, why, detail, fail_group=fail_group)
@@ -303,17 +283,8 @@ class Ledger:
     ) -> ScoreOutcome:
         """Write a score or a cause of death for every sample of a leased group, all at once; that closes the group.
 
-        Args:
-            lease: of the group.
-            scores: score of each sample that has one.
-            causes: why the others died; together they are the samples of `leased_group`.
-            fail_group: why the whole group dies of it, to be replayed; empty: it goes on with the scored samples.
-
-        Returns:
-            CLOSED or DEAD; LOST and GONE as of `score`.
-
-        Raises:
-            ValueError: `scores` and `causes` do not name exactly the waiting samples; nothing was written.
+        `ValueError`, and nothing is written, unless both together name exactly the samples of `leased_group`. With
+        `fail_group`, the reason, the whole group dies, to be replayed. Answers CLOSED, DEAD, LOST or GONE.
         """
         fates: list[Argument] = []
         for sample, score in scores.items():
@@ -356,11 +327,9 @@ class Ledger:
     # The learner (for held-out groups: the feeder). All but reads are fenced by a nonce.
 
     async def fence(self, nonce: str, floor: int) -> Fence:
-        """Take over: every call with another nonce is refused from now on.
+        """Take over: every call with another nonce is refused from now on. A repeat answers the same.
 
-        Args:
-            nonce: random, new for each process. A repeat with the same nonce answers the same.
-            floor: greatest epoch that is on disk; the new epoch is above it and above the one in Redis.
+        `nonce` is random and new for each process; the new epoch is above `floor`, the greatest one that is on disk.
         """
         reply = await self.connection.call("fence", [self.keys.state, self.keys.scored], [nonce, floor])
         epoch, checkpoint, version, base, base_epoch = reply
@@ -422,8 +391,7 @@ class Ledger:
     async def fail_group(self, nonce: str, group_id: int, why: str, detail: str = "") -> bool:
         """Make a whole group a dead letter: a closed one, or one that is no longer in Redis (lost with a checkpoint).
 
-        Returns:
-            True when it died now; False when it is open, dropped or dead already, or was never admitted.
+        False: it is open, dropped or dead already, or was never admitted.
         """
         keys = self.keys
         names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(group_id)]
@@ -436,14 +404,8 @@ class Ledger:
         The first call after `fence` waits until the fence itself is on the disk of Redis: else a crash of Redis could
         bring back an older learner's fence together with groups that are retired here.
 
-        Args:
-            nonce: of `fence`.
-            checkpoint: `EPOCH-STEP`; Redis remembers it before the first group goes.
-            held: trained groups that stay in Redis after this.
-            group_ids: groups to delete, any number.
-
-        Returns:
-            Number of groups deleted now; a repeat deletes none.
+        Redis remembers `checkpoint` (`EPOCH-STEP`) before the first group goes; `held` trained groups stay. Returns the
+        number of groups deleted now; a repeat deletes none.
         """
         await asyncio.sleep(max(0.0, self._settled_at - asyncio.get_running_loop().time()))
         keys = self.keys
@@ -471,8 +433,7 @@ class Ledger:
     async def trace(self, group_id: int) -> dict[str, Any] | None:
         """What is known of one group: its hash when it is live, else `state` dead, dropped or retired.
 
-        None when it was never admitted.
-        A group that is `retired` was trained (the learner's log says by which step) or evaluated.
+        `retired` means trained (the learner's log says by which step) or evaluated. None: it was never admitted.
         """
         reply = await self.connection.read("HGETALL", self.keys.group(group_id))
         if reply:
@@ -508,11 +469,9 @@ class Ledger:
         return [8 * i + bit for i, byte in enumerate(bitmap) if byte for bit in range(8) if byte & (128 >> bit)]
 
     async def dead_letters(self, after: str = "-", count: int | None = None) -> list[DeadLetter]:
-        """Dead letters, oldest first: of samples and of whole groups.
+        """At most `count` dead letters of samples and of whole groups, oldest first, after an entry's id.
 
-        Args:
-            after: id of an entry; only later ones are read.
-            count: at most so many; None reads all (bounded by `max_dead` and the live groups).
+        None reads all; they are bounded by `max_dead` and the live groups.
         """
         limit = ("COUNT", count) if count is not None else ()
         start = after if after == "-" else f"({after}"

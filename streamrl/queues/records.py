@@ -47,8 +47,6 @@ class OpenWork:
     """A leased prompt: `missing` are the samples that have neither payload nor cause of death."""
 
     prompt: bytes
-    samples: int
-    attempt: int
     missing: tuple[int, ...]
 
 
@@ -96,7 +94,7 @@ class ScoreOutcome(IntEnum):
     """What became of a score."""
 
     LOST = 0
-    """Somebody else committed this entry first (or this is a repeat): nothing was written."""
+    """Another process committed this entry first (or this is a repeat): nothing was written."""
     GONE = -1
     """The group is gone or on another attempt: the entry was removed."""
     SCORED = 1

@@ -1,8 +1,8 @@
 """Reading what Redis answers (RESP3, bytes), and removing stream entries that no role of ours wrote.
 
-Whoever has the URL of Redis can add to a stream. Every later reader would meet such an entry, and a role that fails on
-it would fail again after each restart. So it is removed where it is found, and the log shows it. No group and no sample
-is lost with it: those live in hashes.
+Any program that has the URL of Redis can add to a stream. Every later reader would meet such an entry, and a role that
+fails on it would fail again after each restart. So it is removed where it is found, and the log shows it. No group and
+no sample is lost with it: those live in hashes.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -48,6 +48,7 @@ from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsErr
 from streamrl.listening import reachable
 from streamrl.weight_sync.files import StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Pair, decode, encode
+from streamrl.weight_sync.pull import HttpSource
 from streamrl.weight_sync.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -131,9 +132,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 ToHost: TypeAlias = Hello | Ready | Got
 ToMember: TypeAlias = VersionOffer | Go | Done
-_to_host: msgspec.json.Decoder[ToHost] = msgspec.json.Decoder(ToHost)
-_to_member: msgspec.json.Decoder[ToMember] = msgspec.json.Decoder(ToMember)
+FROM_MEMBER: Final[msgspec.json.Decoder[ToHost]] = msgspec.json.Decoder(ToHost)
+FROM_HOST: Final[msgspec.json.Decoder[ToMember]] = msgspec.json.Decoder(ToMember)
 _Answer = TypeVar("_Answer", Ready, Got)
+_Said = TypeVar("_Said")
 
 
 def pack(message: ToHost | ToMember) -> str:
@@ -141,20 +143,12 @@ def pack(message: ToHost | ToMember) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def unpack_from_member(text: str) -> ToHost:
-    """Return what a member said; `WireError` when it is no message."""
+def unpack(decoder: msgspec.json.Decoder[_Said], text: str) -> _Said:
+    """Return what the other side said, by `FROM_MEMBER` or `FROM_HOST`; `WireError` when it is no message."""
     try:
-        return _to_host.decode(text)
+        return decoder.decode(text)
     except msgspec.DecodeError as error:
-        raise WireError(f"not a message of a member: {error}") from error
-
-
-def unpack_from_host(text: str) -> ToMember:
-    """Return what the learner's host said; `WireError` when it is no message."""
-    try:
-        return _to_member.decode(text)
-    except msgspec.DecodeError as error:
-        raise WireError(f"not a message of the learner's host: {error}") from error
+        raise WireError(f"not a message of the broadcast: {error}") from error
 
 
 # ---- the group that carries the bytes
@@ -212,16 +206,14 @@ class BroadcastGroup:
 
         `Unreachable`: a process did not take a piece in time; the group cannot be used any more.
         """
-        self.progress = self.begun = 0
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._send, files)
+        await self._in_thread(files, "rb", mmap.MAP_PRIVATE)
 
     async def receive(self, files: Sequence[Path]) -> None:
         """Receive files over those that are there with their final sizes, and all their room taken; raises like `send`.
 
         Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
         """
-        self.progress = self.begun = 0
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, files)
+        await self._in_thread(files, "r+b", mmap.MAP_SHARED)
 
     def leave(self) -> None:
         """Throw the group away, without waiting for a call that is stuck in it."""
@@ -231,14 +223,12 @@ class BroadcastGroup:
     def _forget(self) -> None:
         self._group = None
 
-    def _send(self, files: Sequence[Path]) -> None:
-        self._pass_on(files, "rb", mmap.MAP_PRIVATE)
-
-    def _receive(self, files: Sequence[Path]) -> None:
-        self._pass_on(files, "r+b", mmap.MAP_SHARED)
+    async def _in_thread(self, files: Sequence[Path], mode: Literal["rb", "r+b"], flags: int) -> None:
+        self.progress = self.begun = 0
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._pass_on, files, mode, flags)
 
     def _pass_on(self, files: Sequence[Path], mode: Literal["rb", "r+b"], flags: int) -> None:
-        with self._failures():
+        try:
             group = self._joined()
             for path in files:
                 with path.open(mode) as file:
@@ -246,36 +236,31 @@ class BroadcastGroup:
                         self.begun += piece.nbytes
                         group.broadcast(piece)
                         self.progress = self.begun
+        except RuntimeError as error:  # all that torch raises here
+            raise Unreachable(f"broadcast in {self.place.group} failed: {error}") from error
 
     def _joined(self) -> _Gloo | _Nccl:
         if self._group is None:
-            who = self.place
-            limit = timedelta(seconds=who.stall)
+            place = self.place
+            limit = timedelta(seconds=place.stall)
             if isinstance(self._store, tuple):
                 host, port = self._store
                 self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
             self._store.set_timeout(limit)
-            store = dist.PrefixStore(who.group, self._store)
-            self._group = _Nccl(store, who) if who.backend == "nccl" else _Gloo(store, who)
+            store = dist.PrefixStore(place.group, self._store)
+            self._group = _Nccl(store, place) if place.backend == "nccl" else _Gloo(store, place)
         return self._group
-
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # all that torch raises here
-            raise Unreachable(f"broadcast in {self.place.group} failed: {error}") from error
 
 
 class _Gloo:
-    def __init__(self, store: Any, who: GroupPlace) -> None:
+    def __init__(self, store: Any, place: GroupPlace) -> None:
         options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  (the only way to choose the address)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=who.address)]  # noqa: SLF001
-        options._timeout = timedelta(seconds=who.stall)  # noqa: SLF001
-        self._group = dist.ProcessGroupGloo(store, who.rank, who.size, options)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.address)]  # noqa: SLF001
+        options._timeout = timedelta(seconds=place.stall)  # noqa: SLF001
+        self._group = dist.ProcessGroupGloo(store, place.rank, place.size, options)
         self._order = dist.BroadcastOptions()
         self._order.rootRank = 0
-        self._order.timeout = timedelta(seconds=who.stall)
+        self._order.timeout = timedelta(seconds=place.stall)
 
     def broadcast(self, piece: torch.Tensor) -> None:
         self._group.broadcast([piece], self._order).wait()
@@ -284,21 +269,21 @@ class _Gloo:
 class _Nccl:
     """Pieces go through a buffer on the device. The clock is looked at here: NCCL's watchdog would end the process."""
 
-    def __init__(self, store: Any, who: GroupPlace) -> None:
+    def __init__(self, store: Any, place: GroupPlace) -> None:
         calm = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
         before = {name: os.environ.get(name) for name in calm}
         os.environ.update(calm)
         try:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER  # noqa: SLF001
-            self._group = dist.ProcessGroupNCCL(store, who.rank, who.size, options)
+            self._group = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
         finally:
             for name, value in before.items():
                 if value is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-        self._sends, self._stall = who.rank == 0, who.stall
+        self._sends, self._stall = place.rank == 0, place.stall
         self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
@@ -414,7 +399,7 @@ class Broadcaster:
             async for message in connection:
                 if message.type is not WSMsgType.TEXT:
                     break
-                said = unpack_from_member(message.data)
+                said = unpack(FROM_MEMBER, message.data)
                 if isinstance(said, Hello):
                     if member is None:
                         member = _Member(next(self._numbers), said, request, connection)
@@ -447,7 +432,7 @@ class Broadcaster:
             await self._finish(manifest.pair)
 
     async def _finish(self, pair: Pair) -> None:
-        """End the round: who has not got the version pulls it."""
+        """End the round: a member that has not received the version pulls it."""
         self._done = pair
         for member in list(self._members.values()):
             await self._tell(member, Done(pair))
@@ -478,16 +463,17 @@ class Broadcaster:
     def _settle(self, taking: Sequence[_Member], answers: Mapping[_Member, Got]) -> None:
         """Leave the slowest member out of the next versions if some did not get this one.
 
-        Members that were waited for in vain have been left out already, and nobody is slow when one has died. A slow
-        member may hold others up at its own piece, because pieces travel from member to member. Of equals, the one
-        that was too slow before is left out, and only one: if it is not the slow one, the next round shows that.
+        Members that did not answer have been left out already, and a round that a death ended says nothing about speed.
+        A slow member may hold others up at its own piece, because pieces travel from member to member. Of several with
+        the fewest bytes only one is left out, first one that was too slow before: the next round shows if that was
+        wrong.
         """
         missed = {member: got.bytes for member, got in answers.items() if not got.whole}
         for member in answers.keys() - missed.keys():
             self._absences.pop(member.hello.name, None)
         if len(answers) == len(taking) and not missed:
             return
-        self._disband()  # it is of no more use to those who failed
+        self._disband()  # a group in which a broadcast failed cannot be used again
         if len(answers) == len(taking):
             least = min(missed.values())
             equals = [member for member in taking if missed.get(member) == least]
@@ -590,25 +576,16 @@ class _Round:
 
 
 class CollectiveSource(WeightSource):
-    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed.
+    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed; a context manager.
 
-    `session` bears the token. Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
+    Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
     """
 
-    def __init__(
-        self,
-        pulled: WeightSource,
-        session: aiohttp.ClientSession,
-        staging: StagingFolder,
-        deadline: float,
-        *,
-        name: str,
-    ) -> None:
+    def __init__(self, pulled: HttpSource, staging: StagingFolder, deadline: float, *, name: str) -> None:
         self.proves = True
         self.traffic = pulled.traffic
         self.broadcasts = 0
-        self._pulled, self._session, self._staging = pulled, session, staging
-        self._deadline, self._name = deadline, name
+        self._pulled, self._staging, self._deadline, self._name = pulled, staging, deadline, name
         self._url = ""
         self._following: asyncio.Task[None] | None = None
         self._connected = False
@@ -632,8 +609,13 @@ class CollectiveSource(WeightSource):
     async def base_of(self, manifest: Manifest) -> Manifest:
         return await self._pulled.base_of(manifest)
 
-    async def close(self) -> None:
-        """Leave the broadcast. A repeat does nothing."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._leave()
+
+    async def _leave(self) -> None:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -650,7 +632,7 @@ class CollectiveSource(WeightSource):
             await self._following  # raises what ended it
         if url == self._url and self._following is not None:
             return
-        await self.close()
+        await self._leave()
         if not url:
             return
         self._url, self._connected = url, True  # the first connection decides
@@ -662,7 +644,7 @@ class CollectiveSource(WeightSource):
         pause = _FIRST_PAUSE
         while True:
             try:
-                async with self._session.ws_connect(
+                async with self._pulled.session.ws_connect(
                     f"{url}{PATH}", heartbeat=_BEAT_SECONDS, max_msg_size=MAX_MESSAGE_BYTES
                 ) as socket:
                     await socket.send_str(pack(Hello(self._name, device_in_use())))
@@ -684,9 +666,9 @@ class CollectiveSource(WeightSource):
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for message in socket:
-                    if message.type is not aiohttp.WSMsgType.TEXT:
+                    if message.type is not WSMsgType.TEXT:
                         break
-                    match unpack_from_host(message.data):
+                    match unpack(FROM_HOST, message.data):
                         case VersionOffer() as offer:
                             await self._say(socket, Ready(offer.number, self._take_up(offer)))
                         case Go() as go:

@@ -29,11 +29,11 @@ import msgspec
 import torch
 from typing_extensions import override
 
-from streamrl.atomic import fsync_directory
+from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
-from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum, short_hash
+from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, VersionStore, check_room, file_checksum, short_hash
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
     PINNED,
@@ -96,13 +96,8 @@ class DeltaBase:
     """Full files of one version, mapped, into which deltas are written. Used by one thread at a time.
 
     `pair` is the version that it holds, proven; None: none, or in the middle of a change. `manifest` is that of the
-    version it held last.
-
-    Args:
-        folders: the files lie in the first; the next is taken while an engine reads those in the one before.
-        moves: fetched files are moved here; else they are copied.
-        proven: the sizes and checksums of fetched files have been checked.
-        hint: what to do when there is no room.
+    version it held last. The files lie in the first of `folders`; the next is taken while an engine reads those in the
+    one before. Fetched files are moved here (`moves`) or copied; `proven` says that their checksums have been checked.
     """
 
     def __init__(self, folders: Iterator[Path], *, moves: bool, proven: bool, hint: str) -> None:
@@ -229,12 +224,9 @@ class Staging:
         return self._source.traffic
 
     async def fetch(self, manifest: Manifest) -> Fetched:
-        """Get the files of a version onto this host; does not touch what an engine may be reading.
+        """Get the files of a version onto this host; errors as of `WeightSource.fetch`.
 
-        Raises:
-            FileNotFoundError: they are gone, most likely because a newer version came.
-            WeightsError: they are not what the manifest says.
-            Unreachable, CannotCreate: trying again may help.
+        Does not touch what an engine may be reading.
         """
         if manifest.base is not None or self._config.delta.enabled:
             return Fetched(manifest, await self.links(manifest), in_place=False)
@@ -272,11 +264,8 @@ class Staging:
     async def links(self, manifest: Manifest) -> list[Link]:
         """Fetch what leads from the delta base to a version, the oldest first; nothing when it holds that one.
 
-        A repeat fetches only what is missing. May run while an engine reads the base.
-
-        Raises:
-            WeightsError: no way leads there, or only one that was found wrong before.
-            FileNotFoundError, Unreachable, CannotCreate: as of `WeightSource.fetch`.
+        A repeat fetches only what is missing. May run while an engine reads the base. Errors as of
+        `WeightSource.fetch`; `WeightsError` also when no way leads there, or only one that was found wrong before.
         """
         held = self._base.pair
         if manifest.pair == held:
@@ -348,11 +337,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
     """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
 
     Deltas are applied, so the copy needs nothing else. One file is held in memory at a time. A version that is pinned
-    already is left as it is.
-
-    Raises:
-        WeightsError: the files are not what their manifests say, or went away because newer versions came.
-        CannotCreate: no room, or no permission; nothing is left behind.
+    already is left as it is. `WeightsError`: the files are not what their manifests say, or went away because newer
+    versions came; `CannotCreate`: no room, or no permission. Nothing is left behind then.
     """
     target = run_dir / PINNED / folder_name(*pair)
     if (target / MANIFEST_FILE).exists():
@@ -364,7 +350,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
         while _needs_base(chain, None):
             chain.append(checked_base(read_manifest(root / folder_name(*base_pair(chain[-1]))), chain[-1]))
         draft.mkdir(parents=True)
-        _check_disk(draft, chain[0])
+        sizes = (torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize for entry in chain[0].tensors)
+        check_room(VersionStore(draft, True, _DISK_HINT), SLACK_BYTES + sum(sizes))  # the writes check again
         shards: list[Shard] = []
         for shard in chain[0].shards:
             held = _FileInMemory(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)
@@ -373,13 +360,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
             shards.append(held.write(draft / shard.file))
         copy = msgspec.structs.replace(chain[0], base=None, sources=[], shards=shards)
         map_version(draft, copy)  # it has all tensors of the manifest, and no others
-        with (draft / MANIFEST_FILE).open("xb") as file:
-            file.write(encode(copy))
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_directory(draft)
-        draft.rename(target)
-        fsync_directory(target.parent)
+        write_synced(draft / MANIFEST_FILE, encode(copy))
+        finish_durably(draft, target)
     except FileNotFoundError as error:
         raise WeightsError(
             f"version {pair[1]} went away while it was copied: {error.filename}", "newer ones came; pin one of those"
@@ -415,16 +397,3 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         except (OSError, ValueError, OverflowError):
             continue
-
-
-def _check_disk(folder: Path, manifest: Manifest) -> None:
-    """Refuse at once what the disk has no room for; it has the last word later."""
-    need = SLACK_BYTES
-    for entry in manifest.tensors:
-        need += torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise CannotCreate(
-            f"no room for version {manifest.version} in {folder.parent}: needs {need >> 20} MiB, {free >> 20} MiB left",
-            _DISK_HINT,
-        )

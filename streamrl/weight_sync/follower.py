@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
@@ -16,11 +16,15 @@ from streamrl.listening import own_address
 from streamrl.weight_sync.chain import Fetched, Staging
 from streamrl.weight_sync.files import StagingFolder, allow_many_files, read_token
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
-from streamrl.weight_sync.pull import RELAY_FIELD, RelayBoard
+from streamrl.weight_sync.pull import RELAY_FIELD
 from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.source import Traffic
 from streamrl.weight_sync.tensors import Version
 from streamrl.weight_sync.transports import open_source
+
+if TYPE_CHECKING:  # engines that pull have no redis-py
+    from streamrl.queues.ledgers import WeightsStream
+    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
@@ -36,18 +40,6 @@ _REFUSED_PAUSE: Final = 5.0
 """First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
-
-
-class Versions(Protocol):
-    """What a follower needs of the weights stream (streamrl.queues.ledgers.WeightsStream)."""
-
-    async def newest(self) -> tuple[int, bytes] | None:
-        """Return number and manifest of the newest version, None before the first."""
-        ...
-
-    async def after(self, version: int, seconds: float) -> tuple[int, bytes] | None:
-        """Return the newest version above `version`, waiting up to `seconds` for one."""
-        ...
 
 
 class _Overtaken(Exception):
@@ -74,36 +66,29 @@ class Follower:
     newer one comes, and sooner when it could only not be fetched: when all replicas refuse a version there is nothing
     to train on, so no newer one would ever come. A version whose files went away because a newer one came is no error.
 
+    `apply` must have copied what it needs when it returns. It has a deadline of its own, because only the engine knows
+    what became of weights that it was about to take. `WeightsError` from it means "not applied, the old version stays";
+    any other error ends `run`. Relays announce themselves on `board` by a field of `status`; without a board, files
+    come from the learner's host alone.
+
     Attributes:
         refused: versions that could not be fetched or applied.
         first: set after the first version was applied.
         newest_step: optimizer step of the newest version that is published, as far as this follower knows; 0: none.
         applied_step: optimizer step of the version applied last; 0: none.
         apply_seconds: spent in `apply` since the start; only grows.
-
-    Args:
-        stream: the weights stream.
-        config: transport, relay, and the deadline of fetching one version and of reading it.
-        apply: takes the version, and must have copied what it needs when it returns. It has a deadline of its own:
-            only the engine knows what became of weights that it was about to take. `WeightsError` from it means "not
-            applied, the old version stays"; any other error ends `run`.
-        run: name of the run; versions of another run are refused.
-        run_dir: run directory.
-        name: of this replica's role, unique among those of the run.
-        board: where relays announce themselves; None: files are fetched from the learner's host alone.
-        status: what this role says of itself on that board; a relay puts its URL there.
     """
 
     def __init__(
         self,
-        stream: Versions,
+        stream: WeightsStream,
         config: WeightsConfig,
         apply: Apply,
         *,
         run: str,
         run_dir: Path,
         name: str = "rollout",
-        board: RelayBoard | None = None,
+        board: RoleRegistry | None = None,
         status: MutableMapping[str, int | float | str] | None = None,
     ) -> None:
         self._stream, self._config, self._apply, self._run, self._run_dir = stream, config, apply, run, run_dir
@@ -141,10 +126,9 @@ class Follower:
         return self._before.seconds + (self._staging.traffic.seconds if self._staging else 0.0)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow until `stop` is set; `first` is set after the first version was applied.
+        """Follow until `stop` is set; may be run again afterwards.
 
-        Cancelling it between versions leaves the engine whole; in the middle of one it is as whole as the engine's
-        `apply` makes it. It may be run again afterwards.
+        Cancelled in the middle of a version, the engine is as whole as its `apply` makes it.
 
         Raises:
             CannotCreate: the staging folder cannot be made, or a relay cannot listen.
@@ -175,16 +159,8 @@ class Follower:
         """Hand the newest version that is here once more, to a server that was restarted, added or left behind.
 
         May run for several servers at the same time, and beside `run`, which goes on with newer versions meanwhile.
-        When its files have gone, the newest version that is published takes its place.
-
-        Args:
-            apply: takes the version like the follower's own; None: that one.
-
-        Returns:
-            False when no version was here yet or `run` is not running: nothing was handed over.
-
-        Raises:
-            WeightsError: the version is refused, or no files of any version are here.
+        When its files have gone, the newest version that is published takes its place. False: no version was here yet,
+        or `run` is not running. `WeightsError`: the version is refused, or no files of any version are here.
         """
         async with self._one_at_a_time:
             if self._made is None or self._staging is None:
@@ -348,17 +324,12 @@ async def open_staging(
     run_dir: Path,
     *,
     name: str,
-    board: RelayBoard | None,
+    board: RoleRegistry | None,
     status: MutableMapping[str, int | float | str] | None,
 ) -> AsyncIterator[Staging]:
     """Open what the configured transport needs on a replica's host, a relay included, for the length of the block.
 
-    Relays announce themselves on `board` by a field of `status`; without a board, files come from the learner's host
-    alone.
-
-    Raises:
-        CannotCreate: the staging folder cannot be made, or a relay cannot listen.
-        ConfigError: no token for the http transport.
+    `CannotCreate`: the staging folder cannot be made, or a relay cannot listen; `ConfigError`: no token.
     """
     allow_many_files()
     async with contextlib.AsyncExitStack() as stack:

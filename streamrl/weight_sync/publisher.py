@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from streamrl.atomic import fsync_directory
+from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
 from streamrl.weight_sync.files import create_root, store_of
@@ -33,7 +33,7 @@ from streamrl.weight_sync.manifest import (
     encode,
     folder_name,
     parse_folder,
-    read_manifest,
+    versions,
 )
 from streamrl.weight_sync.rank_writer import (
     DRAFT,
@@ -81,17 +81,8 @@ class Publisher:
     has the files mapped keeps them. A publisher only ever removes what was there when it started and what it published
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
-    Attributes:
-        manifest: of the newest version that this publisher wrote; not there before the first.
-        figures: what it cost.
-
-    Args:
-        config: transport, dtype, size of shards, deltas and deadline.
-        run: name of the run; a follower refuses versions of another run.
-        run_dir: run directory.
-
-    Raises:
-        CannotCreate: the root of the transport cannot be made.
+    `manifest` and `figures` are those of the newest version that this publisher wrote, and not there before the first.
+    `CannotCreate`: the root of the transport cannot be made.
     """
 
     def __init__(self, config: WeightsConfig, run: str, run_dir: Path) -> None:
@@ -147,8 +138,8 @@ class Publisher:
         thread of its own, and hold that thread to a deadline.
 
         Args:
-            epoch: epoch of the learner.
-            version: number of the version, greater than all before it and never used before, failed ones included.
+            epoch: of the learner.
+            version: greater than all before it and never used before, failed ones included.
             step: optimizer step of the weights.
             tensors: Hugging Face names and this rank's rows; with deltas they must not be changed afterwards.
             shapes: shapes of the whole tensors; one that is left out is whole here.
@@ -260,16 +251,12 @@ class Publisher:
                 raise WeightsError(f"{target} was already published by another learner")
             self._kept = [kept for kept in self._kept if kept.folder != folder]
             self._remove(folder)
-        with (draft / MANIFEST_FILE).open("xb") as file:
-            file.write(data)
-            if self._store.durable:
-                file.flush()
-                os.fsync(file.fileno())
         if self._store.durable:
-            fsync_directory(draft)
-        draft.rename(target)
-        if self._store.durable:
-            fsync_directory(self.root)
+            write_synced(draft / MANIFEST_FILE, data)
+            finish_durably(draft, target)
+        else:
+            (draft / MANIFEST_FILE).write_bytes(data)
+            draft.rename(target)
 
     def _cannot(self, draft: Path, error: OSError) -> CannotCreate:
         hint = self._store.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
@@ -277,14 +264,18 @@ class Publisher:
 
     def _leftover(self) -> list[_Kept]:
         """Remove what earlier publishers left, but for the newest version and what it builds on, and return those."""
-        found: dict[Pair, _Kept] = {}
+        found: list[Pair] = []
         for entry in self.root.iterdir():
             pair = parse_folder(entry.name)
             if pair is not None:
-                found[pair] = _look(entry, pair)
+                found.append(pair)
             elif entry.name.startswith(DRAFT):
                 self._remove(entry.name)
-        self._kept = [found[pair] for pair in sorted(found)]
+        known = versions(self.root)  # one that cannot be read builds on nothing
+        self._kept = [
+            _Kept(pair, known[pair].base, known[pair].total_bytes) if pair in known else _Kept(pair, None, 0)
+            for pair in sorted(found)
+        ]
         self._remove_older()
         return self._kept
 
@@ -317,21 +308,8 @@ class Publisher:
             logger.warning("old weights stay", extra={"folder": str(self.root / name), "error": str(error)})
 
 
-def _look(folder: Path, pair: Pair) -> _Kept:
-    """What a manifest of an earlier publisher says; one that cannot be read builds on nothing."""
-    try:
-        manifest = read_manifest(folder)
-    except (OSError, WeightsError):
-        return _Kept(pair, None, 0)
-    return _Kept(pair, manifest.base, manifest.total_bytes)
-
-
 def _table(reports: Sequence[RankReport]) -> list[TensorEntry]:
-    """Put the parts of all ranks together: their rows follow each other in the order of the ranks.
-
-    Raises:
-        WeightsError: the rows do not add up to the tensor, or ranks say different things of it.
-    """
+    """Put the parts of all ranks together: their rows follow each other in the order of the ranks."""
     entries: dict[str, TensorEntry] = {}
     values: dict[str, int] = {}
     before = 0

@@ -17,11 +17,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -33,6 +33,9 @@ from streamrl.weight_sync.files import StagingFolder, read_token
 from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
 from streamrl.weight_sync.serve import BUSY_HEADER
 from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
+
+if TYPE_CHECKING:  # engines that pull have no redis-py
+    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 RELAY_FIELD: Final = "weights_relay"
@@ -55,14 +58,6 @@ _LOOK_SECONDS: Final = 0.5
 
 
 # ---- which server is asked
-
-
-class RelayBoard(Protocol):
-    """What is needed of the board of roles (streamrl.queues RoleRegistry)."""
-
-    async def read(self) -> dict[str, dict[str, str]]:
-        """Return the fields of all roles that are alive, by name."""
-        ...
 
 
 @dataclass
@@ -132,19 +127,19 @@ class PeerHosts:
 # ---- one file on its way
 
 
-class Gone(Exception):
+class _Gone(Exception):
     """This server does not have the version."""
 
 
-class Busy(Exception):
+class _Busy(Exception):
     """This server has enough to do."""
 
 
-class Broken(Exception):
+class _Broken(Exception):
     """The transfer ended early, or the answer is not what was asked for; another try may go better."""
 
 
-class Denied(Exception):
+class _Denied(Exception):
     """This server does not know the token."""
 
 
@@ -193,10 +188,7 @@ class Transfer:
     def run(self) -> None:
         """Fetch; returns when the file is whole, or when it was given up. What came before an error is in the file.
 
-        Raises:
-            Gone, Busy, Broken, Denied: see there.
-            WeightsError: the file has another size there.
-            CannotCreate: it cannot be written, for want of room for example.
+        `WeightsError`: the file has another size there; `CannotCreate`: it cannot be written.
         """
         address = urlsplit(self._url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
@@ -216,7 +208,7 @@ class Transfer:
         except (http.client.HTTPException, OSError) as error:
             if isinstance(error, CannotCreate):
                 raise
-            raise Broken(str(error) or type(error).__name__) from error
+            raise _Broken(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
@@ -225,17 +217,17 @@ class Transfer:
         part, status = self._part, answer.status
         found = answer.headers.get("Content-Range", "")
         if status in _NO_LONGER_THERE:
-            raise Gone
+            raise _Gone
         if status in _REFUSED:
-            raise Denied
+            raise _Denied
         if status == 503:
-            raise Busy
+            raise _Busy
         if status == 416 or (status == 206 and not found.endswith(f"/{part.shard.bytes}")):
             raise WeightsError(f"{self._url} does not have the {part.shard.bytes} bytes of its manifest ({found})")
         whole = status == 200 and part.at == 0
         rest = status == 206 and found.startswith(f"bytes {part.at}-{part.shard.bytes - 1}/")
         if not (whole or rest) or answer.length != part.shard.bytes - part.at:
-            raise Broken(f"answered {status} {found}, {answer.length} bytes")
+            raise _Broken(f"answered {status} {found}, {answer.length} bytes")
 
     def _copy(self, answer: http.client.HTTPResponse) -> None:
         part = self._part
@@ -247,7 +239,7 @@ class Transfer:
                 if self._given_up.is_set():
                     return
                 if not count:
-                    raise Broken("the answer ended early")
+                    raise _Broken("the answer ended early")
                 self._write(file.fileno(), buffer[:count])
 
     def _write(self, descriptor: int, data: memoryview) -> None:
@@ -274,54 +266,37 @@ class _Draft:
     parts: list[PartialFile]
 
 
-@contextlib.asynccontextmanager
-async def open_http_source(
-    staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RelayBoard | None = None
-) -> AsyncIterator[HttpSource]:
-    """Open an `HttpSource` for the length of the block; `ConfigError` without a token.
+class HttpSource(WeightSource):
+    """Pulls versions from the learner's host and from neighbours that relay; used as a context manager.
 
     `deadline` is for one version, `name` the own role, which is no neighbour, `board` where neighbours announce
-    themselves.
+    themselves; `session` bears the token of the run. `ConfigError`: there is none.
     """
-    bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
-    silence = max(1.0, _SILENCE_SHARE * deadline)
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence)
-    async with aiohttp.ClientSession(timeout=limits, headers=bearer) as session:
-        source = HttpSource(staging, session, bearer=bearer, deadline=deadline, silence=silence, name=name, board=board)
-        try:
-            yield source
-        finally:
-            source.close()
 
-
-class HttpSource(WeightSource):
-    """Pulls versions from the learner's host and from neighbours that relay; `session` bears the token."""
+    session: aiohttp.ClientSession
 
     def __init__(
-        self,
-        staging: StagingFolder,
-        session: aiohttp.ClientSession,
-        *,
-        bearer: Mapping[str, str],
-        deadline: float,
-        silence: float,
-        name: str,
-        board: RelayBoard | None,
+        self, staging: StagingFolder, run_dir: Path, deadline: float, *, name: str, board: RoleRegistry | None
     ) -> None:
         self.proves = True
         self.traffic = Traffic()
-        self.session = session
-        self._staging, self._bearer, self._name, self._board = staging, bearer, name, board
-        self._deadline, self._silence = deadline, silence
+        self._bearer = {"Authorization": f"Bearer {read_token(run_dir)}"}
+        self._staging, self._name, self._board = staging, name, board
+        self._deadline, self._silence = deadline, max(1.0, _SILENCE_SHARE * deadline)
         self._draft: _Draft | None = None
         self._looked = 0.0
         self._one_at_a_time = asyncio.Lock()  # there is one draft
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="pull")
 
-    def close(self) -> None:
-        """Drop the draft and end the threads."""
+    async def __aenter__(self) -> Self:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=self._silence)
+        self.session = aiohttp.ClientSession(timeout=limits, headers=self._bearer)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self._forget()
         self._threads.shutdown()
+        await self.session.close()
 
     @override
     async def fetch(self, manifest: Manifest) -> Path:
@@ -356,7 +331,7 @@ class HttpSource(WeightSource):
                     host = await self._next(hosts, folder)
                     try:
                         return checked_base(decode(await self._manifest(host, folder)), manifest)
-                    except Gone:
+                    except _Gone:
                         host.banned = True
                     except (aiohttp.ClientError, OSError, TimeoutError) as error:
                         self._note(hosts, host, error)
@@ -417,13 +392,13 @@ class HttpSource(WeightSource):
         host.busy += 1
         try:
             await self._run(Transfer(url, self._bearer, part, path, self._silence))
-        except Gone:
+        except _Gone:
             host.banned = True
-        except Denied:
+        except _Denied:
             self._denied(host)
-        except Busy:
+        except _Busy:
             hosts.failed(host, time.monotonic(), longest=_BUSY_PAUSE)
-        except Broken as error:
+        except _Broken as error:
             self._note(hosts, host, error)
         except WeightsError:
             if not host.relay:
@@ -497,10 +472,10 @@ class HttpSource(WeightSource):
     async def _manifest(self, host: PeerHost, folder: str) -> bytes:
         async with self.session.get(f"{host.url}/{folder}/{MANIFEST_FILE}", allow_redirects=False) as response:
             if response.status in _NO_LONGER_THERE:
-                raise Gone
+                raise _Gone
             if response.status in _REFUSED:
                 self._denied(host)
-                raise Gone
+                raise _Gone
             response.raise_for_status()
             data = await response.content.read(MAX_MANIFEST_BYTES + 1)
             while chunk := await response.content.read(MAX_MANIFEST_BYTES + 1 - len(data)):

@@ -21,6 +21,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import torch
 
+from streamrl.atomic import write_whole
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, StreamrlError, WeightsError
 from streamrl.weight_sync import delta
@@ -102,19 +103,9 @@ class RankWriter:
         """Write this rank's files into the draft folder of a version.
 
         Floating tensors are cast to the configured dtype. Without deltas tensors are taken one by one, and at most one
-        shard of them is held. A failure leaves files behind that only the removal of the draft takes away.
-
-        Args:
-            pair: (epoch, version).
-            base: version that a delta may be against; None: everything is written whole.
-            tensors: Hugging Face names and this rank's rows.
-            shapes: shapes of the whole tensors; one that is left out is whole here.
-            until: `time.monotonic()` after which it gives up with `DeadlineExceeded`; looked at between shards only.
-
-        Raises:
-            CannotCreate: no room.
-            OSError: anything else that the file system says; the draft may be gone.
-            WeightsError: a name comes twice, or a dtype is unknown.
+        shard of them is held. A failure leaves files behind that only the removal of the draft takes away. The clock
+        (`until`, monotonic) is looked at between shards only. Arguments and errors as of `Publisher.publish`, and
+        `OSError` for anything else that the file system says; the draft may be gone.
         """
         draft = self._store.root / draft_name(pair)
         cast = self._cast(tensors)
@@ -140,7 +131,7 @@ class RankWriter:
     ) -> bool:
         """As `write`, for a rank other than 0: waits for the draft folder, and reports to rank 0, errors too.
 
-        Returns False when the version was not written; that is logged, and no error of the weights ends this rank.
+        False: the version was not written; that is logged, and no error of the weights ends this rank.
         """
         until = time.monotonic() + self._config.deadline
         try:
@@ -255,9 +246,7 @@ def report_name(rank: int) -> str:
 
 def write_report(folder: Path, report: RankReport) -> None:
     """Write a report so that a reader sees all of it or nothing."""
-    draft = folder / f".{report_name(report.rank)}"
-    draft.write_bytes(msgspec.json.encode(report))
-    draft.replace(folder / report_name(report.rank))
+    write_whole(folder / report_name(report.rank), msgspec.json.encode(report))
 
 
 def take_report(folder: Path, rank: int) -> RankReport:

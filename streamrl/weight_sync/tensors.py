@@ -76,8 +76,8 @@ class Version:
             in the order of `parts[name]`.
         parts: name to the files that hold it, in the order of the rows.
         sources: servers that have the files of this version for other hosts (`Manifest.sources`).
-        readers: who reads it after the call that got it has returned. Its bytes stay as they are as long; its files may
-            lose their names.
+        readers: engines that still read it after the call that got it has returned. Its bytes do not change before they
+            are done; its files may lose their names.
         adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
     """
 

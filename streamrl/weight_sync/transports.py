@@ -10,21 +10,25 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.weight_sync.broadcast import Broadcaster, CollectiveSource
 from streamrl.weight_sync.files import StagingFolder, make_token, store_of
 from streamrl.weight_sync.manifest import Manifest
-from streamrl.weight_sync.pull import RelayBoard, open_http_source
+from streamrl.weight_sync.pull import HttpSource
 from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.source import FolderSource, WeightSource
+
+if TYPE_CHECKING:  # engines that pull have no redis-py
+    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
 async def open_source(
-    config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, name: str, board: RelayBoard | None = None
+    config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, name: str, board: RoleRegistry | None = None
 ) -> AsyncIterator[WeightSource]:
     """Open the source of the configured transport on a replica's host, for the length of the block.
 
@@ -34,15 +38,12 @@ async def open_source(
     if not config.pulled:
         yield FolderSource(store_of(config.transport, run_dir).root)
         return
-    async with open_http_source(staging, run_dir, config.deadline, name=name, board=board) as pulled:
+    async with HttpSource(staging, run_dir, config.deadline, name=name, board=board) as pulled:
         if config.transport == "http":
             yield pulled
-            return
-        source = CollectiveSource(pulled, pulled.session, staging, config.deadline, name=name)
-        try:
-            yield source
-        finally:
-            await source.close()
+        else:
+            async with CollectiveSource(pulled, staging, config.deadline, name=name) as source:
+                yield source
 
 
 class WeightServer:

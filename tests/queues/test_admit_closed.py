@@ -8,9 +8,8 @@ from streamrl.errors import Refused
 from streamrl.queues import Ledgers
 from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
-from streamrl.runtime.structure import structural_faults
-
-from .ledger_kit import admit
+from tests.queues.conftest import both_versions
+from tests.queues.ledger_kit import admit, faults
 
 
 async def admit_closed(ledger, cursor, samples=((b"a", b"1"), (b"b", b"2")), **changed):
@@ -18,6 +17,7 @@ async def admit_closed(ledger, cursor, samples=((b"a", b"1"), (b"b", b"2")), **c
     return await ledger.admit_closed(cursor=cursor, prompt=b"prompt %d" % cursor, samples=list(samples), **terms)
 
 
+@both_versions
 async def test_a_group_is_closed_at_once_and_nobody_else_sees_it(ledgers: Ledgers):
     train = ledgers.train
     await train.ensure()
@@ -29,14 +29,14 @@ async def test_a_group_is_closed_at_once_and_nobody_else_sees_it(ledgers: Ledger
     assert await train.closed() == [0] == await train.live()
     for stream in (train.keys.prompts, train.keys.rollouts):
         assert await train.connection.read("XLEN", stream) == 0
-    assert await structural_faults(train) == []
+    assert await faults(train) == []
     again = await admit_closed(train, 0)  # a repeat writes nothing
     assert (again.outcome, again.cursor) == (AdmitOutcome.MOVED, 1)
     assert await train.connection.read("XLEN", train.keys.scored) == 1
     nonce = "n"
     await train.fence(nonce, 0)
     assert await train.retire(nonce, "1-1", 0, [0]) == 1
-    assert await structural_faults(train) == []
+    assert await faults(train) == []
 
 
 async def test_the_bounds_and_the_data_are_those_of_admit(ledgers: Ledgers):

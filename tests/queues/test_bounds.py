@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import RunConfig
 from streamrl.queues import Ledgers
-from streamrl.queues.outage import LONGEST_PAUSE, Outage, pause
+from streamrl.queues.connection import LONGEST_PAUSE, Outage, pause
 from streamrl.queues.records import AdmitOutcome
 from tests.queues.ledger_kit import admit
 

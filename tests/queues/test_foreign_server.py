@@ -14,6 +14,7 @@ from streamrl.errors import ConfigError
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.access import connection_options, redact
 from streamrl.queues.connection import open_connection, open_to_look
+from tests.queues.conftest import both_versions
 from tests.queues.ledger_kit import admit, close_group, until, until_async
 from tests.redis_kit import ForeignRedis, Probe, tear_script
 
@@ -63,14 +64,6 @@ async def test_the_database_of_the_url(foreign: ForeignRedis):
         with Probe(url, foreign.password_file) as probe:
             assert probe.call("GET", "a") == b"1"
             assert probe.call("DEL", "a") == 1
-
-
-async def test_wrong_passwords_over_tcp_are_78(foreign: ForeignRedis, tmp_path: Path):
-    (tmp_path / "wrong").write_text("wrong-one\n")
-    for file in (None, tmp_path / "wrong"):
-        with pytest.raises(ConfigError, match="refuses access"):
-            async with open_connection(foreign.config.model_copy(update={"password_file": file}), foreign.url):
-                pass
 
 
 @pytest.mark.parametrize("url", BROKEN)
@@ -137,6 +130,7 @@ async def restart_twice(redis: ForeignRedis) -> list[bytes]:
         return sorted(probe.call("KEYS", "*"))
 
 
+@both_versions
 async def test_a_restarted_server_writes_its_file_anew_while_we_run(foreign: ForeignRedis, caplog):
     """Hole 7: the connection comes back to another server, whose file may hold half a script."""
     caplog.set_level(logging.INFO)
@@ -149,6 +143,7 @@ async def test_a_restarted_server_writes_its_file_anew_while_we_run(foreign: For
     assert "redis writes its append-only file anew" in caplog.text
 
 
+@both_versions
 async def test_a_server_that_was_restarted_before_we_came_writes_its_file_anew(foreign: ForeignRedis):
     """After a loss of power everybody is new, and nobody remembers the server of before."""
     tear_script(foreign.probe(), foreign.folder, foreign.kill)

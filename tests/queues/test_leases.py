@@ -26,12 +26,6 @@ from tests.queues.proxy import open_proxy
 from tests.redis_kit import RedisRun
 
 
-@pytest.fixture
-def server() -> embedded.ServerProgram:
-    """One version is enough here: the scripts are tested on both."""
-    return embedded.find_server()
-
-
 async def test_both_ledgers_are_served_to_the_end(ledgers: Ledgers):
     for cursor in range(10):
         await admit(ledgers.train, cursor)

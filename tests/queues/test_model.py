@@ -504,9 +504,7 @@ def thorough(examples: int) -> settings:
 
 
 TestLedgerOn62 = pytest.mark.usefixtures("version_62")(LedgerMachine.TestCase)
-TestLedgerOn62.settings = thorough(8)
-TestLedgerOn70 = pytest.mark.usefixtures("version_70")(LedgerMachine70.TestCase)
-TestLedgerOn70.settings = thorough(8)
+TestLedgerOn62.settings = thorough(12)
 
 
 @pytest.mark.slow

@@ -94,10 +94,8 @@ class WholeMachine70(WholeMachine):
     version = "7.0"
 
 
-TestWholeOn62 = pytest.mark.usefixtures("version_62")(WholeMachine.TestCase)
-TestWholeOn62.settings = thorough(8)
 TestWholeOn70 = pytest.mark.usefixtures("version_70")(WholeMachine70.TestCase)
-TestWholeOn70.settings = thorough(8)
+TestWholeOn70.settings = thorough(12)
 
 
 @pytest.mark.slow

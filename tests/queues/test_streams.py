@@ -12,18 +12,12 @@ from rich.console import Console
 from streamrl.errors import LedgerDamaged
 from streamrl.monitor.snapshot import take
 from streamrl.monitor.tables import lag_table
-from streamrl.queues import Ledgers, embedded, replies
+from streamrl.queues import Ledgers, replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.damage import blame_damage
 from tests.queues.ledger_kit import admit, close_group, everything, lease, until_async
 from tests.redis_kit import RedisRun
-
-
-@pytest.fixture
-def server() -> embedded.ServerProgram:
-    """One version is enough here: the scripts are tested on both."""
-    return embedded.find_server()
 
 
 async def test_learners_share_no_consumer_group(ledgers: Ledgers):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.queues import Lease, Ledgers, embedded
+from streamrl.queues import Lease, Ledgers
 from streamrl.queues.leases import _PAGE, UNOWNED
 from tests.queues.lease_kit import (
     PATIENT,
@@ -26,33 +26,35 @@ from tests.queues.lease_kit import (
 from tests.queues.ledger_kit import admit, until, until_async
 from tests.redis_kit import RedisRun
 
-
-@pytest.fixture
-def server() -> embedded.ServerProgram:
-    """One version is enough here: the scripts are tested on both."""
-    return embedded.find_server()
-
-
-HOLDER = """
-import asyncio, sys
+PROGRAM = """
+import asyncio, os, signal, sys
 from pathlib import Path
 from streamrl.config import LeaseConfig
 from streamrl.runfile import read_saved
 from streamrl.queues import Leases, open_ledgers
 
-async def main(run_dir):
-    async def handle(lease):
-        work = await lease.ledger.open_work(lease)
-        await lease.ledger.emit(lease, work.missing[0], b"of the dead")
-        print("held", flush=True)
-        await asyncio.Event().wait()
+async def holds(lease):
+    work = await lease.ledger.open_work(lease)
+    await lease.ledger.emit(lease, work.missing[0], b"of the dead")
+    print("held", flush=True)
+    await asyncio.Event().wait()
 
+async def dies_of_poison(lease):
+    work = await lease.ledger.open_work(lease)
+    await asyncio.sleep(0.01)
+    if work.prompt == b"poison":
+        os.kill(os.getpid(), signal.SIGKILL)
+    for k in work.missing:
+        await lease.ledger.emit(lease, k, b"payload")
+
+async def main(run_dir):
     async with open_ledgers(read_saved(run_dir / "run.json").config, run_dir) as ledgers:
-        config = LeaseConfig(seconds=0.3)
-        await Leases([ledgers.train], "prompts", "holder", config, 4, handle).run(asyncio.Event())
+        config = LeaseConfig(seconds=0.3, max_deliveries=3)
+        await Leases([ledgers.train], "prompts", "worker", config, 8, HANDLE).run(asyncio.Event())
 
 asyncio.run(main(Path(sys.argv[1])))
 """
+HOLDER, POISONED = PROGRAM.replace("HANDLE", "holds"), PROGRAM.replace("HANDLE", "dies_of_poison")
 
 
 async def test_a_holder_killed_with_9_is_replaced(ledgers: Ledgers, run: RedisRun, config: RunConfig):
@@ -141,30 +143,6 @@ async def test_after_max_deliveries_work_is_buried(ledgers: Ledgers):
     assert [(letter.sample, letter.stage) for letter in letters] == [(0, "prompt"), (1, "prompt"), (None, "close")]
     assert letters[0].why == "4 holders died of it"
     assert letters[0].deliveries == 4
-
-
-POISONED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-from streamrl.config import LeaseConfig
-from streamrl.runfile import read_saved
-from streamrl.queues import Leases, open_ledgers
-
-async def main(run_dir):
-    async def handle(lease):
-        work = await lease.ledger.open_work(lease)
-        await asyncio.sleep(0.01)
-        if work.prompt == b"poison":
-            os.kill(os.getpid(), signal.SIGKILL)
-        for k in work.missing:
-            await lease.ledger.emit(lease, k, b"payload")
-
-    async with open_ledgers(read_saved(run_dir / "run.json").config, run_dir) as ledgers:
-        config = LeaseConfig(seconds=0.3, max_deliveries=3)
-        await Leases([ledgers.train], "prompts", "worker", config, 8, handle).run(asyncio.Event())
-
-asyncio.run(main(Path(sys.argv[1])))
-"""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Groups that are scored whole: one lease for all samples, one script that settles them. On 6.2 and 7.0."""
+"""Groups that are scored whole: what the model of `test_model_whole` does not know of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,12 @@ from streamrl.archive.reader import Header, RecordedGroup, read_groups
 from streamrl.archive.writer import RecordingWriter
 from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
-from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
-from streamrl.runtime.structure import structural_faults
-from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
+from streamrl.queues.records import Cause, ScoreOutcome
+from tests.queues.conftest import both_versions
+from tests.queues.ledger_kit import admit, faults, lease, same_again
 from tests.redis_kit import RedisRun
 
-
-async def same_again(ledger: Ledger, call) -> None:
-    """A repeat of a call changes no key."""
-    before = await everything(ledger)
-    await call()
-    assert await everything(ledger) == before
-    assert await sound(ledger)
-
-
-async def sound(ledger: Ledger) -> bool:
-    """Nothing is out of place, for the tests' own eyes and for those of the audit."""
-    assert await faults(ledger) == []
-    assert await structural_faults(ledger) == []
-    return True
+pytestmark = both_versions
 
 
 async def put_up(ledger: Ledger, cursor: int = 0, samples: int = 3, **changed) -> tuple[Lease, Lease]:
@@ -79,25 +66,6 @@ async def test_a_group_is_put_up_once_when_its_last_sample_has_a_fate(ledgers: L
     assert len(letters[1].detail) == 4096
 
 
-@pytest.mark.parametrize("emitted", [0, 1])
-async def test_a_prompt_that_fails_leaves_what_was_generated_to_be_scored(ledgers: Ledgers, emitted: int):
-    train = ledgers.train
-    await train.set_group_scored(True)
-    await admit(train, 0, samples=3, min_group=1)
-    (prompt,) = await lease(train, "prompts")
-    for k in range(emitted):
-        await train.emit(prompt, k, b"kept")
-    assert await train.fail_prompt(prompt, "4 holders died of it")
-    await same_again(train, lambda: train.fail_prompt(prompt, "again"))
-    found = await lease(train, "rollouts", count=10)
-    assert len(found) == emitted
-    for one in found:
-        assert await train.score_group(one, {0: b"1"}, {}) is ScoreOutcome.CLOSED
-    assert await train.closed() == list(range(emitted))
-    assert (await train.state()).live == emitted
-    assert await sound(train)
-
-
 async def test_too_few_scores_or_a_sample_that_dooms_it_make_a_dead_group(ledgers: Ledgers):
     train = ledgers.train
     _, few = await put_up(train, 0, min_group=2)
@@ -109,28 +77,6 @@ async def test_too_few_scores_or_a_sample_that_dooms_it_make_a_dead_group(ledger
     whole = {letter.group_id: letter.why for letter in await train.dead_letters() if letter.sample is None}
     assert whole == {0: "fewer scored samples than min_group", 1: "the judge is away"}
     assert (await train.live(), await entries(train)) == ([], 0)
-
-
-async def test_a_group_that_cannot_be_scored_dies_with_all_its_samples(ledgers: Ledgers):
-    train = ledgers.train
-    _, group = await put_up(train, 0, samples=3)
-    assert await train.fail_score(group, "4 holders died of it", "trace")
-    await same_again(train, lambda: train.fail_score(group, "4 holders died of it", "trace"))
-    letters = [(letter.sample, letter.stage, letter.detail) for letter in await train.dead_letters()]
-    assert letters == [(0, "reward", "trace"), (1, "reward", ""), (2, "reward", ""), (None, "close", "")]
-
-
-@pytest.mark.parametrize("named", [[], [0], [0, 1, 3], [0, 1, 2, 3]])
-async def test_what_is_settled_is_what_waits(ledgers: Ledgers, named: list[int]):
-    """A bug of a worker cannot close a group over a sample that nobody looked at."""
-    train = ledgers.train
-    _, group = await put_up(train, 0, samples=3)
-    before = await everything(train)
-    for scores, causes in ((named, []), (named[:1], named[1:]), ([], named)):
-        with pytest.raises(ValueError, match="group 0"):
-            await train.score_group(group, dict.fromkeys(scores, b"s"), dict.fromkeys(causes, Cause("c")))
-    assert await everything(train) == before
-    assert await train.score_group(group, dict.fromkeys(range(3), b"s"), {}) is ScoreOutcome.CLOSED
 
 
 async def test_leases_are_not_mixed_up(ledgers: Ledgers):
@@ -174,62 +120,7 @@ async def test_a_group_that_was_put_up_sample_by_sample_is_gathered(ledgers: Led
     assert await train.score_group(group, dict.fromkeys(range(3), b"s"), {}) is ScoreOutcome.CLOSED
     await admit(train, 1)
     assert (await train.trace(1))["whole"], "whoever gathers says so for the groups to come"
-    assert await sound(train)
-
-
-async def test_gather_leaves_other_groups_alone(ledgers: Ledgers):
-    train = ledgers.train
-    for cursor in range(2):
-        await admit(train, cursor, samples=2)
-    for prompt in await lease(train, "prompts", count=2):
-        for k in range(2):
-            await train.emit(prompt, k, b"%d" % k)
-    samples = await lease(train, "rollouts", count=3)
-    await train.make_group_scored(samples[0])
-    assert await train.score(samples[2], b"s") is ScoreOutcome.SCORED
-    group, other = sorted(await lease(train, "rollouts", count=10), key=lambda found: found.group_id)
-    assert [(found.group_id, found.is_group) for found in (group, other)] == [(0, True), (1, False)]
-    assert await train.score(other, b"s") is ScoreOutcome.CLOSED
-    assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
-    assert await sound(train)
-
-
-async def test_a_dead_group_is_replayed_the_way_groups_are_scored_now(ledgers: Ledgers):
-    train = ledgers.train
-    prompt, group = await put_up(train, 0, samples=2, min_group=2)
-    await train.fail_score(group, "away")
-    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
-    (again,) = await lease(train, "prompts")
-    before = await everything(train)
-    assert await train.score_group(group, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.LOST
-    assert not await train.emit(prompt, 0, b"zombie")
-    assert await train.leased_group(group) is None
-    await train.make_group_scored(group)
-    assert await everything(train) == before
-    for k in range(2):
-        await train.emit(again, k, b"%d" % k)
-    (second,) = await lease(train, "rollouts", count=10)
-    assert (second.attempt, second.is_group) == (2, True)
-    await train.fail_score(second, "away")
-    await train.set_group_scored(False)
-    await same_again(train, lambda: train.set_group_scored(False))
-    assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
-    (third,) = await lease(train, "prompts")
-    await train.emit(third, 0, b"0")
-    (sample,) = await lease(train, "rollouts")
-    assert (sample.sample, sample.is_group) == (0, False)
-    assert await sound(train)
-
-
-async def test_takers_and_zombies_settle_a_group_once(ledgers: Ledgers):
-    train = ledgers.train
-    _, first = await put_up(train, 0, samples=2)
-    second = await take(train, "rollouts", first, "second")
-    assert (second.is_group, second.deliveries) == (True, 2)
-    assert await train.score_group(first, {0: b"1", 1: b"1"}, {}) is ScoreOutcome.CLOSED
-    await same_again(train, lambda: train.score_group(second, {0: b"2"}, {1: Cause("late")}))
-    assert (await train.read_group(0)).samples == {0: (b"0", b"1"), 1: (b"1", b"1")}
-    assert await train.dead_letters() == []
+    assert await faults(train) == []
 
 
 async def test_the_stream_is_deleted_under_a_worker(ledgers: Ledgers):
@@ -268,26 +159,7 @@ async def test_a_full_redis_settles_groups_and_takes_no_payload(run: RedisRun, c
         assert await train.score_group(found[2], {0: b"s"}, {}) is ScoreOutcome.CLOSED
         assert await train.score_group(found[3], {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
         await opened.connection.read("CONFIG", "SET", "maxmemory", "0")
-        assert await sound(train)
-
-
-async def test_whole_groups_are_as_closed_as_others(ledgers: Ledgers):
-    """Learner, recorder and player see no difference: the hash of a closed group has the same samples."""
-    train, evaluation = ledgers.train, ledgers.evaluation
-    await close_group(train, 0)
-    _, group = await put_up(train, 1, samples=2)
-    scores = {k: b"score 1.%d" % k for k in range(2)}
-    assert await train.score_group(group, scores, {}) is ScoreOutcome.CLOSED
-    first, second = await train.read_group(0), await train.read_group(1)
-    assert (first.size, first.attempt, first.causes) == (second.size, second.attempt, second.causes)
-    assert set(first.samples) == set(second.samples) == {0, 1}
-    _, held_out = await put_up(evaluation, 0, samples=1)
-    assert (await train.state()).group_scored
-    assert (await evaluation.state()).group_scored
-    assert await evaluation.score_group(held_out, {0: b"s"}, {}) is ScoreOutcome.CLOSED
-    await train.fence("n", 0)
-    assert await train.retire("n", "1-1", 0, [0, 1]) == 2
-    assert await sound(train)
+        assert await faults(train) == []
 
 
 async def test_whole_groups_are_recorded_and_played_like_others(ledgers: Ledgers, tmp_path: Path):
@@ -306,7 +178,7 @@ async def test_whole_groups_are_recorded_and_played_like_others(ledgers: Ledgers
     await player.admit_closed(cursor=0, fingerprint="f", prompt=recorded.prompt, samples=recorded.samples, **bounds)
     assert (await player.read_group(0)).samples == {0: (b"0", b"a"), 1: (b"2", b"c")}
     assert await entries(player) == 0
-    assert await sound(player)
+    assert await faults(player) == []
 
 
 @pytest.mark.parametrize(("group_id", "attempt"), [(9, 1), (0, 2)])
@@ -323,7 +195,7 @@ async def test_an_entry_of_no_open_group_is_removed_and_nothing_else(ledgers: Le
     assert await train.leased_group(other) is None
     assert await train.trace(0) == before
     assert await train.live() == [0]
-    assert await sound(train)
+    assert await faults(train) == []
     assert await train.score_group(real, {0: b"s", 1: b"s"}, {}) is ScoreOutcome.CLOSED
 
 

@@ -1,4 +1,4 @@
-"""A publisher, a stream and a follower, over both transports."""
+"""A publisher, a stream and a follower; over shared memory, unless a test asks for both folders."""
 
 import asyncio
 import sys
@@ -15,9 +15,15 @@ from streamrl.config import WeightsConfig
 from streamrl.weight_sync.publisher import Publisher
 
 
-@pytest.fixture(params=["shm", "directory"])
-def config(request, tmp_path):
-    return WeightsConfig(transport=request.param, shard_bytes=4096)
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    """A follower that is told to stop notices it at its next look."""
+    monkeypatch.setattr("streamrl.weight_sync.follower._LOOK_SECONDS", 0.02)
+
+
+@pytest.fixture
+def config(request):
+    return WeightsConfig(transport=getattr(request, "param", "shm"), shard_bytes=4096)
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 
-from sync_kit import Replica, Stream
-from sync_kit import tensors as some_tensors
+from sync_kit import Replica, Stream, publish
 
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.weight_sync.files import StagingFolder, release_memory
@@ -39,12 +38,9 @@ class Learner:
         self.stream = Stream()
         self.via = None  # URL to put into the manifests instead of the server's own
 
-    def write(self, version, epoch=1, tensors=None):
-        given = some_tensors(version) if tensors is None else tensors
+    def write(self, version, tensors=None, **options):
         sources = [self.via] if self.via else self.server.sources()
-        return self.publisher.publish(
-            epoch=epoch, version=version, step=version, tensors=given.items(), sources=sources
-        )
+        return publish(self.publisher, version, tensors, sources=sources, **options)
 
     async def publish(self, version, **options):
         data = await asyncio.to_thread(self.write, version, **options)

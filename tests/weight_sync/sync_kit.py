@@ -3,9 +3,12 @@
 import asyncio
 
 import orjson
+import pytest
 import torch
 
 from streamrl.weight_sync.follower import Follower
+
+both_folders = pytest.mark.parametrize("config", ["shm", "directory"], indirect=True)
 
 
 class Stream:
@@ -60,10 +63,10 @@ def tensors(seed=0, dtype=torch.float32):
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def publish(publisher, version, epoch=1, seed=None):
-    return publisher.publish(
-        epoch=epoch, version=version, step=version, tensors=tensors(version if seed is None else seed).items()
-    )
+def publish(publisher, version, given=None, epoch=1, **options):
+    """Publish tensors, those of the number of the version unless others are given; the encoded manifest."""
+    given = tensors(version) if given is None else given
+    return publisher.publish(epoch=epoch, version=version, step=version, tensors=given.items(), **options)
 
 
 def folders(publisher):

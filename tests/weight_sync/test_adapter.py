@@ -1,22 +1,19 @@
 """Versions that are an adapter: the sum by hand, what the manifest says, every transport, pins, files."""
 
-import asyncio
-
 import msgspec
 import numpy as np
 import pytest
 import torch
-from fetch_kit import http_config, open_learner
+from fetch_kit import following, http_config, open_learner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sync_kit import until
+from sync_kit import publish, same
 
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.adapter import adapted, merge, names_of, write_adapter
 from streamrl.weight_sync.chain import pin
-from streamrl.weight_sync.follower import Follower
-from streamrl.weight_sync.manifest import Adapter, decode, encode, read_manifest
+from streamrl.weight_sync.manifest import Adapter, decode, encode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.tensors import map_version
 
@@ -29,12 +26,6 @@ def tensors(seed=0, *, dora=False):
     names = names_of(MODULE, dora=dora)
     made = {names.low: torch.randn(2, 6, generator=generator), names.high: torch.randn(5, 2, generator=generator)}
     return made | ({names.magnitude: torch.rand(5, generator=generator)} if names.magnitude else {})
-
-
-def publish(publisher, number, **options):
-    return publisher.publish(
-        epoch=1, version=number, step=number, tensors=tensors(number).items(), adapter=ABOUT, **options
-    )
 
 
 def test_the_sum_by_hand():
@@ -68,28 +59,24 @@ def test_rows_are_independent_and_a_zero_adapter_is_nothing(seed, cut, dora):
 
 def test_the_manifest_says_what_it_is(tmp_path):
     publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    manifest = decode(publish(publisher, 1))
+    manifest = decode(publish(publisher, 1, tensors(1), adapter=ABOUT))
     assert (manifest.kind, manifest.adapter, publisher.figures.kind) == ("adapter", ABOUT, "adapter")
     assert (ABOUT.scale, ABOUT.kind, msgspec.structs.replace(ABOUT, dora=True).kind) == (2.0, "LoRA", "DoRA")
     version = map_version(publisher.root / manifest.folder, manifest)
     assert version.adapter == ABOUT
     assert list(adapted(ABOUT, version.tensors)) == [MODULE]
+    assert pin(publisher.root, tmp_path, (1, 1)).adapter == ABOUT
+    with pytest.raises(WeightsError, match="not a manifest"):  # an adapter is never a delta
+        decode(encode(manifest).replace(b'"base":null', b'"base":[1,0]'))
 
 
 @pytest.mark.parametrize("change", [{"rank": 0}, {"alpha": 0.0}, {"targets": "all"}, {"code": "import os"}])
 def test_a_manifest_with_nonsense_is_refused(tmp_path, change):
     publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    data = msgspec.json.decode(publish(publisher, 1))
+    data = msgspec.json.decode(publish(publisher, 1, tensors(1), adapter=ABOUT))
     data["adapter"] |= change
     with pytest.raises(WeightsError, match="not a manifest"):
         decode(msgspec.json.encode(data))
-
-
-def test_an_adapter_is_never_a_delta(tmp_path):
-    publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    manifest = decode(publish(publisher, 2))
-    with pytest.raises(WeightsError, match="not a manifest"):
-        decode(encode(manifest).replace(b'"base":null', b'"base":[1,1]'))
 
 
 @pytest.mark.parametrize(
@@ -109,39 +96,13 @@ def test_what_is_no_whole_adapter_is_refused(spoil):
         adapted(ABOUT, found)
 
 
-@pytest.mark.parametrize("transport", ["shm", "directory", "http"])
-async def test_every_transport_brings_it(tmp_path, transport):
-    config = http_config() if transport == "http" else WeightsConfig(transport=transport)
-    applied = []
-
-    async def apply(version):
-        applied.append(
-            (version.number, version.adapter, {name: part.clone() for name, part in version.tensors.items()})
-        )
-
-    async with open_learner(config, tmp_path) as learner:
-        follower = Follower(learner.stream, config, apply, run="r", run_dir=tmp_path)
-        stop = asyncio.Event()
-        task = asyncio.create_task(follower.run(stop))
+async def test_it_arrives_like_all_weights(tmp_path):
+    async with open_learner(http_config(), tmp_path) as learner, following(learner) as replica:
         for number in (1, 2):
-            data = await asyncio.to_thread(publish, learner.publisher, number, sources=learner.server.sources())
-            await learner.server.announce(decode(data))
-            await learner.stream.put(data)
-            await until(lambda number=number: applied and applied[-1][0] == number)
-        stop.set()
-        await task
-        learner.publisher.close(unlink=True)
-    for number, about, found in applied:
-        assert about == ABOUT
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors(number).items())
-
-
-def test_a_pinned_version_is_still_an_adapter(tmp_path):
-    publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    publish(publisher, 1)
-    pin(publisher.root, tmp_path, (1, 1))
-    manifest = read_manifest(tmp_path / "pinned" / "v-1-1")
-    assert manifest.adapter == ABOUT
+            manifest = await learner.publish(number, tensors=tensors(number), adapter=ABOUT)
+            await replica.until(number)
+            assert manifest.adapter == ABOUT
+            assert same(replica.applied[-1][1], tensors(number))
 
 
 def test_a_directory_of_peft_replaces_the_one_before_or_leaves_it(tmp_path):

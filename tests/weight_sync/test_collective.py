@@ -18,6 +18,8 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import Unreachable, WireError
 from streamrl.weight_sync import broadcast
 from streamrl.weight_sync.broadcast import (
+    FROM_HOST,
+    FROM_MEMBER,
     Broadcaster,
     BroadcastGroup,
     Done,
@@ -28,8 +30,7 @@ from streamrl.weight_sync.broadcast import (
     Rendezvous,
     _Member,
     pack,
-    unpack_from_host,
-    unpack_from_member,
+    unpack,
 )
 from streamrl.weight_sync.manifest import encode
 
@@ -96,20 +97,6 @@ async def members(learner, count):
 
 
 @pytest.mark.slow
-async def test_all_members_get_a_version_by_broadcast(tmp_path):
-    async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
-        for version in (2, 3):
-            manifest = await learner.publish(version, tensors=some(version))
-            for member in found:
-                member.want(manifest)
-            for member in found:
-                answer = await member.answer()
-                assert answer["version"] == version
-                assert answer["broadcasts"] == version - 1
-                assert answer["bytes"] == version * manifest.total_bytes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monkeypatch):
     """The others get this version and the next, and the learner's loop has never waited."""
@@ -149,9 +136,10 @@ async def test_a_member_struck_in_the_middle_of_a_broadcast(tmp_path, blow, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [0, 1, 2])
-async def test_a_member_that_is_always_too_slow_delays_only_itself(tmp_path, slow, caplog):
+@pytest.mark.parametrize("slow", [0, 2])
+async def test_a_member_that_is_always_too_slow_delays_only_itself(tmp_path, slow, caplog, monkeypatch):
     """After one version that all pull, the others get the next ones by broadcast; it comes back when it is faster."""
+    monkeypatch.setattr(broadcast, "_FIRST_ABSENCE", 2)
     async with open_learner(config(), tmp_path) as learner, members(learner, 3) as found:
         by_rank = [member.hello.name for member in learner.server._broadcaster._members.values()]
         name = by_rank[slow]
@@ -164,15 +152,15 @@ async def test_a_member_that_is_always_too_slow_delays_only_itself(tmp_path, slo
 
         await expect(2, 0, 0)
         assert [entry.member for entry in caplog.records if "too slow" in entry.message] == [name]
-        for version in (3, 4, 5, 6):
+        for version in (3, 4):
             await expect(version, 0, version - 2)
-        await expect(7, 0, 4)  # it is tried again
-        await expect(8, 0, 5)
-        assert learner.server._broadcaster._absences[name].versions == 8
+        await expect(5, 0, 2)  # it is tried again
+        await expect(6, 0, 3)
+        assert learner.server._broadcaster._absences[name].versions == 4
         flag.unlink()
-        for version in range(9, 16):
+        for version in (7, 8, 9):
             await expect(version, 0, version - 3)
-        await expect(16, 1, 13)
+        await expect(10, 1, 7)
         assert not learner.server._broadcaster._absences
 
 
@@ -214,8 +202,9 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
         replicas = [
             await stack.enter_async_context(following(learner, f"rollout.{index}", board=Board())) for index in range(2)
         ]
+        size = 0
         for version in (1, 2, 3):
-            await learner.publish(version)
+            size += (await learner.publish(version)).total_bytes
             await asyncio.gather(*(replica.until(version) for replica in replicas))
             await until(lambda: len(broadcaster._members) == 2)
         late = await stack.enter_async_context(following(learner, "rollout.9"))
@@ -223,6 +212,7 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
         for replica in [*replicas, late]:
             assert same(replica.applied[-1][1], tensors(3))
             assert replica.follower.refused == 0
+        assert [replica.follower.bytes_fetched for replica in replicas] == [size, size]
         await until(lambda: broadcaster._done == (1, 3))
         assert [replica.follower._staging._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
 
@@ -287,15 +277,15 @@ async def test_bytes_and_edges_in_one_group(tmp_path, monkeypatch):
     "text", ["", "{}", "[]", '{"type":"hello"}', '{"type":"go","number":-1}', '{"type":"x"}', "\x00"]
 )
 def test_nonsense_is_no_message(text):
-    for read in (unpack_from_host, unpack_from_member):
+    for decoder in (FROM_HOST, FROM_MEMBER):
         with pytest.raises(WireError):
-            read(text)
+            unpack(decoder, text)
 
 
 def test_messages_survive():
     go = Go(1, "g1", 1, 2, "h", 5, "gloo", 2.0)
-    assert unpack_from_host(pack(go)) == go
-    assert unpack_from_host(pack(Done((1, 2)))) == Done((1, 2))
-    assert unpack_from_member(pack(Hello("rollout.0"))) == Hello("rollout.0")
+    for message in (go, Done((1, 2))):
+        assert unpack(FROM_HOST, pack(message)) == message
+    assert unpack(FROM_MEMBER, pack(Hello("rollout.0"))) == Hello("rollout.0")
     with pytest.raises(WireError):
-        unpack_from_member(pack(go))
+        unpack(FROM_MEMBER, pack(go))

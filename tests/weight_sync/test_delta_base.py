@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from fetch_kit import following, http_config, open_learner
-from sync_kit import Replica, Stream, until
+from sync_kit import Replica, Stream, publish, same, tensors, until
 
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import WeightsError
@@ -57,8 +57,7 @@ class Line:
         self.staging = Staging(config, FolderSource(self.publisher.root), self.folder, keep=False)
 
     def write(self, version, epoch=1):
-        tensors = model(version).items()
-        return decode(self.publisher.publish(epoch=epoch, version=version, step=version, tensors=tensors))
+        return decode(publish(self.publisher, version, model(version), epoch=epoch))
 
     async def bring(self, manifest):
         return await self.staging.apply(await self.staging.links(manifest))
@@ -119,14 +118,6 @@ async def test_a_receiver_several_versions_behind_applies_the_chain(line):
     chain = await line.staging.links(manifest)
     assert [link.manifest.version for link in chain] == [2, 3, 4, 5]
     assert exactly((await line.staging.apply(chain)).tensors, 5)
-
-
-async def test_joining_late_at_version_40(line):
-    for version in range(1, 41):
-        manifest = line.write(version)
-    chain = await line.staging.links(manifest)
-    assert chain[0].manifest.base is None
-    assert exactly((await line.staging.apply(chain)).tensors, 40)
 
 
 async def test_a_wrong_bit_in_the_base_is_found_and_healed(line):
@@ -244,19 +235,17 @@ async def test_a_follower_of_deltas_heals_by_itself(tmp_path, transport):
     replica = Replica(stream, config, tmp_path)
     stop = asyncio.Event()
 
-    async def publish(version):
-        data = publisher.publish(epoch=1, version=version, step=version, tensors=model(version).items())
-        await stream.put(data)
-        return decode(data)
+    async def put(version):
+        await stream.put(publish(publisher, version, model(version)))
 
     async with asyncio.TaskGroup() as group:
         group.create_task(replica.follower.run(stop))
         for version in (1, 2, 3):
-            await publish(version)
+            await put(version)
             await replica.until(version)
         for path in replica.follower._staging._folder.root.glob("base.*/*"):
             flip(path)
-        await publish(4)
+        await put(4)
         await replica.until(4)
         stop.set()
     assert all(exactly(found, pair[1]) for pair, found in replica.applied)
@@ -300,3 +289,38 @@ async def test_the_staging_folder_stays_small(tmp_path):
             await replica.until(version)
             names = sorted(entry.name for entry in replica.follower._staging._folder.root.iterdir())
             assert names == [f"v-1-{seen}" for seen in range(max(1, version - 1), version + 1)]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_versions_go_on_while_one_server_still_reads(tmp_path, delta):
+    """It reads its version to the end, and nobody waits for it."""
+    config = http_config(dtype="float32", delta=DeltaConfig(enabled=delta, every=50, max_density=0.9))
+    began, free, read = asyncio.Event(), asyncio.Event(), []
+
+    async def slow(version):
+        began.set()
+        await free.wait()
+        read.append((version.pair, {name: tensor.clone() for name, tensor in version.tensors.items()}))
+
+    def weights(number):
+        made = {name: tensor.clone() for name, tensor in tensors(1).items()}
+        made["embed.weight"][number % 64, :3] = float(number)
+        return made
+
+    async with open_learner(config, tmp_path) as learner, following(learner) as replica:
+        await learner.publish(1, tensors=weights(1))
+        await replica.until(1)
+        taking = asyncio.create_task(replica.follower.again(slow))
+        await asyncio.wait_for(began.wait(), 20)
+        for number in (2, 3, 4):
+            await learner.publish(number, tensors=weights(number))
+            await replica.until(number)
+        assert not taking.done()
+        free.set()
+        assert await asyncio.wait_for(taking, 20)
+        await replica.follower.again(slow)
+    assert [pair for pair, _ in read] == [(1, 1), (1, 4)]
+    assert same(read[0][1], weights(1))
+    assert same(read[1][1], weights(4))
+    assert [pair[1] for pair, _ in replica.applied] == [1, 2, 3, 4]
+    assert all(same(found, weights(pair[1])) for pair, found in replica.applied)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from sync_kit import folders, publish, same, tensors
+from sync_kit import both_folders, folders, publish, same, tensors
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
@@ -68,6 +68,7 @@ def test_any_shapes_in_any_shards(tmp_path_factory, shapes, limit):
     assert same(map_version(publisher.root / manifest.folder, manifest).tensors, source)
 
 
+@both_folders
 def test_old_versions_stay_readable_while_mapped(publisher):
     manifest = decode(publish(publisher, 1))
     mapped = map_version(publisher.root / manifest.folder, manifest)
@@ -100,6 +101,7 @@ publisher.publish(epoch=1, version=2, step=2, tensors=endless())
 """
 
 
+@both_folders
 async def test_a_publisher_killed_in_mid_write_leaves_nothing_that_anybody_reads(config, tmp_path, stream, replica):
     process = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", CRASHING, config.transport, str(tmp_path)],
@@ -128,6 +130,7 @@ async def test_a_publisher_killed_in_mid_write_leaves_nothing_that_anybody_reads
     successor.close(unlink=True)
 
 
+@both_folders
 def test_a_start_removes_stale_versions_but_the_newest(config, tmp_path):
     first = Publisher(config, "r", tmp_path)
     for version in (1, 2):
@@ -161,6 +164,7 @@ assert "torch" not in sys.modules
     assert same(mapped.tensors, tensors(1))
 
 
+@both_folders
 def test_one_version_is_published_once(publisher, config, tmp_path):
     other = Publisher(config, "r", tmp_path)
     publish(publisher, 1)

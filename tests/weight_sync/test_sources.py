@@ -302,24 +302,24 @@ async def test_a_chain_of_relays(learner):
     assert all(RELAY_FIELD not in fields for fields in board.roles.values())
 
 
-async def test_sixteen_followers_at_once(tmp_path, monkeypatch):
-    """A server that takes four transfers, and sixteen replicas that want the same: neighbours help out."""
-    monkeypatch.setitem(ShardServer.__init__.__kwdefaults__, "limit", 4)
+async def test_many_followers_at_once(tmp_path, monkeypatch):
+    """A server that takes one transfer, and six replicas that want the same: neighbours help out."""
+    monkeypatch.setitem(ShardServer.__init__.__kwdefaults__, "limit", 1)
     board, config = Board(), http_config(relay=True)
     async with open_learner(http_config(), tmp_path) as learner, contextlib.AsyncExitStack() as stack:
         replicas = []
-        for index in range(16):
+        for index in range(6):
             name = f"rollout.{index}"
             replicas.append(
                 await stack.enter_async_context(following(learner, name, config, board=board, status=board.of(name)))
             )
-        for version in (1, 2, 3):
+        for version in (1, 2):
             await learner.publish(version, tensors=big(1) | tensors(version))
             await asyncio.gather(*(replica.until(version) for replica in replicas))
         for replica in replicas:
-            assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 2), (1, 3)]
+            assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 2)]
             assert replica.follower.refused == 0
-            assert same(replica.applied[-1][1], big(1) | tensors(3))
+            assert same(replica.applied[-1][1], big(1) | tensors(2))
 
 
 def test_the_least_busy_neighbour_first_and_the_learners_host_last():

@@ -72,7 +72,7 @@ class RedisStore:
 
     def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
         self._connection = connection
-        self._keys = [keys.rate_limit(model), keys.rate_waiting(model), keys.rate_granted(model)]
+        self._keys = keys.rate_limit(model)
 
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
         """Ask for a turn, or look again. Safe to repeat.
