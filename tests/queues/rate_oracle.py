@@ -17,7 +17,7 @@ class Buckets:
         self._granted: dict[str, None] = {}
 
     def take(self, turn: str, costs: tuple[float, float], patience_ms: int, now: float) -> int:
-        """See `Store.take`; `now` is the clock in milliseconds."""
+        """See `RedisStore.take`; `now` is the clock in milliseconds."""
         levels = self._levels = _filled(self._levels, max(0.0, now - self._seen))
         self._seen = now
         if turn in self._granted:
@@ -41,7 +41,7 @@ class Buckets:
         return math.ceil(wait)
 
     def settle(self, turn: str, back: tuple[float, float]) -> None:
-        """See `Store.settle`."""
+        """See `RedisStore.settle`."""
         if self._waiting.pop(turn, None) is None and turn in self._granted:
             del self._granted[turn]
             self._levels = tuple(level + part for level, part in zip(self._levels, back, strict=True))
