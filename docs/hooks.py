@@ -25,7 +25,8 @@ from streamrl.consumers.plugins import BUILT_IN
 ROOT = Path(__file__).parents[1]
 LUA = ROOT / "streamrl" / "queues" / "lua"
 MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
-PROOF = re.compile(r"`(tests/[\w/]+\.py(?:::\w+)?)`")
+PROOF = re.compile(r"`(test_\w+(?:\.py)?)`")
+CODE = re.compile(r"(`[^`]*`)")
 PARTS = ("KEYS", "ARGV", "returns", "repeat", "full")
 
 
@@ -68,16 +69,29 @@ def commands() -> str:
     for name, command in every_command():
         context = command.context_class(command, info_name=f"streamrl {name}")
         usage = " ".join([f"streamrl {name}", *command.collect_usage_pieces(context)])
-        parts += [f"### {name}\n", f"`{usage}`\n", inspect.cleandoc(command.help or "") + "\n"]
+        parts += [f"### {name}\n", f"`{usage}`\n", marked(inspect.cleandoc(command.help or "")) + "\n"]
         records = [found.get_help_record(context) for found in command.params if found.name != "help"]
-        if rows := [f"| `{cell(option)}` | {cell(meaning)} |" for option, meaning in filter(None, records)]:
+        if rows := [f"| `{option}` | {cell(marked(meaning))} |" for option, meaning in filter(None, records)]:
             parts += ["| option | meaning |", "|---|---|", *rows, ""]
     return "\n".join(parts)
 
 
+def outside_code(text: str, pattern: str, replacement: str) -> str:
+    """Replace a pattern everywhere but in `code`."""
+    parts = CODE.split(text)
+    parts[::2] = [re.sub(pattern, replacement, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def marked(text: str) -> str:
+    """Text of a help message as Markdown: options become code, pages become links."""
+    text = outside_code(text, r"(?<![\w-])--[a-z][a-z-]*", r"`\g<0>`")
+    return outside_code(text, r"docs/([\w/-]+\.md)", r"[\g<0>](../\1)")
+
+
 def cell(text: str) -> str:
-    """Text as one cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """Text as one cell of a table; a pipe in code needs no backslash there, and would show it."""
+    return outside_code(" ".join(text.split()), r"\|", r"\\|")
 
 
 KINDS = {
@@ -95,8 +109,7 @@ def keys() -> str:
 
 
 def _section(path: str, section: type[base.Section]) -> Iterator[str]:
-    said = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0]
-    yield f"## {path}\n\n{said}\n" if path else "## Top level\n"
+    yield f"## {path}\n\n{marked(_said(section))}\n" if path else "## Top level\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     below: list[tuple[str, type[base.Section]]] = []
     hints = get_type_hints(section, include_extras=True)
@@ -104,13 +117,23 @@ def _section(path: str, section: type[base.Section]) -> Iterator[str]:
         kind, inner = _kind(hints[name]), _inner(hints[name])
         if inner is not None:
             below.append((f"{path}.{name}".lstrip("."), inner))
-        default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
-        if kind == "section":
-            kind, default = f"section [{below[-1][0]}](#{below[-1][0].replace('.', '')})", ""
-        yield f"| `{name}` | {cell(kind)} | {default} | {cell(field.description or '')} |"
+        default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True), kind)
+        meaning = field.description or ""
+        if inner is not None:
+            link = f"[{below[-1][0]}](#{below[-1][0].replace('.', '')})"
+            kind, meaning = (
+                {"section": link, "map": f"map of {link}"}.get(kind, f"list of {link}"),
+                meaning or _said(inner),
+            )
+            default = "" if kind == link else default
+        yield f"| `{name}` | {cell(kind)} | {default} | {cell(marked(meaning))} |"
     yield ""
     for inner_path, inner in below:
         yield from _section(inner_path, inner)
+
+
+def _said(section: type[base.Section]) -> str:
+    return inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0]
 
 
 def _inner(hint: Any) -> type[base.Section] | None:
@@ -139,9 +162,14 @@ def _kind(hint: Any) -> str:
     return names[(origin or hint).__name__]
 
 
-def _default(value: Any) -> str:
+def _default(value: Any, kind: str) -> str:
     if value is None or value in ((), {}) or isinstance(value, base.Section):
         return ""
+    if kind == "duration":
+        return f"`{value:g}s`"
+    if kind == "size":
+        power = next((power for power in (3, 2, 1) if value and value % 1024**power == 0), 0)
+        return f"`{value // 1024**power}{('', 'KiB', 'MiB', 'GiB')[power]}`"
     if isinstance(value, tuple):
         items = [item.model_dump(exclude_defaults=True) if isinstance(item, base.Section) else item for item in value]
         return f"`{items}`"

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -61,6 +62,19 @@ def test_every_fault_names_a_test():
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.endswith("| tests |")]
     assert len(rows) > 100
     assert not [row for row in rows if "`test_" not in row]
+
+
+def test_the_site_shows_names_of_tests_as_hints_and_no_escaped_pipes():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="reference/faults.md"))
+    shown = hooks().on_page_markdown((DOCS / "reference" / "faults.md").read_text(), page=page)
+    assert "`test_" not in shown
+    assert '<abbr title="test_a_redis_that_is_gone_ends_the_patience">' in shown
+    assert "`--screen <auto|live|plain|logs>`" in hooks().commands()
+
+
+def test_no_heading_is_swallowed_by_the_table_above_it():
+    for page in PAGES:
+        assert not re.search(r"^\|.*\n#", page.read_text(), re.MULTILINE), page
 
 
 def test_every_script_says_what_it_does():
