@@ -112,7 +112,7 @@ def test_every_key_is_listed():
         heading = f"## {section}\n" if section else "## Top level\n"
         assert origin == "default"
         assert key.startswith(("rewards", "plugin_paths")) or f"| `{leaf}` |" in text.partition(heading)[2], key
-    assert "| `rewards` | list of section |" in text
+    assert "| `rewards` | list of [rewards](#rewards) |" in text
     assert text.count("\n## ") > len(RunConfig.model_fields) // 2
 
 
@@ -130,6 +130,14 @@ def test_every_mark_is_filled():
     assert len(marks) > 12
     for mark in marks:
         assert len(hooks().GENERATED[mark]()) > 80, mark
+
+
+def test_every_place_to_change_something_exists():
+    rows = re.findall(r"^\| .+ \| (.+) \|$", (DOCS / "internals" / "where-things-are.md").read_text(), re.MULTILINE)
+    paths = [path for row in rows[1:] for path in re.findall(r"`([\w/]+(?:\.py|\.yaml)?)`", row)]
+    assert len(paths) > 40
+    for path in paths:
+        assert any((folder / path).exists() for folder in (ROOT, ROOT / "streamrl")), path
 
 
 def test_links_out_of_the_readme_lead_somewhere():
