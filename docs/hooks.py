@@ -21,6 +21,10 @@ from streamrl.cli import COMMANDS, load_command
 from streamrl.config import RunConfig, base
 from streamrl.config.presets import PRESETS
 from streamrl.consumers.plugins import BUILT_IN
+from streamrl.learner.algorithms.advantages import ESTIMATORS
+from streamrl.learner.algorithms.corrections import GATES
+from streamrl.learner.algorithms.losses import LOSSES
+from streamrl.learner.algorithms.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 LUA = ROOT / "streamrl" / "queues" / "lua"
@@ -180,20 +184,66 @@ def arguments(name: str) -> str:
     """What a built-in reward does, and its arguments, from its docstring."""
     module, _, kind = BUILT_IN[name].partition(":")
     reward = getattr(import_module(module), kind)
-    said, _, rest = inspect.cleandoc(reward.__doc__).partition("Args:\n")
-    signature = inspect.signature(reward.__init__).parameters
-    rows = ["| argument | default | meaning |", "|---|---|---|"]
+    return "\n\n".join(documented(reward.__doc__, reward.__init__))
+
+
+def documented(docstring: str, function: Callable[..., Any]) -> tuple[str, str]:
+    """The text of a docstring, and a table of its arguments that can be chosen; empty without any."""
+    said, _, rest = inspect.cleandoc(docstring).partition("Args:\n")
+    parameters = inspect.signature(function).parameters
+    rows = []
     for argument, meaning in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", rest.partition("Raises:")[0], re.MULTILINE):
-        default = signature[argument].default
-        shown = "required" if default is inspect.Parameter.empty else f"`{default}`"
-        rows.append(f"| `{argument}` | {cell(shown)} | {cell(meaning)} |")
-    return "\n".join([said.strip(), "", *rows, ""])
+        parameter = parameters[argument]
+        if function.__name__ == "__init__" or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            required = parameter.default is inspect.Parameter.empty
+            rows.append(f"| `{argument}` | {'required' if required else f'`{parameter.default}`'} | {cell(meaning)} |")
+    head = ["| argument | default | meaning |", "|---|---|---|"]
+    return marked(said.strip()), "\n".join([*head, *rows, ""]) if rows else ""
 
 
 def rules() -> str:
     """Every rule that comes along."""
     names = [name for name, place in BUILT_IN.items() if ".rules." in place and name != "code"]
     return "\n".join(f"### {name}\n\n{arguments(name)}" for name in names)
+
+
+def registered(registry: Registry[Any]) -> Iterator[tuple[str, Any, str, str]]:
+    """Name, function, text and table of arguments of everything that a registry has."""
+    for name in registry.names:
+        function = registry.resolve(name, {}).func
+        yield name, function, *documented(function.__doc__, function)
+
+
+def losses() -> str:
+    """Every policy loss."""
+    found = list(registered(LOSSES))
+    free = [f"`{name}`" for name, function, _, _ in found if not function.uses_ratio]
+    parts = [f"### {name}\n\n{said}\n\n{table}" for name, _, said, table in found]
+    return "\n".join([f"`uses_ratio` is false for {' and '.join(free)}, true for all others.\n", *parts])
+
+
+def estimators() -> str:
+    """Every advantage estimator."""
+    rows, tables = [], []
+    for name, function, said, table in registered(ESTIMATORS):
+        step = "" if function.normalise == "none" else f"`{function.normalise}`"
+        rows.append(f"| `{name}` | {cell(said)} | {step} | {', '.join(sorted(function.needs))} |")
+        if table:
+            tables.append(f"Arguments of `{name}`:\n\n{table}")
+    return "\n".join(["| `use` | A of response i | over the step | needs |", "|---|---|---|---|", *rows, "", *tables])
+
+
+def gates() -> str:
+    """Every gate."""
+    rows, tables = [], []
+    for name, function, said, table in registered(GATES):
+        known = function.traits.ranges.items() if function.traits.bounds else ()
+        levels = "; ".join(f"{level} {low:.3g} to {high:.3g}" for level, (low, high) in known) or "token"
+        rows.append(f"| `{name}` | {cell(said)} | {levels} |")
+        if table:
+            tables.append(f"Arguments of `{name}`:\n\n{table}")
+    head = ["| gate | does | levels (first: default), with low to high |", "|---|---|---|"]
+    return "\n".join([*head, *rows, "", *tables])
 
 
 def script_header(text: str) -> dict[str, str]:
@@ -243,7 +293,10 @@ def staleness() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "commands": commands,
+    "estimators": estimators,
+    "gates": gates,
     "keys": keys,
+    "losses": losses,
     "rules": rules,
     "scripts": scripts,
     "staleness": staleness,
