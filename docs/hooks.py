@@ -125,10 +125,8 @@ def _section(path: str, section: type[base.Section]) -> Iterator[str]:
         meaning = field.description or ""
         if inner is not None:
             link = f"[{below[-1][0]}](#{below[-1][0].replace('.', '')})"
-            kind, meaning = (
-                {"section": link, "map": f"map of {link}"}.get(kind, f"list of {link}"),
-                meaning or _said(inner),
-            )
+            kind = f"map of {link}" if kind == "map" else kind.replace("section", link)
+            meaning = meaning or _said(inner)
             default = "" if kind == link else default
         yield f"| `{name}` | {cell(kind)} | {default} | {cell(marked(meaning))} |"
     yield ""
@@ -167,7 +165,7 @@ def _kind(hint: Any) -> str:
 
 
 def _default(value: Any, kind: str) -> str:
-    if value is None or value in ((), {}) or isinstance(value, base.Section):
+    if value is None or value in ((), {}, "") or isinstance(value, base.Section):
         return ""
     if kind == "duration":
         return f"`{value:g}s`"
@@ -196,7 +194,8 @@ def documented(docstring: str, function: Callable[..., Any]) -> tuple[str, str]:
         parameter = parameters[argument]
         if function.__name__ == "__init__" or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             required = parameter.default is inspect.Parameter.empty
-            rows.append(f"| `{argument}` | {'required' if required else f'`{parameter.default}`'} | {cell(meaning)} |")
+            default = "required" if required else _default(parameter.default, "")
+            rows.append(f"| `{argument}` | {default} | {cell(meaning.replace('None:', 'empty:'))} |")
     head = ["| argument | default | meaning |", "|---|---|---|"]
     return marked(said.strip()), "\n".join([*head, *rows, ""]) if rows else ""
 

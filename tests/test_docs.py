@@ -49,12 +49,11 @@ def test_every_test_that_a_page_names_exists(page, least):
 
 def test_every_hole_names_its_tests():
     page = (DOCS / "internals" / "holes.md").read_text()
-    rows = re.findall(r"^\| (\d+b?) \| .* \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+b?) \| .* \| (.*) \|$", page, re.MULTILINE)
     first = ["1", "2", "3", "4", "4b", *map(str, range(5, 38))]
-    assert [number for number, _, _ in rows][: len(first)] == first, "later ones are welcome"
-    for number, state, tests in rows:
-        named = re.findall(r"`test_\w+`", tests)
-        assert named or (number, state) == ("37", "stated"), f"hole {number} names no test"
+    assert [number for number, _ in rows][: len(first)] == first, "later ones are welcome"
+    for number, tests in rows:
+        assert re.search(r"`test_\w+`", tests) or (number, tests) == ("37", "stated"), f"hole {number} names no test"
 
 
 def test_every_fault_names_a_test():
