@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -29,7 +30,7 @@ from streamrl.learner.algorithms.registry import Registry
 ROOT = Path(__file__).parents[1]
 LUA = ROOT / "streamrl" / "queues" / "lua"
 MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
-PROOF = re.compile(r"`(test_\w+(?:\.py)?)`")
+PROOFS = re.compile(r"`test_\w+(?:\.py)?`(?: `test_\w+(?:\.py)?`)*")
 CODE = re.compile(r"(`[^`]*`)")
 PARTS = ("KEYS", "ARGV", "returns", "repeat", "full")
 
@@ -43,11 +44,15 @@ def on_config(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Fill the marks of a page; the names of tests become short, with the whole name on hovering."""
+    """Fill the marks of a page; names of tests become their number, with the names on hovering."""
     text = MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
     if page.file.src_uri in {"reference/faults.md", "internals/holes.md"}:
-        text = PROOF.sub(lambda proof: f'<abbr title="{proof[1]}">test</abbr>', text)
+        text = PROOFS.sub(lambda found: _number_of(found[0].replace("`", "").split()), text)
     return text
+
+
+def _number_of(tests: list[str]) -> str:
+    return f'<abbr title="{", ".join(tests)}">{len(tests)} test{"s" * (len(tests) > 1)}</abbr>'
 
 
 def every_command() -> Iterator[tuple[str, Any]]:
@@ -237,7 +242,10 @@ def gates() -> str:
     rows, tables = [], []
     for name, function, said, table in registered(GATES):
         known = function.traits.ranges.items() if function.traits.bounds else ()
-        levels = "; ".join(f"{level} {low:.3g} to {high:.3g}" for level, (low, high) in known) or "token"
+        bounds = (
+            (level, f"{low:.3g} to {high:.3g}" if high < inf else f"from {low:.3g}") for level, (low, high) in known
+        )
+        levels = "; ".join(map(" ".join, bounds)) or "token"
         rows.append(f"| `{name}` | {cell(said)} | {levels} |")
         if table:
             tables.append(f"Arguments of `{name}`:\n\n{table}")
@@ -266,12 +274,12 @@ def script_header(text: str) -> dict[str, str]:
 
 def scripts() -> str:
     """The table of all Lua scripts, from their headers."""
-    lines = ["| script | does | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 2) + "|"]
+    lines = ["| script | does | called with, returns |", "|---|---|---|"]
     for path in sorted(LUA.glob("[!_]*.lua")):
         parts = script_header(path.read_text())
         does = parts["does"].removeprefix(f"{path.stem}: ")
-        cells = [f"`{path.stem}`", does, *(parts.get(name, "") for name in PARTS)]
-        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+        details = "<br>".join(f"**{name}** {cell(parts[name])}" for name in PARTS if name in parts)
+        lines.append(f"| `{path.stem}` | {cell(does)} | {details} |")
     return "\n".join(lines) + "\n"
 
 

@@ -67,7 +67,7 @@ def test_the_site_shows_names_of_tests_as_hints_and_no_escaped_pipes():
     page = SimpleNamespace(file=SimpleNamespace(src_uri="reference/faults.md"))
     shown = hooks().on_page_markdown((DOCS / "reference" / "faults.md").read_text(), page=page)
     assert "`test_" not in shown
-    assert '<abbr title="test_a_redis_that_is_gone_ends_the_patience">' in shown
+    assert '<abbr title="test_a_redis_that_is_gone_ends_the_patience">1 test</abbr>' in shown
     assert "`--screen <auto|live|plain|logs>`" in hooks().commands()
 
 
