@@ -20,7 +20,6 @@ from streamrl.config import RunConfig
 from streamrl.consumers.plugins import BUILT_IN
 from streamrl.demo import prepare
 from streamrl.runfile import load
-from tests.cli.run_kit import cli
 from tests.docs_kit import DOCS, PAGES, ROOT, Block, blocks, hooks
 
 LUA = ROOT / "streamrl" / "queues" / "lua"
@@ -170,18 +169,14 @@ def test_every_line_of_json_is_json(block):
             orjson.loads(line)
 
 
-@pytest.mark.parametrize("block", list(blocks("python")), ids=name)
-def test_every_piece_of_python_runs(block, tmp_path, monkeypatch):
-    """A module of definitions; the one with tests of its own is run by pytest, beside what `reward new` wrote."""
-    if "def test_" not in block.text:
-        exec(compile(block.text, name(block), "exec"), {"__name__": "snippet"})
-        return
-    assert cli("reward", "new", "my_reward", cwd=tmp_path).returncode == 0
-    (tmp_path / "test_snippet.py").write_text(block.text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_snippet.py"]
-    environ = os.environ | {"PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stdout
+def with_tests(block: Block) -> bool:
+    return "def test_" in block.text
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("python") if not with_tests(block)], ids=name)
+def test_every_piece_of_python_runs(block):
+    """A module of definitions."""
+    exec(compile(block.text, name(block), "exec"), {"__name__": "snippet"})
 
 
 def commands_of(block: Block) -> list[list[str]]:
@@ -205,14 +200,20 @@ def test_every_command_line_is_understood(block):
 
 
 def test_the_page_about_the_first_reward_works_as_it_stands(tmp_path):
-    """Its commands, in their order."""
-    page = [block for block in blocks("bash") if block.page == "docs/start/first-reward.md"]
+    """Its commands, in their order; its tests run with those that `reward new` wrote."""
+    [tests] = [block for block in blocks("python") if with_tests(block)]
+    page = [block for block in blocks("bash") if block.page == tests.page == "docs/start/first-reward.md"]
     lines = [line for block in page for line in block.text.splitlines()]
     assert any(line.startswith("pytest ") for line in lines)
+    (tmp_path / "test_snippet.py").write_text(tests.text)
     for line in lines:
         words = shlex.split(line)
-        command = [sys.executable, "-m", *words, *(["-p", "no:cacheprovider"] if words[0] == "pytest" else [])]
-        done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        of_pytest = ["-p", "no:cacheprovider", "test_snippet.py"] if words[0] == "pytest" else []
+        command = [sys.executable, "-m", *words, *of_pytest]
+        environ = os.environ | {"PYTEST_ADDOPTS": ""}
+        done = subprocess.run(
+            command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environ
+        )
         assert done.returncode == 0, (line, done.stdout, done.stderr)
 
 
