@@ -70,9 +70,11 @@ def test_the_site_shows_names_of_tests_as_hints_and_no_escaped_pipes():
     assert "`--screen <auto|live|plain|logs>`" in hooks().commands()
 
 
-def test_no_heading_is_swallowed_by_the_table_above_it():
+def test_no_table_is_broken_and_none_swallows_a_heading():
     for page in PAGES:
-        assert not re.search(r"^\|.*\n#", page.read_text(), re.MULTILINE), page
+        text = page.read_text()
+        assert not re.search(r"^\|.*\n#", text, re.MULTILINE), page
+        assert not re.search(r"^\|.*\n\n+\|.*\n(?!\|--)", text, re.MULTILINE), page
 
 
 def test_every_script_says_what_it_does():
