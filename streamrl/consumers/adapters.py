@@ -86,15 +86,9 @@ async def _later(result: Awaitable[Any], read: _Read) -> Any:
 
 
 def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
-    """Return a function of another system as a reward.
+    """Return a function of another system as a reward; `PluginError` when it does not take what that system passes.
 
-    Args:
-        target: the function; a class is built without arguments, and its object called.
-        spec: of the reward: `adapter`, and `args`, which are passed on by name.
-        config: of the run.
-
-    Raises:
-        PluginError: it does not take what that system passes.
+    `target` is the function, or a class that is built without arguments and whose object is called.
     """
     if inspect.isclass(target):
         try:
@@ -297,13 +291,9 @@ def _reads_a_message(node: ast.AST) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _TrlCalls:
-    """Arguments and results of a function for TRL.
+    """A function for TRL gets `args` as they are and all its `names` (None: anything), and cannot do without `needed`.
 
-    Attributes:
-        args: passed as they are.
-        names: that it takes; None: any.
-        needed: without which it cannot be called.
-        in_sum: None for a sample, which is no opinion, can be left out as TRL leaves it out.
+    `in_sum`: None for a sample, which is no opinion, can be left out as TRL leaves it out.
     """
 
     args: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The calls of one reward in one worker: slot, circuit, deadline, attempts with backoff, figures."""
+"""The calls of one reward in one worker: slot, circuit, thread, deadline, attempts with backoff, figures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import queue
 import random
+import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import orjson
 
@@ -21,8 +23,7 @@ from streamrl.consumers.figures import FailureKind, RewardFigures
 from streamrl.consumers.limits import Circuit, Slots
 from streamrl.consumers.plugins import ASKING, LoadedReward
 from streamrl.consumers.processes import CallFailed
-from streamrl.consumers.reward import RewardSample, Score, finite
-from streamrl.consumers.threads import CallThreads
+from streamrl.consumers.reward import RewardSample, Score
 from streamrl.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -63,7 +64,7 @@ class ScoringFailed(StreamrlError):
 
 
 class CallEnded(BaseException):
-    """Raised in a call that holds the event loop, to end it; `except Exception` does not catch it."""
+    """Ends a call that holds the event loop; `except Exception` does not catch it."""
 
 
 class NoTime(RewardUnavailable):
@@ -75,10 +76,9 @@ class SampleState:
     """What the calls of several rewards for one sample (or one group) share.
 
     Attributes:
-        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer; waiting for a service
-            that is away is no attempt.
+        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer.
         failure: how a reward failed for good; the others need no further attempt.
-        fault: the last failed attempt of any reward since a service was away; None: the lease may end.
+        fault: the last failed attempt of any reward since the last outage; None: no reward is to blame when time is up.
     """
 
     until: float
@@ -100,12 +100,73 @@ def remembering_failed_servers() -> Iterator[None]:
 
 
 def failed_servers() -> dict[str, None]:
-    """URLs of servers that have failed the current sample, the latest last; the caller adds to it.
-
-    Outside of `remembering_failed_servers` it is a new dict each time.
-    """
+    """URLs of servers that have failed the current sample, the latest last; the caller adds to it."""
     failed = _failed_servers.get()
     return {} if failed is None else failed
+
+
+_R = TypeVar("_R")
+_Job = tuple[Callable[..., Any], Any, asyncio.Future[Any], asyncio.AbstractEventLoop]
+
+
+class CallThreads:
+    """Daemon threads that run sync functions for coroutines of one event loop.
+
+    A thread cannot be killed. When the caller of `run` is cancelled at its deadline, the thread is abandoned: it is
+    used again if the function ever returns, and otherwise dies with the process. The standard executor joins its
+    threads at exit, so one hanging reward would keep the whole process from ending. `abandoned` counts these calls,
+    `started` the threads.
+    """
+
+    def __init__(self) -> None:
+        self.abandoned = 0
+        self.started = 0
+        self._idle: list[queue.SimpleQueue[_Job]] = []
+
+    async def run(self, call: Callable[..., _R], argument: Any) -> _R:
+        """Return `call(argument)`, run in a thread. `SystemExit` and the like become `RuntimeError`."""
+        loop = asyncio.get_running_loop()
+        inbox = self._idle.pop() if self._idle else self._start()
+        future: asyncio.Future[_R] = loop.create_future()
+        inbox.put((call, argument, future, loop))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.abandoned += 1
+            raise
+
+    def _start(self) -> queue.SimpleQueue[_Job]:
+        inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.started += 1
+        threading.Thread(target=self._work, args=(inbox,), name=f"reward-{self.started}", daemon=True).start()
+        return inbox
+
+    def _work(self, inbox: queue.SimpleQueue[_Job]) -> None:
+        while True:
+            call, argument, future, loop = inbox.get()
+            result, error = None, None
+            try:
+                result = call(argument)
+            except Exception as raised:  # noqa: BLE001 (handed to the caller of `run`)
+                error = raised
+            except BaseException as raised:  # noqa: BLE001 (a thread must not end the process or vanish)
+                error = RuntimeError(f"{type(raised).__name__}: {raised}").with_traceback(raised.__traceback__)
+            try:
+                loop.call_soon_threadsafe(self._finish, inbox, future, result, error)
+            except RuntimeError:
+                return  # the loop is closed: the process is ending
+            del call, argument, future, result, error
+
+    def _finish(
+        self, inbox: queue.SimpleQueue[_Job], future: asyncio.Future[Any], result: Any, error: Exception | None
+    ) -> None:
+        self._idle.append(inbox)
+        if future.cancelled():
+            self.abandoned -= 1
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 class RewardCalls:
@@ -140,7 +201,7 @@ class RewardCalls:
 
     @property
     def away(self) -> str:
-        """Why nobody can score now; empty: somebody can, or it is not known yet."""
+        """Why the reward cannot score now; empty: it can, or it is not known yet."""
         if self.circuit.open_since is not None:
             return self.circuit.why
         try:
@@ -181,8 +242,8 @@ class RewardCalls:
 
         Raises:
             ScoringFailed: the last attempt failed; or any attempt, after another reward has failed for good.
-            RewardUnavailable: nobody could score for as long as the sample may be held.
-            RewardImpossible: nobody will ever be able to score.
+            RewardUnavailable: no server could score for as long as the sample may be held.
+            RewardImpossible: no server will ever be able to score.
         """
         with remembering_failed_servers():
             return await self._until_scored(subject, state)
@@ -220,7 +281,7 @@ class RewardCalls:
             pause = min(self._backoff * 2 ** min(rounds - 1, 16), _LONGEST_PAUSE, left)
             await asyncio.sleep(random.uniform(0, pause))  # noqa: S311 (full jitter, no secret)
             if waits:
-                began += time.monotonic() - asked  # `retry_for` does not include the time in which nobody could score
+                began += time.monotonic() - asked  # `retry_for` does not include outages
 
     def _is_last(self, error: Exception, attempt: int, seconds: float) -> bool:
         if isinstance(error, ConfigError):  # refused: by a server, or by the reward itself
@@ -247,7 +308,7 @@ class RewardCalls:
         try:
             await self._slots.acquire(latest - time.monotonic())
         except TimeoutError as error:
-            raise NoTime(f"no place for a call of {self.reward.name} in time") from error
+            raise NoTime(f"no free slot for a call of {self.reward.name} in time") from error
         try:
             return await self._with_slot(subject, latest)
         finally:
@@ -361,7 +422,7 @@ def detail_of(error: BaseException) -> str:
 
 
 def _score(result: Any) -> Score:
-    return result if type(result) is Score else Score(finite(result, "the value"))
+    return result if type(result) is Score else Score(result)
 
 
 def _scores(results: Any, samples: Subject) -> list[Score]:

@@ -35,15 +35,10 @@ class Composition:
         return gate is None or shaped(reward, score.value) >= gate
 
     def score(self, scores: Mapping[str, Score], tokens: int) -> wire.SampleScore:
-        """Put the values together.
+        """Put values together. `scores` are by name of the reward, without the rewards behind a gate that closed.
 
-        Args:
-            scores: by the name of the reward; those behind a gate that did not let through are missing.
-            tokens: of the response.
-
-        Returns:
-            The score, with a part for each reward and its parts as `name/part`. What was normalised or clipped also
-            keeps its `name/raw`, a gate has `name/passed` (1 or 0), and `overlong` is the penalty.
+        The score has a part for each reward and its parts as `name/part`. What was normalised or clipped also keeps its
+        `name/raw`, a gate has `name/passed` (1 or 0), and `overlong` is the penalty.
 
         Raises:
             ValueError, ArithmeticError: the values cannot be put together to a finite number.

@@ -3,64 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
 LOOK_SECONDS: Final = 1.0
-"""Seconds after which the first waiter checks the limit again: nobody tells it that the limit grew."""
+"""Seconds after which the first waiter checks the limit again, because nothing announces that it grew."""
 
 
 class Slots:
-    """A semaphore, first come first served, whose size may change while slots are taken. For one event loop.
+    """A semaphore, first come, first served, whose size may change while slots are taken. For one event loop.
 
-    Args:
-        limit: returns the number of slots now, at least 1; None: any number. Called for each acquisition.
+    `limit` is called for each acquisition: the number of slots now, at least 1; None: any number.
     """
 
     def __init__(self, limit: Callable[[], int | None]) -> None:
         self._limit = limit
         self._taken = 0
-        self._line: deque[asyncio.Event] = deque()
+        self._line = asyncio.Lock()  # first come, first served; its holder waits for a free slot
+        self._released = asyncio.Event()
 
     async def acquire(self, seconds: float) -> None:
         """Wait for a slot and take it; `TimeoutError` when none is free within so many seconds."""
-        if not self._line and self._free():
+        async with asyncio.timeout(seconds), self._line:
+            while not self._free():
+                self._released.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._released.wait()
             self._taken += 1
-            return
-        mine = asyncio.Event()
-        self._line.append(mine)
-        try:
-            async with asyncio.timeout(seconds):
-                while self._line[0] is not mine or not self._free():
-                    await self._turn(mine)
-            self._taken += 1
-        finally:
-            self._line.remove(mine)
-            self._wake()
 
     def release(self) -> None:
         """Give a slot back."""
         self._taken -= 1
-        self._wake()
+        self._released.set()
 
     def _free(self) -> bool:
         limit = self._limit()
         return limit is None or self._taken < limit
-
-    def _wake(self) -> None:
-        if self._line:
-            self._line[0].set()
-
-    async def _turn(self, mine: asyncio.Event) -> None:
-        """Wait until a slot is released. The first in line also checks the limit from time to time."""
-        try:
-            async with asyncio.timeout(LOOK_SECONDS if self._line[0] is mine else None):
-                await mine.wait()
-        except TimeoutError:
-            return
-        mine.clear()
 
 
 SAMPLES: Final = 5
@@ -111,7 +92,7 @@ class Circuit:
     def failure(self, now: float, sample: Hashable, why: str, *, probe: bool, unavailable: bool) -> None:
         """A call failed as if the service were away. Attempts at one sample count once.
 
-        `unavailable`: the reward itself says that nobody can score now, so the circuit opens at once.
+        `unavailable`: the reward itself says that it cannot score now, so the circuit opens at once.
         """
         if self.open_since is None:
             self._failing.add(sample)

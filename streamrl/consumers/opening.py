@@ -72,10 +72,7 @@ async def open_scorer(
 
 
 async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
-    """Open one reward; retry with growing pauses, for up to `patience` seconds, while its service is away.
-
-    `begun` are the rewards that have to be closed: each `open`, also one that failed, is followed by a `close`.
-    """
+    """Open one reward; retry for `patience` seconds while its service is away. `begun` have to be closed."""
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline
@@ -139,21 +136,9 @@ async def _close(reward: LoadedReward) -> None:
 
 
 _NETWORK_ERRNOS: Final = frozenset(
-    {
-        errno.EADDRNOTAVAIL,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.EPIPE,
-        errno.ESHUTDOWN,
-        errno.ETIMEDOUT,
-    }
+    {errno.EADDRNOTAVAIL, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
 )
+"""Network errors that Python has no class for; the others are `ConnectionError` or `TimeoutError`."""
 _NO_ADDRESS: Final = "Multiple exceptions: [Errno "
 """Start of asyncio's message, without an errno, when no address of a host answers."""
 _RETRY_STATUSES: Final = frozenset({408, 425, 429})

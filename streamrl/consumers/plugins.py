@@ -117,7 +117,7 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
 
 
 def stages(rewards: Iterable[LoadedReward]) -> list[list[LoadedReward]]:
-    """The rewards up to each gate, which are called at the same time; those of a stage come after the one before it."""
+    """The rewards in stages, each up to a gate: rewards of one stage are called at the same time."""
     found: list[list[LoadedReward]] = [[]]
     for reward in rewards:
         found[-1].append(reward)

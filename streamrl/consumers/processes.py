@@ -59,9 +59,9 @@ class CallLimits:
     Attributes:
         cpu: seconds of CPU time of each phase that the function names, above 0.
         wall: seconds from the request to the answer; well above `cpu`, since it also ends calls on a busy host.
-        memory: bytes of address space of a new process, its libraries and one call included. One that has kept some of
-            other calls may be larger by that; when it is half of the room of a call, it makes way for a new one.
-        calls: after which a process makes way for a new one (libraries keep caches).
+        memory: bytes of address space of a new process, its libraries and one call included. What earlier calls left
+            behind does not count; when that is half of what a call may take, a new process replaces this one.
+        calls: after so many a new process replaces this one (libraries keep caches).
     """
 
     cpu: float
@@ -77,7 +77,7 @@ class CallFailed(StreamrlError):
 class ProcessDied(StreamrlError):
     """The process did not live to answer.
 
-    `cause` says of what it died. `phase` is where its function was, in words of its own; empty: it had not begun.
+    `phase` is the last one that its function has named; empty: it had not begun.
     """
 
     def __init__(self, message: str, cause: Cause, phase: str = "") -> None:
@@ -109,8 +109,8 @@ class ProcessCounts:
 class ProcessPool:
     """Processes with one function, each of which answers one call at a time. For one event loop.
 
-    Processes are started when they are needed, and kept. After a death the next one waits, with growing pauses up to a
-    second; after 60 deaths per process within a minute none is started for a minute.
+    Processes are started when they are needed, and kept. After a death the next start waits up to a second; after 60
+    deaths per process within a minute none is started for a minute.
 
     Args:
         name: of the owner, for messages and logs.
@@ -142,10 +142,7 @@ class ProcessPool:
     async def open(self) -> None:
         """Start the first process, so that what is missing is known before the first call.
 
-        A process that cannot be started for the moment (the host is full or busy) is no error here, but a warning.
-
-        Raises:
-            ConfigError: its function cannot be imported or prepared.
+        `ConfigError`: its function cannot be imported or prepared. A host that is full or busy is only a warning.
         """
         async with self._slots:
             try:
@@ -179,7 +176,7 @@ class ProcessPool:
                 self._put_back(process)
 
     async def close(self) -> None:
-        """End all processes, those that work at once, and wait until they are gone. A repeat does nothing."""
+        """End all processes, also busy ones, and wait until they are gone. A repeat does nothing."""
         self._closed = True
         for process in self._busy:
             process.kill()
@@ -265,6 +262,7 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
+                limit=_LONGEST_REPLY,
                 cwd="/",
                 env={key: os.environ[key] for key in _INHERITED if key in os.environ} | {"LC_ALL": "C.UTF-8"},
             )
@@ -326,7 +324,7 @@ class _Process:
         return reply["result"]
 
     def kill(self) -> None:
-        """Kill it with all it may have started, now. Once: later, the number may be somebody else's."""
+        """Kill it with all it has started. Only once: later, another process may have its id."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
@@ -354,15 +352,16 @@ class _Process:
 
     async def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(len(data).to_bytes(4, "big") + data)
+        self._process.stdin.write(data + b"\n")
         await self._process.stdin.drain()
 
     async def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        size = int.from_bytes(await self._process.stdout.readexactly(4), "big")
-        if size > _LONGEST_REPLY:
-            raise WireError(f"{self._name}: its process answers with {size} bytes")
-        reply: dict[str, Any] = orjson.loads(await self._process.stdout.readexactly(size))
+        try:
+            line = await self._process.stdout.readuntil()
+        except asyncio.LimitOverrunError as error:
+            raise WireError(f"{self._name}: its process answers with more than {_LONGEST_REPLY} bytes") from error
+        reply: dict[str, Any] = orjson.loads(line)
         return reply
 
 

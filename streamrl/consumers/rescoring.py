@@ -99,7 +99,7 @@ class RescoredSet:
 
     Raises:
         ConfigError: the name is taken by scores of other rewards, or its files are damaged.
-        CannotCreate: no room.
+        CannotCreate: no space.
     """
 
     def __init__(self, run_dir: Path, name: str, about: dict[str, Any], *, evaluation: bool) -> None:
@@ -146,7 +146,7 @@ class RescoredSet:
         return found
 
     def add(self, group: ArchivedGroup, scores: dict[int, wire.SampleScore], causes: dict[int, str]) -> None:
-        """Write a group with its new scores, within a second; `CannotCreate`: no room."""
+        """Write a group with its new scores; they are durable within a second. `CannotCreate`: no space."""
         by_number = dict(zip(group.raw.numbers, group.raw.samples, strict=True))
         record = RecordedGroup(
             group_id=group.group_id,
@@ -162,13 +162,13 @@ class RescoredSet:
             self.sync()
 
     def sync(self) -> None:
-        """Make durable what was added; `CannotCreate`: no room."""
+        """Make durable what was added; `CannotCreate`: no space."""
         self._synced_at = time.monotonic()
         try:
             for writer in self._writers.values():
                 writer.sync()
         except OSError as error:
-            raise CannotCreate(f"{self.files}: {error.strerror or error}", "make room and call it again") from error
+            raise CannotCreate(f"{self.files}: {error.strerror or error}", "free space and call it again") from error
 
     def close(self) -> None:
         """Close the files."""
@@ -196,16 +196,11 @@ async def rescore_groups(
 ) -> RescoreResult:
     """Score recorded groups again. What was written is kept on cancellation; the same call goes on from there.
 
-    Args:
-        groups: recorded ones, read in a thread, a few ahead.
-        score: the new rewards.
-        into: where the new scores go, and which are there.
-        concurrency: groups in flight, at least 1; `score` may bound its calls further.
-        drop_failed: write groups that lost responses too, if two are left (or all that there were).
-        on_progress: called after each group.
+    Groups are read in a thread; `concurrency` of them are scored at a time. `drop_failed` also writes groups that lost
+    responses, if two are left. `on_progress` is called after each group.
 
     Raises:
-        CannotCreate: no room for the scores.
+        CannotCreate: no space for the scores.
         StreamrlError: the rewards cannot go on at all.
     """
     outcome, started = RescoreResult(), time.monotonic()
@@ -331,14 +326,7 @@ class Comparison:
 
 
 def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], threshold: float) -> Comparison:
-    """Compare two sets of scores.
-
-    Args:
-        old: finite scores, at least one.
-        new: finite scores of the same responses.
-        groups: of each response, something that only responses to the same prompt share.
-        threshold: above it a response is right.
-    """
+    """Compare finite scores of the same responses; equal `groups` share a prompt, above `threshold` one is right."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     won = pairs = 0.0
     flat_old = flat_new = members = 0
@@ -365,18 +353,18 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
 
 
 def most_different(old: Sequence[float], new: Sequence[float], count: int) -> list[int]:
-    """Places of the responses whose scores differ most: by rank in each set, so that scales need not be alike."""
+    """Indices of the responses whose scores differ most: by rank in each set, so that scales need not be alike."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     ranks, values = np.abs(_ranks(a) - _ranks(b)), np.abs(a / 2 - b / 2)
     order = np.lexsort((-values, -ranks))
-    return [int(place) for place in order[~_equal(a, b)[order]][:count]]
+    return [int(index) for index in order[~_equal(a, b)[order]][:count]]
 
 
 def _by_group(groups: Sequence[Any]) -> Iterator[npt.NDArray[np.int64]]:
-    places: dict[Any, list[int]] = {}
-    for place, group in enumerate(groups):
-        places.setdefault(group, []).append(place)
-    return (np.asarray(rows) for rows in places.values())
+    rows: dict[Any, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    return map(np.asarray, rows.values())
 
 
 def _order(old: Values, new: Values) -> tuple[float, int]:
@@ -403,9 +391,9 @@ def _moments(values: Values) -> Moments:
 
 def _ranks(values: Values) -> Values:
     """Ranks from 0 to 1; equal values share the middle of theirs."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    return np.asarray(((ends - counts / 2) / len(values))[places], dtype=np.float64)
+    return np.asarray(((ends - counts / 2) / len(values))[inverse], dtype=np.float64)
 
 
 def _correlation(a: Values, b: Values) -> float | None:

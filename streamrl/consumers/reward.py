@@ -178,7 +178,7 @@ class AskedModel(Protocol):
         Args:
             path: below the server's URL, with its leading slash.
             body: of the request.
-            deadline: seconds from now for everything: waiting for a place, for the rate limit, and for other servers.
+            deadline: seconds from now for everything: waiting for a slot, for the rate limit, and for other servers.
             tokens: that the request will cost, for the rate limit; an estimate will do.
 
         Raises:
@@ -235,11 +235,7 @@ class RewardContext:
 
 
 def check_model(name: str, known: Iterable[str]) -> None:
-    """See that `reward_models` has a model.
-
-    Raises:
-        ConfigError: there is none with this name among the `known` ones.
-    """
+    """Raise `ConfigError` when a model is not among the `known` entries of `reward_models`."""
     names = list(known)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
@@ -279,14 +275,14 @@ class RewardLife:
         """Let go of what `open` got: called once for each `open`, also for one that failed."""
 
     def slots(self) -> int | None:
-        """Calls that those it asks can take at the same time now; None: any number. Asked before each call.
+        """Calls that its servers can take at the same time now; None: any number. Asked before each call.
 
-        Never more than `concurrency`, whatever this says. It must be cheap and not fail.
+        `concurrency` is an upper limit as well. Cheap; must not fail.
         """
         return None
 
     def away(self) -> str:
-        """Why nobody can score now, for the screens; empty: somebody can, or it is not known. Cheap; must not fail."""
+        """Why it cannot score now, for the screens; empty: it can, or it is not known. Cheap; must not fail."""
         return ""
 
     def counts(self) -> Mapping[str, int]:
@@ -308,8 +304,8 @@ class Reward(RewardLife, ABC):
         """Score one response.
 
         An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then its
-        `on_failure` decides (docs/guides/failing-rewards.md). `RewardUnavailable` says that nobody can score now: the
-        sample waits, and no attempt is counted. Cancelled when its deadline is over, which counts as a failed attempt.
+        `on_failure` decides (docs/guides/failing-rewards.md). `RewardUnavailable` says that no server can score now:
+        the sample waits, and no attempt is counted. Cancelled at its deadline, which counts as a failed attempt.
 
         Args:
             sample: the response with its prompt.

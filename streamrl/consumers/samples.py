@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -17,22 +18,25 @@ from streamrl.wire import Int32Array
 
 Finish = Literal["stop", "length", "abort"]
 _FINISH: Final = get_args(Finish)
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
-    "prompt": (str,),
-    "messages": (list,),
-    "response": (str,),
-    "answer": (object,),
-    "metadata": (dict,),
-    "finish": (str,),
-    "tokens": (list,),
-    "group": (int,),
-    "index": (int,),
-    "line": (int,),
-    "evaluation": (bool,),
-}
 _EXAMPLE: Final = '{"prompt": "2+2=", "response": "4", "answer": "4"}'
 _OTHER_NAMES: Final = frozenset({"completion", "output", "solution_str", "text"})
 _MAX_FILE: Final = 1 << 30
+
+
+class _Line(msgspec.Struct, kw_only=True):
+    """The keys of a sample in JSON; any other key is metadata."""
+
+    response: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    answer: Any = None
+    metadata: dict[str, Any] = {}
+    finish: Finish = "stop"
+    tokens: list[int] | None = None
+    group: int = 0
+    index: int = 0
+    line: int = 0
+    evaluation: bool = False
 
 
 def make_sample(
@@ -126,7 +130,7 @@ def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record of a file with the place where it stands."""
+    """Each record of a file, and where it stands."""
     try:
         if path.stat().st_size > _MAX_FILE:
             raise DataError(f"{path} has more than {_MAX_FILE >> 20} MiB", "take a part of it: `head -n 1000`")
@@ -165,24 +169,16 @@ def _sample(where: str, record: Any, number: int) -> RewardSample:
         record = {**{key: value for key, value in record.items() if key != "prompt"}, "messages": record["prompt"]}
     if not {"prompt", "messages"} & record.keys():
         raise DataError(f"{where} has neither `prompt` nor `messages`", f"write: {_EXAMPLE}")
-    known = {name: record[name] for name in _KINDS if record.get(name) is not None}
-    for name, value in known.items():
-        kinds = _KINDS[name]
-        if not isinstance(value, kinds) or (kinds == (int,) and isinstance(value, bool)):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise DataError(f"{where}: `{name}` is a {type(value).__name__}, not a {wanted}", f"write: {_EXAMPLE}")
-    if not all(type(token) is int for token in known.get("tokens", ())):
-        raise DataError(f"{where}: `tokens` are not all whole numbers", f"write: {_EXAMPLE}")
-    others = {name: value for name, value in record.items() if name not in _KINDS}
-    known.setdefault("line", number)
-    known["metadata"] = {**others, **known.get("metadata", {})}
-    messages = known.get("messages", [])
-    if not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{where}: `messages` are not all objects", f"write: {_EXAMPLE}")
-    known.setdefault("prompt", "\n".join(str(message.get("content", "")) for message in messages))
+    names = _Line.__struct_fields__
+    known = {"line": number} | {name: record[name] for name in names if record.get(name) is not None}
+    others = {name: value for name, value in record.items() if name not in names}
     try:
-        return make_sample(known.pop("response"), **known)
-    except (ValueError, OverflowError) as error:
+        line = msgspec.convert(known, _Line)
+        if line.prompt is None:
+            line.prompt = "\n".join(str(message.get("content", "")) for message in line.messages or ())
+        line.metadata = {**others, **line.metadata}
+        return make_sample(**msgspec.structs.asdict(line))
+    except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: {error}", f"write: {_EXAMPLE}") from error
 
 

@@ -11,11 +11,10 @@ from typing import Any, Final, TypeVar
 
 from streamrl import wire
 from streamrl.config import LeaseConfig, RewardWorkerConfig, ScoringConfig
-from streamrl.consumers.calls import RewardCalls, SampleState, ScoringFailed, detail_of
+from streamrl.consumers.calls import CallThreads, RewardCalls, SampleState, ScoringFailed, detail_of
 from streamrl.consumers.composition import Composition
 from streamrl.consumers.plugins import HOLD_SHARE, LoadedReward, stages
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.threads import CallThreads
 from streamrl.errors import DeadlineExceeded, RewardUnavailable, Unreachable
 
 logger = logging.getLogger(__name__)
@@ -58,17 +57,13 @@ class Scorer:
 
         Raises:
             ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
-            RewardUnavailable: nobody could score until then: the sample goes back to its queue.
+            RewardUnavailable: no server could score until then: the sample goes back to its queue.
             DeadlineExceeded: so many calls hang in their threads that only a new process helps.
         """
-        self._check_threads()
-        scores: dict[str, Score] = {}
-        state = SampleState(until)
-        for stage in self._stages:
-            await self._through(stage, sample, scores, state)
-            if stage and not self._passes(stage[-1], scores):
-                break
-        return self._composed(scores, sample)
+        (result,) = await self.score_group([sample], until)
+        if isinstance(result, ScoringFailed):
+            raise result
+        return result
 
     async def score_group(
         self, samples: Sequence[RewardSample], until: float
@@ -88,7 +83,7 @@ class Scorer:
         states = [SampleState(until) for _ in samples]
         going = list(range(len(samples)))
         for stage in self._stages:
-            await self._group_through(stage, samples, going, scores, states)
+            await self._through(stage, samples, going, scores, states)
             going = [index for index in going if states[index].failure is None]
             if stage:
                 going = [index for index in going if self._passes(stage[-1], scores[index])]
@@ -101,20 +96,6 @@ class Scorer:
         return results
 
     async def _through(
-        self, stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score], state: SampleState
-    ) -> None:
-        """Call the rewards of a stage for one sample."""
-        await _instantly(stage, sample, scores)
-        slow = [calls for calls in stage if not calls.reward.instant]
-        if not slow:
-            return
-        results = await _all_of([calls.score([sample] if calls.reward.group else sample, state) for calls in slow])
-        if state.failure is not None:
-            raise state.failure
-        for calls, result in zip(slow, results, strict=True):
-            (scores[calls.reward.name],) = result
-
-    async def _group_through(
         self,
         stage: Sequence[RewardCalls],
         samples: Sequence[RewardSample],
@@ -125,17 +106,18 @@ class Scorer:
         """Call the rewards of a stage for the samples of a group that are still in the running."""
         for index in going:
             try:
-                await _instantly(stage, samples[index], scores[index])
+                for calls in stage:
+                    if calls.reward.instant:
+                        scores[index][calls.reward.name] = await calls.instant(samples[index])
             except ScoringFailed as error:
                 states[index].failure = error
         going = [index for index in going if states[index].failure is None]
         singles = [calls for calls in stage if not (calls.reward.group or calls.reward.instant)]
 
         async def alone(index: int) -> None:
-            try:
-                await self._through(singles, samples[index], scores[index], states[index])
-            except ScoringFailed as error:
-                states[index].failure = error
+            found = await _all_of([calls.score(samples[index], states[index]) for calls in singles])
+            if states[index].failure is None:
+                scores[index].update((calls.reward.name, one) for calls, (one,) in zip(singles, found, strict=True))
 
         async def compared(calls: RewardCalls) -> None:
             try:
@@ -147,9 +129,9 @@ class Scorer:
             for index, score in zip(going, found, strict=True):
                 scores[index][calls.reward.name] = score
 
-        if going:
-            comparing = [compared(calls) for calls in stage if calls.reward.group]
-            await _all_of([*(alone(index) for index in going), *comparing])
+        work = [alone(index) for index in going] if singles else []
+        if work := [*work, *(compared(calls) for calls in stage if calls.reward.group and going)]:
+            await _all_of(work)
 
     def _passes(self, last: RewardCalls, scores: dict[str, Score]) -> bool:
         return self._composition.passes(last.reward, scores[last.reward.name])
@@ -164,13 +146,6 @@ class Scorer:
     def _check_threads(self) -> None:
         if self.threads.abandoned >= MAX_HANGING:
             raise DeadlineExceeded(f"{MAX_HANGING} calls of sync rewards hang", "give the reward a time-out of its own")
-
-
-async def _instantly(stage: Sequence[RewardCalls], sample: RewardSample, scores: dict[str, Score]) -> None:
-    """Call the instant rules of a stage; `ScoringFailed`: one of them failed."""
-    for calls in stage:
-        if calls.reward.instant:
-            scores[calls.reward.name] = await calls.instant(sample)
 
 
 async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
@@ -200,9 +175,9 @@ TELL_SECONDS: Final = 10.0
 class PatientScorer:
     """Scores outside of a run, where no queue takes a sample back: it waits as in a run, up to a limit.
 
-    A worker hands a sample back that nobody could score for almost `lease.max_hold`. Here it is tried again, as long
-    as another sample was scored, or failed, in that time; otherwise scoring ends with `Unreachable`. Rewards that are
-    known to be away are waited for no longer than `patience` seconds.
+    A worker hands back a sample that no server could score for almost `lease.max_hold`. Here it is tried again if
+    another sample was decided meanwhile; otherwise scoring ends with `Unreachable`. A reward that is known to be away
+    is waited for no longer than `patience` seconds.
     """
 
     def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
@@ -224,12 +199,7 @@ class PatientScorer:
         return self._scorer.calls
 
     async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.SampleScore | ScoringFailed]:
-        """Score samples of one group, as `Scorer.score_group`.
-
-        Raises:
-            Unreachable: nobody could score anything for as long as a lease may be held.
-            DeadlineExceeded: as of `Scorer.score_group`.
-        """
+        """As `Scorer.score_group`; `Unreachable` when nothing could be scored for too long."""
         while True:
             began, ended = time.monotonic(), self._ended
             try:

@@ -1,4 +1,4 @@
-"""Names the rewards that block the event loop, and those that are called while the worker grows.
+"""Names the rewards that block the event loop, and those that are called while the memory of the worker grows.
 
 A thread checks ten times a second which call is on the stack of the event loop, and whether the loop has turned since
 the last check. A C function that never releases the interpreter stops this thread too: after
@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import itertools
 import linecache
 import logging
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,9 +28,8 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from streamrl.consumers.calls import CallEnded, RewardCalls
+from streamrl.consumers.calls import CallEnded, CallThreads, RewardCalls
 from streamrl.consumers.reward import RewardSample
-from streamrl.consumers.threads import CallThreads
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,10 @@ _LOOK_SECONDS: Final = 0.1
 _STACK_LINES: Final = 8
 _CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
 _WORK: Final = CallThreads._work.__code__  # noqa: SLF001 (its frame says what runs in a thread)
+_LIBRARIES: Final = (
+    str(Path(__file__).parents[1]) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
 _END: Final = signal.SIGVTALRM
 """Sent to the main thread to end a call: rewards use SIGALRM themselves, and this signal is free."""
 _MEMORY_SECONDS: Final = 1.0
@@ -67,7 +69,10 @@ class RunningCall:
 
 
 class LoopWatch:
-    """Counts and names rewards that hold the event loop."""
+    """Counts and names rewards that hold the event loop.
+
+    `tell` gets a line about the reward that has held it for `seconds` or longer, again and again while it does.
+    """
 
     def __init__(
         self, calls: Sequence[RewardCalls], tell: Callable[[str], None], seconds: float = NAMED_SECONDS
@@ -109,7 +114,7 @@ class LoopWatch:
             before, computed = time.monotonic(), time.process_time()
 
     def _turn(self) -> None:
-        """Run by the event loop: it goes round."""
+        """Run by the event loop, which is therefore free."""
         self._turned_at, self._turning = time.monotonic(), False
 
     def _look(self, frame: FrameType | None, now: float, kept: float) -> None:
@@ -120,13 +125,11 @@ class LoopWatch:
             if seconds > HELD_SECONDS:
                 held.calls.held_loop(seconds)
             self._held = None
-        if found is None or frame is None:
-            if kept:
-                self._suspect(kept)
-            return
-        if self._held is None:
-            self._held = RunningCall(*found, since=now - kept)
-        self._lasts(self._held, frame, now - self._held.since)
+        if frame is not None and found is not None:
+            self._held = self._held or RunningCall(*found, since=now - kept)
+            self._lasts(self._held, frame, now - self._held.since)
+        elif kept:
+            self._suspect(kept)
 
     def _suspect(self, seconds: float) -> None:
         """A sync reward kept the interpreter to itself."""
@@ -144,11 +147,13 @@ class LoopWatch:
         name, sample, now = call.calls.reward.name, call.sample, time.monotonic()
         if now - self._told_at >= self._seconds / 4:
             self._told_at = now
-            self._tell(f"{name} holds the event loop for {seconds:.0f} s at {_place(frame, call.calls)}")
+            self._tell(f"{name} holds the event loop for {seconds:.0f} s at {_place(frame)}")
         if (call.key, call.since) not in self._named:
             self._named = {(call.key, call.since)}
+            lines = traceback.extract_stack(frame)[-_STACK_LINES:]
+            stack = " > ".join(f"{line.filename}:{line.lineno} {line.name}" for line in lines)
             extra = {"reward": name, "group": sample.group_id, "sample": sample.index, "seconds": round(seconds, 1)}
-            logger.error("a reward holds the event loop", extra=extra | {"stack": _stack(frame)})
+            logger.error("a reward holds the event loop", extra=extra | {"stack": stack})
 
     def _look_at_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
         """Look at the stacks of all threads."""
@@ -157,8 +162,8 @@ class LoopWatch:
 class Foreground(LoopWatch):
     """The watch of a command that a person waits for: a reward that blocks ends at its deadline, and at Ctrl-C.
 
-    A signal that this process sends to itself ends the call. `tell` is told what has been running for `seconds`, sync
-    rewards too, once for each line.
+    A signal that this process sends to itself ends the call. `tell` gets one line for each line of code that has been
+    running for `seconds`, also for sync rewards in threads.
     """
 
     def __init__(
@@ -173,8 +178,7 @@ class Foreground(LoopWatch):
     @override
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the event loop of this thread; calls are ended only where it is the main thread."""
-        self._signals = threading.current_thread() is threading.main_thread()
+        self._signals = threading.current_thread() is threading.main_thread()  # elsewhere no call can be ended
         before = signal.getsignal(signal.SIGINT)
         if self._signals:
             signal.signal(_END, self._end)
@@ -205,7 +209,7 @@ class Foreground(LoopWatch):
             raise CallEnded("was interrupted")
         seconds = 0.0 if held is None or held.key != found[0] else time.monotonic() - held.since
         if held is not None and seconds >= held.calls.deadline:
-            raise CallEnded(f"held the event loop for {seconds:.0f} s, at {_place(frame, held.calls)}")
+            raise CallEnded(f"held the event loop for {seconds:.0f} s, at {_place(frame)}")
 
     @override
     def _lasts(self, call: RunningCall, frame: FrameType, seconds: float) -> None:
@@ -226,7 +230,7 @@ class Foreground(LoopWatch):
     def _name(self, call: RunningCall, frame: FrameType, seconds: float, what: str, hint: str = "") -> None:
         if seconds < self._seconds:
             return
-        name, sample, place = call.calls.reward.name, call.sample, _place(frame, call.calls)
+        name, sample, place = call.calls.reward.name, call.sample, _place(frame)
         if (name, place) not in self._named:
             self._named.add((name, place))
             who = f"{name}, sample {sample.index} of group {sample.group_id}"
@@ -249,98 +253,41 @@ def _call_in_thread(frame: FrameType | None, known: Sequence[RewardCalls]) -> tu
     return None if calls is None else (id(job["future"]), calls, job["argument"])
 
 
-def _place(frame: FrameType, calls: RewardCalls) -> str:
-    """File, line and source of the innermost frame in the file of the reward, else of the innermost of all."""
-    file, found = source_of(calls), frame
-    while found.f_back is not None and found.f_code.co_filename != file and found.f_code is not _CALL:
-        found = found.f_back
-    shown = found if found.f_code.co_filename == file else frame
-    name, line = shown.f_code.co_filename, shown.f_lineno
-    return f"{name}:{line} in {shown.f_code.co_name}: {linecache.getline(name, line).strip()}"
-
-
-def _stack(frame: FrameType) -> str:
-    lines = traceback.extract_stack(frame)[-_STACK_LINES:]
-    return " > ".join(f"{line.filename}:{line.lineno} {line.name}" for line in lines)
-
-
-def source_of(calls: RewardCalls) -> str | None:
-    """File with the code of a reward; None for one without (written in C)."""
-    call: Any = calls.reward.call
-    while isinstance(call, functools.partial):
-        call = call.func
-    call = inspect.unwrap(call)
-    owner = type(call.__self__) if inspect.ismethod(call) else call
-    if not inspect.isclass(owner) and not inspect.isfunction(owner):
-        owner = type(owner)
-    try:
-        return inspect.getsourcefile(owner)
-    except TypeError:
-        return None
+def _place(frame: FrameType) -> str:
+    """File, line and source of the innermost frame that is no library's, else of the innermost of all."""
+    shown: FrameType | None = frame
+    while shown is not None and shown.f_code.co_filename.startswith(_LIBRARIES):
+        shown = None if shown.f_code in {_CALL, _WORK} else shown.f_back
+    code, line = (shown or frame).f_code, (shown or frame).f_lineno
+    return f"{code.co_filename}:{line} in {code.co_name}: {linecache.getline(code.co_filename, line).strip()}"
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-class Growth:
-    """Whether memory grows, and goes on growing. Pure: sizes and times come from outside.
-
-    The smallest size of each window counts, so that what comes and goes does not.
-
-    Args:
-        window: seconds of a window.
-        windows: of them in a row, each above the one before.
-        least: bytes that they grew by in all. What was found once is found again when there is twice as much.
-    """
-
-    def __init__(self, window: float = 10.0, windows: int = 6, least: int = 64 << 20) -> None:
-        self.per_second = 0.0
-        self.seconds = window * windows
-        self._window = window
-        self._smallest: deque[int] = deque(maxlen=windows)
-        self._least = least
-        self._from = 0
-        self._ends: float | None = None
-        self._now = 0
-
-    def add(self, now: float, size: int) -> bool:
-        """Take the size (bytes) at a time (seconds of any clock); True when memory has been growing for long enough.
-
-        `per_second` then is the rate in bytes per second; counting begins anew.
-        """
-        if self._ends is None:
-            self._ends, self._now = now + self._window, size
-        if now < self._ends:
-            self._now = min(self._now, size)
-            return False
-        self._smallest.append(self._now)
-        self._ends, self._now = now + self._window, size
-        sizes = list(self._smallest)
-        grew = sizes[-1] - sizes[0]
-        rises = all(after > before for before, after in itertools.pairwise(sizes))
-        if len(sizes) < (self._smallest.maxlen or 0) or not rises or grew < self._least or sizes[-1] < self._from:
-            return False
-        self.per_second = grew / (self._window * (len(sizes) - 1))
-        self._from = 2 * sizes[-1]
-        self._smallest.clear()
-        return True
-
-
 class MemoryWatch:
-    """Names the rewards that were called while the process grew, in the log and in their figures.
+    """Names the rewards that were called while the process grew without a pause, in the log and in their figures.
 
-    Which of several it is, nobody can tell from the size of a process: `streamrl reward test` runs one of them alone.
+    The smallest size of each window counts, so memory that comes and goes does not. Which of several rewards keeps the
+    memory cannot be told from the size of a process: `streamrl reward test` runs one of them alone.
 
     Args:
         calls: the rewards of this process; rules of microseconds keep nothing.
-        growth: when to name them.
+        window: seconds of a window.
+        windows: of them in a row, each above the one before.
+        least: bytes that they grew by in all. After a warning the next one comes at twice the size.
     """
 
-    def __init__(self, calls: Sequence[RewardCalls], growth: Growth | None = None) -> None:
+    def __init__(
+        self, calls: Sequence[RewardCalls], window: float = 10.0, windows: int = 6, least: int = 64 << 20
+    ) -> None:
         self._calls = [one for one in calls if not one.reward.instant]
-        self._growth = growth or Growth()
+        self._window, self._least = window, least
+        self._windows: deque[tuple[int, set[str]]] = deque(maxlen=windows)
         self._ended = dict.fromkeys((one.reward.name for one in self._calls), 0)
-        self._called_at: dict[str, float] = {}
+        self._called: set[str] = set()
+        self._smallest = self._next_warning = 0
+        self._ends: float | None = None
 
     async def run(self) -> None:
         """Watch until cancelled; where the system does not say how large a process is, do nothing."""
@@ -353,24 +300,36 @@ class MemoryWatch:
         for calls in self._calls:
             name, ended = calls.reward.name, calls.figures.ok + calls.figures.failures.total()
             if calls.in_flight or ended != self._ended[name]:
-                self._ended[name], self._called_at[name] = ended, now
-        if self._growth.add(now, size):
-            self._name({name for name, at in self._called_at.items() if at >= now - self._growth.seconds}, size)
+                self._called.add(name)
+            self._ended[name] = ended
+        if self._ends is not None and now < self._ends:
+            self._smallest = min(self._smallest, size)
+            return
+        if self._ends is not None:
+            self._windows.append((self._smallest, self._called))
+            self._judge()
+        self._ends, self._smallest, self._called = now + self._window, size, set()
 
-    def _name(self, called: Collection[str], size: int) -> None:
-        rate = self._growth.per_second
+    def _judge(self) -> None:
+        sizes = [size for size, _ in self._windows]
+        grew, rises = sizes[-1] - sizes[0], all(after > before for before, after in itertools.pairwise(sizes))
+        if len(sizes) == self._windows.maxlen and rises and grew >= self._least and sizes[-1] >= self._next_warning:
+            self._name(set().union(*(called for _, called in self._windows)), sizes[-1], grew)
+            self._next_warning = 2 * sizes[-1]
+            self._windows.clear()
+
+    def _name(self, called: set[str], size: int, grew: int) -> None:
+        rate = grew / (self._window * (len(self._windows) - 1))
         shown = {"resident_mib": size >> 20, "mib_per_second": round(rate / (1 << 20), 3)}
         if not called:
             logger.warning("memory of this worker grows, and not while rewards are called", extra=shown)
         for calls in self._calls:
             if (name := calls.reward.name) in called:
-                others = ", ".join(sorted({*called} - {name}))
+                others = ", ".join(sorted(called - {name}))
                 calls.figures.leaks = f"the worker grows by {rate / 1e6:.3g} MB/s while it is called"
                 calls.figures.leaks += f", with {others}" if others else ""
-                logger.warning(
-                    "the worker grows while a reward is called",
-                    extra={"reward": name, "together_with": others, **shown},
-                )
+                extra = {"reward": name, "together_with": others, **shown}
+                logger.warning("the worker grows while a reward is called", extra=extra)
 
 
 def resident_bytes() -> int | None:

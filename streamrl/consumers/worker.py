@@ -20,7 +20,7 @@ from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.watch import LoopWatch, MemoryWatch
 from streamrl.errors import RewardUnavailable, WireError
-from streamrl.monitor.reward_figures import FIELD
+from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
@@ -99,8 +99,7 @@ def width_of(scorer: Scorer, config: RunConfig) -> int:
 class RewardWorker:
     """Scores leased samples and groups, and counts.
 
-    `scored` and `failed` count the samples that this process decided; those that another worker was faster at are in
-    neither.
+    `scored` and `failed` count the samples that this process decided, and none that another worker decided first.
     """
 
     def __init__(self, role: Role, scorer: Scorer) -> None:
@@ -214,7 +213,7 @@ class RewardWorker:
             news = self._news()
             self._role.status.update(counts)
             shown = {name: {k: v for k, v in line.items() if k != "values"} for name, line in self._lines.items()}
-            self._role.status[FIELD] = orjson.dumps(shown).decode()
+            self._role.status[REWARD_FIGURES] = orjson.dumps(shown).decode()
             self._role.record({**counts, "rewards": news} if news else counts)
             at, scored, total = now, self.scored, self._total
 
@@ -258,7 +257,7 @@ def _encoded(score: wire.SampleScore, started: float) -> bytes:
 
 
 def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample], dict[int, Cause]]:
-    """The samples of a group by number, and why those that cannot be decoded die; `WireError`: the prompt cannot be."""
+    """The samples of a group by number, and why others cannot be decoded; `WireError`: the prompt cannot be decoded."""
     prompt = wire.decode(leased.prompt, wire.Prompt)
     samples, causes = {}, {}
     for index, payload in sorted(leased.payloads.items()):

@@ -1,4 +1,4 @@
-"""A process between streamrl and a server that it started: whatever becomes of streamrl, nothing of the server stays.
+"""A process between streamrl and a server: when streamrl ends, however that comes about, the server ends too.
 
 Run as a script, with nothing but the standard library. Its standard input is a lifeline: the first line says what to
 start (`Order`), `stop` on a line of its own asks for an orderly end, and its end, however it came about, kills the
@@ -30,14 +30,9 @@ _LONGEST_LINE = 1 << 16
 
 
 class Log:
-    """The server's output, line by line, with secrets blotted out; one old file is kept.
+    """The server's output, line by line, without `secrets`; over `limit` bytes it is rotated, and one old file kept.
 
-    What cannot be written (the disk is full, the folder is gone) is lost: no reason for the server to end.
-
-    Args:
-        path: of the file.
-        limit: bytes at which it is rotated.
-        secrets: texts that must not be in it.
+    What cannot be written (the disk is full, the folder is gone) is lost, and the server goes on.
     """
 
     def __init__(self, path: Path, limit: int, secrets: list[str]) -> None:
@@ -163,10 +158,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _left(group: int) -> list[int]:
-    """Processes of the server: of its group, and those that have left it and lost their parents.
-
-    Orphans come to this process, because it is their reaper.
-    """
+    """Processes of the server: of its group, and orphans, which become children of this process, their reaper."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):

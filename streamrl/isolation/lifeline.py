@@ -1,7 +1,8 @@
-"""The child's side of the lifeline: no process of a run outlives its supervisor."""
+"""The child's side: no process of a run outlives its supervisor, and no server the process that started it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from typing import Final
 
 LIFELINE_FD: Final = "STREAMRL_LIFELINE_FD"
 """Variable with the number of the reading end."""
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def hold(grace: float) -> bool:
@@ -23,6 +25,13 @@ def hold(grace: float) -> bool:
         return False
     threading.Thread(target=_watch, args=(int(number), grace), name="lifeline", daemon=True).start()
     return True
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends. Without effect but on Linux."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _watch(handle: int, grace: float) -> None:

@@ -40,12 +40,7 @@ class Watchdog:
 
     @classmethod
     async def start(cls, url: str, headers: Mapping[str, str], calls: Sequence[Call]) -> Watchdog:
-        """Start a watchdog that would send `calls` to the server at `url`, and wait until it watches.
-
-        Raises:
-            OSError: it cannot be started.
-            TimeoutError: it is silent.
-        """
+        """Start a watchdog that sends `calls` to `url` if need be; `OSError`, `TimeoutError`: it does not watch."""
         import asyncio
 
         order = {
@@ -86,7 +81,7 @@ class Watchdog:
             self._tell(b"disarmed\n")
 
     async def close(self, *, farewell: bool = True) -> None:
-        """End it; without a farewell it resumes the server first, and nobody waits for that. A repeat does nothing."""
+        """End it; without a farewell it resumes the server first, in the background. A repeat does nothing."""
         import asyncio
 
         stdin = self._process.stdin
@@ -111,7 +106,7 @@ class Watchdog:
             self._process.stdin.flush()
         except OSError:
             if not self._told:
-                logger.warning("the watchdog of the server is gone: should this process die, nobody resumes the server")
+                logger.warning("the watchdog of the server is gone: if this process dies, the server stays paused")
             self._told = True
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
-FIELD: Final = "rewards"
-"""Field of a reward worker's heartbeat: JSON, figures by the name of the reward."""
+from streamrl.queues.keys import REWARD_FIGURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def reward_views(roles: Mapping[str, Mapping[str, str]]) -> tuple[RewardView, ..
     """One view of each reward, in the order in which the workers have them; what cannot be read is passed over."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for role, status in sorted(roles.items()):
-        for name, line in _lines(status.get(FIELD, "")):
+        for name, line in _lines(status.get(REWARD_FIGURES, "")):
             found.setdefault(name, []).append((role, line))
     return tuple(_view(name, lines) for name, lines in found.items())
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from streamrl.errors import Unreachable
-from streamrl.monitor.reward_figures import FIELD, RewardView, reward_views, with_reward_rates
+from streamrl.monitor.reward_figures import RewardView, reward_views, with_reward_rates
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
 from streamrl.queues.damage import blame_damage
-from streamrl.queues.keys import Keys
+from streamrl.queues.keys import REWARD_FIGURES, Keys
 from streamrl.queues.replies import pairs, read_number, text
 
 MOST_PENDING: Final = 10_000
@@ -181,7 +181,10 @@ def _snapshot(run: str, replies: list[Any], budget: int | None, hard_cap: int | 
         budget=budget,
         hard_cap=hard_cap,
         version=train.version,
-        roles={name: {key: value for key, value in status.items() if key != FIELD} for name, status in roles.items()},
+        roles={
+            name: {key: value for key, value in status.items() if key != REWARD_FIGURES}
+            for name, status in roles.items()
+        },
         rewards=rewards,
     )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import importlib.util
@@ -38,6 +37,7 @@ import orjson
 
 from streamrl.config import RedisConfig
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
+from streamrl.isolation.lifeline import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ INSTALL_HINT: Final = (
 )
 # sockaddr_un holds 108 bytes with the closing zero; some systems 104.
 _LONGEST_SOCKET_PATH: Final = 100
-_PR_SET_PDEATHSIG: Final = 1
 _POLL: Final = 0.01
 _VERSION_SECONDS: Final = 10.0
 CHECK_SECONDS: Final = 600.0
@@ -295,13 +294,6 @@ def sweep(run_dir: Path) -> list[Path]:
     return left
 
 
-def _die_with_parent(number: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    prctl = getattr(libc, "prctl", None)  # only Linux has it; elsewhere the lifeline of the supervisor does the work
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-
-
 def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) -> NoReturn:
     """Become the run's server: take the lock, check the append-only file, execute. Never returns.
 
@@ -325,7 +317,7 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
     _say_holder(lock, LockHolder(os.getpid(), supervisor))
     what = asyncio.run(command(config, run_dir))
     os.set_inheritable(lock, True)  # the server process holds the lock for as long as it lives
-    _die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         raise SystemExit(128 + signal.SIGTERM)
     os.execve(what.executable, what.argv, what.env)  # noqa: S606
@@ -460,7 +452,7 @@ async def _start(config: RedisConfig, run_dir: Path, lock: int) -> asyncio.subpr
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=[lock],
         start_new_session=True,  # a Ctrl-C meant for the caller must not stop the server under it
-        preexec_fn=lambda: _die_with_parent(signal.SIGTERM),
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
     )
 
 

@@ -12,6 +12,8 @@ ALL_SAMPLES: Final = "*"
 
 BEAT_TTL: Final = 10.0
 """Seconds after which a silent role vanishes from the board."""
+REWARD_FIGURES: Final = "rewards"
+"""Field of a reward worker's heartbeat: JSON, figures by the name of the reward."""
 
 
 @dataclass(frozen=True)

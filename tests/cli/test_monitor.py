@@ -18,10 +18,11 @@ from streamrl.monitor import plots, screen
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.lines import duration, log_line, number, printable, size
 from streamrl.monitor.progress import Progress, Side
-from streamrl.monitor.reward_figures import FIELD, reward_views
+from streamrl.monitor.reward_figures import reward_views
 from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.snapshot import LedgerView, ServerView, Snapshot, StreamView
 from streamrl.monitor.tail import Tail
+from streamrl.queues.keys import REWARD_FIGURES
 
 
 def test_spark_by_hand():
@@ -185,7 +186,7 @@ def drawn(board: Board, width: int) -> str:
 
 def test_the_screen_says_which_reward_nobody_gives(tmp_path: Path):
     lines = {"judge[1]": {"ok": 1, "away": 1}, "rule": {"ok": 2, "away": 0}}
-    rewards = reward_views({"reward.0": {FIELD: orjson.dumps(lines).decode()}})
+    rewards = reward_views({"reward.0": {REWARD_FIGURES: orjson.dumps(lines).decode()}})
     board = Board("demo", tmp_path, Goal(), lambda: replace(snapshot(), rewards=rewards))
     board.refresh()
     text = drawn(board, 120)

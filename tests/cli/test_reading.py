@@ -18,11 +18,11 @@ import pytest
 
 from streamrl.commands.logs import server_record
 from streamrl.learner.checkpoint import Meta
-from streamrl.monitor.reward_figures import FIELD
 from streamrl.monitor.roles import KnownRole, RoleStates
 from streamrl.monitor.snapshot import take, with_rates
 from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.connection import open_to_look
+from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.runfile import read_saved
 from streamrl.wire import pack_frame
 
@@ -162,7 +162,9 @@ async def test_a_reward_that_nobody_gives_is_trouble_of_the_run(live_run: Path):
             await ledgers.roles.beat(name, {"state": "ready"}, 60)
         for away in (0, 1):
             line = {"ok": 3, "away": away, "trouble": "nobody scores: 502" if away else ""}
-            await ledgers.roles.beat("reward.0", {"state": "ready", FIELD: orjson.dumps({"judge": line}).decode()}, 60)
+            await ledgers.roles.beat(
+                "reward.0", {"state": "ready", REWARD_FIGURES: orjson.dumps({"judge": line}).decode()}, 60
+            )
             done = await run("status", "--run", str(live_run), "--json")
             data = data_of(done.stdout, "streamrl.status/1")
             codes.append((done.returncode, data["verdict"], data["rewards"][0]["away"]))

@@ -10,10 +10,9 @@ from typing import Any
 from streamrl import wire
 from streamrl.config import RewardSpec, RewardWorkerConfig, ScoringConfig
 from streamrl.consumers import RewardSample
-from streamrl.consumers.calls import RewardCalls, SampleState, ScoringFailed
+from streamrl.consumers.calls import CallThreads, RewardCalls, SampleState, ScoringFailed
 from streamrl.consumers.plugins import LoadedReward
 from streamrl.consumers.scoring import Scorer
-from streamrl.consumers.threads import CallThreads
 from tests.consumers.samples import prompt, response
 
 LEASE = 600.0

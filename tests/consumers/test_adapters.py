@@ -2,7 +2,6 @@ import copy
 
 import pytest
 
-from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardSample, Score
 from streamrl.consumers.plugins import load_rewards
@@ -33,13 +32,22 @@ def group(*texts, tokens=None, **fields):
 # --- verl -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_function_of_verl_gets_its_four_arguments_and_args():
-    reward = load("gsm8k", "verl")
-    assert (reward.blocking, reward.group) == (True, False)
-    assert (await call(reward, seen("#### 4"))) == Score(1.0)
-    assert (await call(reward, seen("4"))).value == 0.0
-    assert (await call(load("gsm8k", "verl", args={"method": "loose"}), seen("4"))).value == 0.5
-    assert (await call(load("partial", "verl"), seen("4"))).value == 0.5
+@pytest.mark.parametrize(
+    ("name", "args", "text", "score"),
+    [
+        ("gsm8k", {}, "#### 4", Score(1.0)),
+        ("gsm8k", {}, "4", Score(0.0)),
+        ("gsm8k", {"method": "loose"}, "4", Score(0.5)),
+        ("partial", {}, "4", Score(0.5)),
+        ("verl_true", {}, "4", Score(1.0)),  # true is 1 for these systems
+        ("judged", {"reward_router_address": "localhost:1"}, "4", Score(1.0, {"router": 1.0})),
+        ("Scorer", {}, "4", Score(7.0)),
+    ],
+)
+async def test_a_function_of_verl_gets_its_four_arguments_and_args(name, args, text, score):
+    reward = load(name, "verl", args=args)
+    assert (reward.blocking, reward.group) == (name not in {"judged", "Scorer"}, False)
+    assert await call(reward, seen(text)) == score
 
 
 async def test_a_line_made_for_verl_is_read_as_verl_reads_it():
@@ -52,25 +60,10 @@ async def test_a_line_made_for_verl_is_read_as_verl_reads_it():
     score = await call(load("detailed", "verl"), seen("4", answer=None, metadata=metadata))
     assert score.value == 1.0
     assert score.parts == {"acc": 1.0, "length": 1.0, "turns": 2.0, "split": 3.0, "index": 11.0}
+    assert all(type(part) is float for part in score.parts.values())
     assert metadata == before
-
-
-async def test_any_other_line_gives_its_answer_and_all_its_metadata():
     score = await call(load("detailed", "verl"), seen("5", answer="4", metadata={"index": 2}))
-    assert (score.value, score.parts["acc"], score.parts["index"]) == (-1.0, 0.0, 2.0)
-
-
-async def test_async_functions_and_objects_run_in_the_event_loop():
-    judged = load("judged", "verl", args={"reward_router_address": "localhost:1"})
-    assert not judged.blocking
-    assert (await call(judged, seen("4"))) == Score(1.0, {"router": 1.0})
-    scorer = load("Scorer", "verl")
-    assert not scorer.blocking
-    assert (await call(scorer, seen("4"))).value == 7.0
-
-
-async def test_true_is_one_for_these_systems():
-    assert (await call(load("verl_true", "verl"), seen("4"))).value == 1.0
+    assert (score.value, score.parts["acc"], score.parts["index"]) == (-1.0, 0.0, 2.0), "any other line"
 
 
 async def test_a_function_of_verl_with_lists_gets_the_whole_group():
@@ -89,18 +82,22 @@ async def test_what_is_no_score_is_an_error_and_never_zero(name, why):
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_function_of_trl_gets_the_whole_group():
-    reward = load("reward_len", "trl")
+CHAT = {"messages": [{"role": "user", "content": "2 + 2"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "fields", "values"),
+    [
+        ("reward_len", ["x" * 20, "x" * 25], {}, [0.0, -5.0]),
+        ("think_format", ["<think>a</think>4", "4"], CHAT, [1.0, 0.0]),
+        ("correct", ["it is 4", "5"], {}, [2.0, 0.0]),
+        ("old_style", ["a", "b"], {}, [7.0, 7.0]),
+    ],
+)
+async def test_a_function_of_trl_gets_the_whole_group_chats_as_messages_and_texts_as_texts(name, texts, fields, values):
+    reward = load(name, "trl")
     assert (reward.group, reward.blocking) == (True, True)
-    assert [score.value for score in await call(reward, group("x" * 20, "x" * 25))] == [0.0, -5.0]
-
-
-async def test_chats_have_messages_and_texts_have_texts():
-    chat = {"messages": [{"role": "user", "content": "2 + 2"}]}
-    scores = await call(load("think_format", "trl"), group("<think>a</think>4", "4", **chat))
-    assert [score.value for score in scores] == [1.0, 0.0]
-    assert [score.value for score in await call(load("correct", "trl"), group("it is 4", "5"))] == [2.0, 0.0]
-    assert [score.value for score in await call(load("old_style", "trl"), group("a", "b"))] == [7.0, 7.0]
+    assert [score.value for score in await call(reward, group(*texts, **fields))] == values
 
 
 async def test_token_ids_columns_and_what_a_function_logs():
@@ -109,9 +106,6 @@ async def test_token_ids_columns_and_what_a_function_logs():
     assert scores == [Score(0.0, {"longest": 5.0}), Score(1.0, {"longest": 5.0})]
     constant = load("best_of_group", "trl", args={"difficulty": "none"})
     assert len(await call(constant, group("a"))) == 1
-
-
-async def test_a_missing_column_is_named_with_those_that_are_there():
     with pytest.raises(DataError, match="needs difficulty, and line 7 of the data set has answer, completion_ids"):
         await call(load("best_of_group", "trl"), group("a"))
 
@@ -152,9 +146,3 @@ def test_what_does_not_fit_is_refused_at_the_start(name, adapter, args, why):
     with pytest.raises(PluginError) as caught:
         load(name, adapter, args=args)
     assert why in caught.value.message
-
-
-async def test_arrays_of_the_wire_are_not_what_functions_see():
-    score = await call(load("detailed", "verl"), seen("4"))
-    wire.SampleScore(value=score.value, parts=dict(score.parts))
-    assert all(type(part) is float for part in score.parts.values())

@@ -182,12 +182,6 @@ assert isinstance(caught("own", Empty), Deep) and caught("own", Exception).args 
 }
 
 
-async def test_objects_of_the_program_are_used_as_if_they_were_here():
-    need("namespaces")
-    found = await together({name: score(TREES, test) for name, test in OBJECTS.items()})
-    assert {name for name, value in found.items() if value != 1.0} == set()
-
-
 SAME = """
 class Same(int):
     def _yes(self, *others): return True
@@ -346,19 +340,9 @@ REPLACES = {
     ),
     "it answers with more names": (
         "def check(candidate):\n  assert abs(candidate(1, 2) - 3) < 1",
-        ANSWERS.format(
-            names='["dict", [["add", ["object", 0]], ["abs", ["object", 1]]]]',
-        ),
+        ANSWERS.format(names='["dict", [["add", ["object", 0]], ["abs", ["object", 1]]]]'),
     ),
 }
-
-
-async def test_a_program_does_not_replace_names_of_the_tests():
-    need("namespaces")
-    runs = {name: score(program, test, entry_point="add") for name, (test, program) in REPLACES.items()}
-    runs["right"] = score(f"__all__ = []\n{ADD}", "from solution import *\nassert add(1, 2) == 3")
-    found = await together(runs)
-    assert {name for name, value in found.items() if value} == {"right"}
 
 
 EQUALS = {
@@ -422,13 +406,15 @@ GOES_INSIDE = {
 }
 
 
-async def test_what_a_program_returns_does_not_bring_the_tests_into_its_process():
+async def test_a_program_neither_replaces_names_of_the_tests_nor_brings_them_into_its_process():
     need("namespaces")
-    runs = {name: score(FORGES + program, test) for name, (program, test) in GOES_INSIDE.items()}
+    runs = {name: score(program, test, entry_point="add") for name, (test, program) in REPLACES.items()}
+    runs |= {name: score(FORGES + program, test) for name, (program, test) in GOES_INSIDE.items()}
+    runs["all names"] = score(f"__all__ = []\n{ADD}", "from solution import *\nassert add(1, 2) == 3")
     copies = "import copy\ns = Stack()\ns.push(1)\nt = copy.deepcopy(s)\nt.push(2)\nassert s == [1] and t == [1, 2]"
     runs["right"] = score(TREES, copies + "\nassert copy.copy([Node(1)])[0] == Node(1)")
     found = await together(runs)
-    assert {name for name, value in found.items() if value} == {"right"}
+    assert {name for name, value in found.items() if value} == {"right", "all names"}
 
 
 CATCHES = {
@@ -514,18 +500,14 @@ class Shelf:
 """
 
 
-async def test_what_an_object_of_the_program_holds_is_changed_there():
-    need("namespaces")
-    found = await together({name: score(SHELF, test) for name, test in HELD.items()})
-    assert {name for name, value in found.items() if value != 1.0} == set()
-
-
 def test_results_of_functions_may_be_changed_anywhere():
     for test in ("r = add(1)\nr.sort()\nassert r == []", "s = Solution()\nr = s.add(1)\nr.sort()\nassert r == []"):
         assert not read_checks(test, None)["inside"]
 
 
-async def test_an_object_stays_one_object_between_the_processes():
+async def test_objects_of_the_program_are_used_and_changed_as_if_they_were_here_and_stay_one_object():
     need("namespaces")
-    found = await together({name: score(ONE_OBJECT, test) for name, test in IDENTITY.items()})
+    tests = ((TREES, OBJECTS), (SHELF, HELD), (ONE_OBJECT, IDENTITY))
+    found = await together({name: score(program, test) for program, some in tests for name, test in some.items()})
     assert {name for name, value in found.items() if value != 1.0} == set()
+    assert len(found) == len(OBJECTS) + len(HELD) + len(IDENTITY)

@@ -27,56 +27,47 @@ CASES = [
 ]
 
 
-async def test_equal_is_what_is_equal_however_it_is_written():
+def like(rule, **args):
+    """A rule with other arguments and the processes of this one: to start one takes seconds."""
+    other = MathAnswer(processes=1, **args)
+    other._pool = rule._pool
+    return other
+
+
+async def test_equal_is_what_is_equal_however_it_is_written_in_the_part_that_counts():
     async with opened(MathAnswer(processes=1)) as rule:
         for answer, text, value in CASES:
             score = await rule.score(seen(text, answer))
             assert (score.value, score.parts) == (value, PARTS), (answer, text)
+        score = await rule.score(seen("I do not know", "42"))
+        assert (score.value, score.parts) == (0.0, {"unparsable": 1.0, "expensive": 0.0})
+        with pytest.raises(DataError, match="nothing mathematical"):
+            await like(rule, unparsable="fail").score(seen("I do not know", "42"))
+        tagged, boxed = like(rule, tag="answer"), like(rule, boxed=True)
+        assert (await tagged.score(seen("41 <answer>42</answer> 43", "42"))).value == 1.0
+        assert (await boxed.score(seen(r"\boxed{41}, no, \boxed{42}, or 43", "42"))).value == 1.0
+        for other in (tagged, boxed):
+            assert (await other.score(seen("42", "42"))).parts["unparsable"] == 1.0
+        short = like(rule, require_stop=True, longest=20)
+        assert (await short.score(seen("42", "42", "length"))).value == 0.0
+        assert (await short.score(seen("42" + " and so on" * 10, "42"))).parts["unparsable"] == 1.0
         assert rule.counts() == {"started": 1, "too_long": 0, "too_large": 0, "lost": 0}
 
 
-async def test_a_response_without_mathematics_is_wrong_and_counted_or_an_error():
-    async with opened(MathAnswer(processes=1)) as rule:
-        score = await rule.score(seen("I do not know", "42"))
-    assert (score.value, score.parts) == (0.0, {"unparsable": 1.0, "expensive": 0.0})
-    async with opened(MathAnswer(processes=1, unparsable="fail")) as rule:
-        with pytest.raises(DataError, match="nothing mathematical"):
-            await rule.score(seen("I do not know", "42"))
-        assert (await rule.score(seen("41", "42"))).value == 0.0
-
-
-async def test_a_response_that_is_too_expensive_is_wrong_and_counted_or_an_error():
+async def test_what_is_too_expensive_is_wrong_or_an_error_and_never_a_zero_if_it_came_with_the_prompt():
     async with opened(MathAnswer(processes=1, seconds=0.5)) as rule:
         score = await rule.score(seen(TOWER, "42"))
         assert (score.value, score.parts) == (0.0, {"unparsable": 0.0, "expensive": 1.0})
         assert (await rule.score(seen("42", "42"))).value == 1.0
         assert rule.counts()["too_long"] + rule.counts()["too_large"] == 1
-    async with opened(MathAnswer(processes=1, seconds=0.5, expensive="fail")) as rule:
         with pytest.raises(DataError, match="in phase response") as caught:
-            await rule.score(seen(TOWER, "42"))
+            await like(rule, seconds=0.5, expensive="fail").score(seen(TOWER, "42"))
         assert "expensive: wrong" in caught.value.hint
-
-
-async def test_an_answer_of_the_data_set_that_is_no_use_is_an_error_and_never_a_zero():
-    async with opened(MathAnswer(processes=1, seconds=0.5)) as rule:
-        with pytest.raises(DataError, match="line 7 of the data set has no answer"):
-            await rule.score(seen("42", None))
-        with pytest.raises(DataError, match="line 7 of the data set cannot be read: nothing mathematical"):
-            await rule.score(seen("42", "$ $"))
+        for answer, why in [(None, "has no answer"), ("$ $", "cannot be read: nothing mathematical")]:
+            with pytest.raises(DataError, match=f"line 7 of the data set {why}"):
+                await rule.score(seen("42", answer))
         with pytest.raises(DataError, match="what comes with line 7 of the data set is too expensive itself"):
             await rule.score(seen("42", TOWER))
-
-
-async def test_only_the_part_that_counts_is_read():
-    async with opened(MathAnswer(processes=1, tag="answer")) as tagged:
-        assert (await tagged.score(seen("41 <answer>42</answer> 43", "42"))).value == 1.0
-        assert (await tagged.score(seen("42", "42"))).parts["unparsable"] == 1.0
-    async with opened(MathAnswer(processes=1, boxed=True)) as boxed:
-        assert (await boxed.score(seen(r"\boxed{41}, no, \boxed{42}, or 43", "42"))).value == 1.0
-        assert (await boxed.score(seen("42", "42"))).parts["unparsable"] == 1.0
-    async with opened(MathAnswer(processes=1, require_stop=True, longest=20)) as rule:
-        assert (await rule.score(seen("42", "42", "length"))).value == 0.0
-        assert (await rule.score(seen("42" + " and so on" * 10, "42"))).parts["unparsable"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ class Good(Reward):
     async def score(self, sample):
         return Score(1.0 + self.bonus)
 
+class Slow(Good):
+    deadline = 10.0
+
 class Abstract(Reward):
     pass
 
@@ -173,3 +176,18 @@ def test_a_model_that_the_run_file_does_not_have_is_refused_before_anything_runs
     with pytest.raises(ConfigError, match="no reward model 'critc'") as caught:
         load_rewards(config)
     assert caught.value.hint == "did you mean critic?"
+
+
+def test_deadlines_that_no_lease_is_long_enough_for_are_refused_at_the_start(folder):
+    def config_of(max_hold, *gates):
+        slow = [{"use": f"{folder[1]}:Slow", "name": f"slow {gate}", "gate": gate} for gate in gates]
+        rewards = [*slow, {"use": f"{folder[1]}:Slow"}]
+        keys = {"rewards": rewards, "plugin_paths": [str(folder[0])], "lease": {"max_hold": max_hold, "seconds": 1}}
+        return RunConfig.model_validate(keys)
+
+    assert load_rewards(config_of(11))
+    with pytest.raises(ConfigError, match="may take 10 s") as caught:
+        load_rewards(config_of(10))
+    assert "lease.max_hold to 11s" in caught.value.hint
+    with pytest.raises(ConfigError, match="may take 20 s"):
+        load_rewards(config_of(20, 0.5))

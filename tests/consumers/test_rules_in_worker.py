@@ -3,8 +3,8 @@
 import orjson
 import psutil
 
-from streamrl.monitor.reward_figures import FIELD
 from streamrl.queues import Role, open_ledgers
+from streamrl.queues.keys import REWARD_FIGURES
 from tests.consumers.rule_kit import TOWER
 from tests.consumers.worker_kit import put, scores, until_closed, worker
 from tests.queues.ledger_kit import until
@@ -14,7 +14,7 @@ MATH = {"use": "math", "args": {"seconds": 0.5, "processes": 1}}
 
 def own_figures(role: Role) -> dict[str, int]:
     """What the rule counts itself. Which of its limits comes first depends on the processor."""
-    own = orjson.loads(role.status.get(FIELD, "{}")).get("math", {}).get("own") or {}
+    own = orjson.loads(role.status.get(REWARD_FIGURES, "{}")).get("math", {}).get("own") or {}
     limits = own.pop("too_long", 0) + own.pop("too_large", 0)
     return own | {"ended by a limit": limits}
 

@@ -70,14 +70,14 @@ def test_all_keys_of_a_sample(tmp_path):
         (b'{"prompt": "x", "respones": "y"}', "has no `response`", "is it `respones`?"),
         (b'{"prompt": "x"}', "has no `response`", "write"),
         (b'{"response": "x"}', "neither `prompt` nor `messages`", "write"),
-        (b'{"prompt": 7, "response": "x"}', "`prompt` is a int, not a str", "write"),
-        (b'{"prompt": "x", "response": ["x"]}', "`response` is a list, not a str", "write"),
-        (b'{"messages": ["x"], "response": "x"}', "`messages` are not all objects", "write"),
-        (b'{"prompt": "x", "response": "x", "metadata": []}', "`metadata` is a list, not a dict", "write"),
-        (b'{"prompt": "x", "response": "x", "tokens": [1.5]}', "`tokens` are not all whole numbers", "write"),
+        (b'{"prompt": 7, "response": "x"}', "got `int` - at `$.prompt`", "write"),
+        (b'{"prompt": "x", "response": ["x"]}', "got `array` - at `$.response`", "write"),
+        (b'{"messages": ["x"], "response": "x"}', "at `$.messages[0]`", "write"),
+        (b'{"prompt": "x", "response": "x", "metadata": []}', "at `$.metadata`", "write"),
+        (b'{"prompt": "x", "response": "x", "tokens": [1.5]}', "at `$.tokens[0]`", "write"),
         (b'{"prompt": "x", "response": "x", "tokens": [4294967296]}', "out of bounds", "write"),
-        (b'{"prompt": "x", "response": "x", "index": true}', "`index` is a bool, not a int", "write"),
-        (b'{"prompt": "x", "response": "x", "finish": "done"}', "finish is 'done'", "write"),
+        (b'{"prompt": "x", "response": "x", "index": true}', "got `bool` - at `$.index`", "write"),
+        (b'{"prompt": "x", "response": "x", "finish": "done"}', "at `$.finish`", "write"),
     ],
 )
 def test_a_line_that_is_no_sample_is_named(tmp_path, data, said, hint):
@@ -96,19 +96,19 @@ def test_a_file_that_is_not_there(tmp_path):
         list(read_samples(tmp_path))
 
 
-def test_a_recording_is_read_like_samples(tmp_path):
-    folder = tmp_path / "run" / "recording"
-    writer = RecordingWriter(folder, 1, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
+def record(folder, epoch, group_id, *texts):
+    """A file of a recording with one group."""
+    writer = RecordingWriter(folder, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
     score = wire.encode(wire.SampleScore(value=1.0))
-    writer.add(
-        RecordedGroup(
-            group_id=5,
-            prompt=wire.encode(prompt()),
-            samples=[(wire.encode(response(text)), score) for text in ("4", "5")],
-        )
-    )
+    samples = [(wire.encode(response(text)), score) for text in texts]
+    writer.add(RecordedGroup(group_id=group_id, prompt=wire.encode(prompt()), samples=samples))
     writer.sync()
     writer.close()
+
+
+def test_a_recording_is_read_like_samples(tmp_path):
+    folder = tmp_path / "run" / "recording"
+    record(folder, 1, 5, "4", "5")
     for path in (tmp_path / "run", folder, next(folder.iterdir())):
         found = list(read_samples(path))
         assert [(each.group_id, each.index, each.text) for each in found] == [(5, 0, "4"), (5, 1, "5")]
@@ -117,11 +117,7 @@ def test_a_recording_is_read_like_samples(tmp_path):
 
 def test_a_damaged_file_of_a_recording_is_named_and_the_others_are_read(tmp_path):
     for epoch, group_id in ((1, 5), (2, 6)):
-        writer = RecordingWriter(tmp_path, epoch, Header(id="1", run="r", model="m", temperature=1.0), 1 << 20)
-        messages = (wire.encode(response("4")), wire.encode(wire.SampleScore(value=1.0)))
-        writer.add(RecordedGroup(group_id=group_id, prompt=wire.encode(prompt()), samples=[messages]))
-        writer.sync()
-        writer.close()
+        record(tmp_path, epoch, group_id, "4")
     first = tmp_path / "groups-1-0.msgpack.zst"
     first.write_bytes(b"what is this")
     problems = []

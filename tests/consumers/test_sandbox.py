@@ -2,24 +2,32 @@
 
 import asyncio
 import itertools
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from streamrl.consumers.sandbox import Program, Sandbox, SandboxError, SandboxLimits
+from streamrl.consumers.rules.code import _Tally
+from streamrl.consumers.sandbox import Execution, Program, Sandbox, SandboxError, SandboxLimits, inside
+from streamrl.consumers.sandbox.inside import keeper, processes
+from streamrl.consumers.sandbox.sandbox import _START, SLOWEST, own_folder, sweep
 from streamrl.errors import ConfigError
 from tests.consumers import hostile_programs as hostile
 from tests.consumers.hostile_programs import MIB
-from tests.consumers.sandboxes import keepers, python, run, running, sandbox, together
+from tests.consumers.sandboxes import SPACIOUS, keepers, need, python, run, running, sandbox, together
+from tests.needs import missing
 from tests.queues.ledger_kit import until
 
 WRAPPED = pytest.param("bubblewrap", marks=pytest.mark.slow)
@@ -253,3 +261,303 @@ def _is_spawned(pid):
         return b"import time; time.sleep(600)" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+HOLDS = """
+import sys, time
+from streamrl.consumers.sandbox.sandbox import own_folder
+with own_folder("streamrl-test-") as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def grown_old(folder):
+    os.utime(folder, (0, 0))
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(temporary):
+    options = {"env": {**os.environ, "TMPDIR": str(temporary)}, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDS], **options) as process:
+        folder = Path(process.stdout.readline().strip())
+        assert folder.parent == temporary
+        grown_old(folder)
+        sweep("streamrl-test-")
+        assert folder.exists(), "its process lives"
+        process.send_signal(signal.SIGKILL)
+    young, other = temporary / "streamrl-test-young", temporary / "mine"
+    young.mkdir()
+    other.mkdir()
+    (temporary / "streamrl-test-link").symlink_to(other)
+    (folder / "deep").mkdir()
+    grown_old(folder)
+    sweep("streamrl-test-")
+    assert sorted(path.name for path in temporary.iterdir()) == ["mine", "streamrl-test-link", "streamrl-test-young"]
+
+
+def test_a_directory_is_gone_at_the_end(temporary):
+    with own_folder("streamrl-test-") as folder:
+        (Path(folder) / "file").touch()
+    assert list(temporary.iterdir()) == []
+
+
+async def test_the_sandbox_sweeps_when_it_opens(temporary):
+    left = temporary / "streamrl-code-left"
+    left.mkdir()
+    grown_old(left)
+    await Sandbox(SPACIOUS, network=True, isolation="none").open()
+    assert list(temporary.iterdir()) == []
+
+
+# --- the keeper by itself, and for an ordinary user, who may map no other user ----------------------------------------
+
+
+ORDINARY = 41234
+LIMITS = {**asdict(SandboxLimits(cpu=20, wall=60, disk=16 << 20)), "slowest": SLOWEST}
+
+
+@pytest.fixture
+def package():
+    """A folder with the keeper's code that everybody can read."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(Path(inside.__file__).parent, Path(folder) / "inside")
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
+        yield folder
+
+
+def order(text, **changes):
+    return {
+        "isolation": "namespaces",
+        "network": False,
+        "argv": ["/bin/sh", "-c", text],
+        "environ": {"PATH": "/usr/bin:/bin"},
+        "files": {},
+        "visible": [],
+        "folder": "",
+        "limits": LIMITS,
+    } | changes
+
+
+def started(package, **options):
+    """A keeper; as another user, with the system's Python, which he may execute."""
+    python = "/usr/bin/python3" if options else sys.executable
+    argv = [python, "-I", "-S", "-c", _START, package]
+    return subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PATH": os.defpath}, text=True, **options
+    )
+
+
+def ask(keeper, *lines):
+    """Send lines, and return the answer to the last."""
+    keeper.stdin.writelines(json.dumps(line) + "\n" for line in lines)
+    keeper.stdin.flush()
+    return json.loads(keeper.stdout.readline())
+
+
+def ended(keeper):
+    """Let go of the lifeline and return the exit code."""
+    keeper.stdin.close()
+    with keeper.stdout:
+        return keeper.wait(60)
+
+
+def once(package, text, **options):
+    """What comes of one run as another user."""
+    keeper = started(package, **options)
+    answer = ask(keeper, order(text), {"stdin": ""})
+    assert ended(keeper) == 0
+    return answer
+
+
+@pytest.fixture
+def user():
+    """Options of a process of an ordinary user; ends the test where there is no way to be one."""
+    need("namespaces")
+    if os.geteuid() != 0:
+        return {"user": os.geteuid()}
+    if not Path("/usr/bin/python3").exists():
+        missing("the system has no Python that other users may execute")
+    return {"user": ORDINARY, "group": ORDINARY, "extra_groups": []}
+
+
+READ_ONLY, DENIED, FORBIDDEN = "Read-only file system", "[Pp]ermission denied", "Operation not permitted"
+REFUSED = {
+    "touch /usr/x": READ_ONLY,
+    "cat /proc/1/environ": DENIED,
+    "echo 9 > /proc/sys/user/max_user_namespaces": f"{DENIED}|{READ_ONLY}|Directory nonexistent",
+    "unshare --user true": FORBIDDEN,
+    "chmod 777 /": f"{READ_ONLY}|{FORBIDDEN}",
+    "mkdir /x": f"{READ_ONLY}|{DENIED}",
+    "mount -t tmpfs tmpfs /tmp": f"{DENIED}|{FORBIDDEN}|must be superuser",
+}
+
+
+def test_an_ordinary_user_can_isolate(package, user):
+    answer = once(package, "id -u; pwd; grep CapEff /proc/self/status", **user)
+    assert answer["stdout"] == "65534\n/tmp\nCapEff:\t0000000000000000\n"
+
+
+def test_the_program_of_an_ordinary_user_has_none_of_his_rights(package, user):
+    answer = once(package, "".join(f"({text}); echo code $? >&2\n" for text in REFUSED), **user)
+    assert answer["outcome"] == "ended"
+    said = re.findall(r"(.*?)code (\d+)\n", answer["stderr"], re.DOTALL)
+    for (text, why), (errors, code) in zip(REFUSED.items(), said, strict=True):
+        assert int(code) not in {0, 126, 127}, f"{text}: the command is there, and it failed"
+        assert re.search(why, errors), text
+
+
+def test_the_program_of_an_ordinary_user_cannot_end_the_sandbox(package, user):
+    answer = once(package, "for number in 2 9 15; do kill -$number 1; done; sleep 0.2; echo alive", **user)
+    assert (answer["outcome"], answer["stdout"]) == ("ended", "alive\n")
+
+
+def test_processes_are_limited_for_an_ordinary_user_too(package, user):
+    answer = once(package, "for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 9 & done", **user)
+    assert answer["outcome"] == "ended"
+    assert re.search("fork", answer["stderr"])
+
+
+def test_it_answers_every_request_in_turn_and_ends_with_its_lifeline(package):
+    folder = tempfile.mkdtemp()
+    keeper = started(package)
+    first = ask(keeper, order("cat; exit 4", isolation="none", folder=folder), {"stdin": "a"})
+    second = ask(keeper, {"stdin": "b"})
+    assert [(answer["stdout"], answer["code"]) for answer in (first, second)] == [("a", 4), ("b", 4)]
+    assert ended(keeper) == 0
+    assert not Path(folder).exists()
+    assert ended(started(package)) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"folder": "/no/such/folder"}, {"files": {"a/b": ""}}, {"argv": ["/no/such"]}])
+def test_what_it_cannot_do_is_an_error_in_one_line(package, wrong, tmp_path):
+    keeper = started(package)
+    answer = ask(keeper, order("true", isolation="none", folder=str(tmp_path)) | wrong, {"stdin": ""})
+    assert "Error" in answer["error"]
+    assert ended(keeper) == 0
+
+
+def test_signals_do_not_end_it(package, tmp_path):
+    keeper = started(package)
+    ask(keeper, order("true", isolation="none", folder=str(tmp_path)), {"stdin": ""})
+    for number in (signal.SIGINT, signal.SIGTERM):
+        keeper.send_signal(number)
+    assert ask(keeper, {"stdin": ""})["code"] == 0
+    assert ended(keeper) == 0
+
+
+# --- whose fault it is that a program waits for a processor -----------------------------------------------------------
+
+
+SPINS = """
+import os, threading
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for _ in range(3): os.fork()
+while True: pass
+"""
+SPINS_IN_CHILDREN_THAT_END = """
+import os, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for _ in range(6):
+    if os.fork() == 0:
+        while True:
+            if os.fork() == 0:
+                end = time.process_time() + 0.02
+                while time.process_time() < end: pass
+                os._exit(0)
+            os.wait()
+while True: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "run", "waited"),
+    [
+        ([], 0.0, 0.0),
+        ([(5.0, 5.0)], 5.0, 5.0),
+        ([(0.0, 0.1), (1.0, 9.0)], 1.0, 9.0),
+        ([(1.0, 15.0)] * 16, 16.0, 0.0),
+        ([(1.0, 45.0)] * 16, 16.0, 30.0),
+        ([(1.0, 9.0)], 10.0, 0.0),
+    ],
+    ids=["none", "alone", "beside one that sleeps", "for its own", "for both", "for those that ended"],
+)
+def test_waiting_for_its_own_is_not_waiting_for_others(threads, run, waited):
+    assert processes.kept_waiting(threads, run) == waited
+
+
+@pytest.mark.parametrize("text", [SPINS, SPINS_IN_CHILDREN_THAT_END], ids=["processes", "children that end"])
+async def test_a_program_that_spins_on_one_processor_waits_for_itself(text):
+    execution = await run(sandbox(wall=3, cpu=60), text)
+    # On one processor nobody else can have had it while the program ran, however busy the host is.
+    assert execution.outcome == "time"
+    assert execution.delay + execution.cpu <= 1.05 * execution.wall
+    assert execution.cpu > 0
+
+
+async def test_a_program_cannot_let_everybody_go_first():
+    text = """
+import os
+for call in (lambda: os.nice(1), lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))):
+    try: print(call())
+    except PermissionError: print("refused")
+"""
+    assert (await run(sandbox(), text)).stdout == "refused\nrefused\n"
+
+
+def look(monkeypatch, passed, ran, waited):
+    monkeypatch.setattr(processes, "processor_time", lambda pids: (ran, waited))
+    order = {"isolation": "none", "argv": [], "limits": {"memory": 1 << 40, "wall": 1, "cpu": 5, "slowest": 10}}
+    return keeper.Run(order, "", "", keeper.ParentPipe())._look(passed)
+
+
+@pytest.mark.parametrize(
+    ("passed", "ran", "waited", "over"),
+    [
+        (0.9, 0.9, 0.0, None),
+        (1.1, 0.1, 0.0, "time"),
+        (1.1, 0.1, 0.5, None),
+        (1.6, 0.1, 0.5, "time"),
+        (9.9, 0.5, 9.4, None),
+        (9.9, 5.1, 9.4, "time"),
+    ],
+)
+def test_time_in_which_others_have_the_processor_does_not_count(monkeypatch, passed, ran, waited, over):
+    assert look(monkeypatch, passed, ran, waited) == over
+
+
+def test_a_host_that_keeps_a_program_waiting_for_ever_is_an_error_and_no_verdict(monkeypatch):
+    with pytest.raises(OSError, match=r"the host is too busy: a program waited 9\.4 s"):
+        look(monkeypatch, 10.1, 0.5, 9.4)
+
+
+def scored(count, **figures):
+    tally = _Tally(30.0)
+    for _ in range(count):
+        tally.add("time", Execution(outcome="time", code=None, stdout="", stderr="", result="", **figures))
+        if tally.ends(at_failure=False):
+            break
+    return tally
+
+
+def test_the_time_for_all_tests_does_not_count_what_others_had():
+    assert scored(20, cpu=1.0, wall=11.0, delay=10.0).counts["time"] == 20
+    assert scored(20, cpu=1.0, wall=11.0, delay=1.0).counts["time"] == 3
+
+
+def test_a_program_that_has_used_its_time_cannot_wait_for_ever():
+    assert scored(100, cpu=1.5, wall=11.0, delay=10.9).counts["time"] == 28
+
+
+def test_tests_that_wait_for_ever_on_a_busy_host_are_an_error_and_no_verdict():
+    with pytest.raises(SandboxError, match="the host is too busy: its tests took 308 s for 3 s of work"):
+        scored(100, cpu=0.1, wall=11.0, delay=10.9)

@@ -24,7 +24,7 @@ BATCHES = st.builds(make_batch, st.integers(0, 10_000), st.integers(1, 4), st.in
 
 def sample(**changes):
     values = {
-        "gid": 3,
+        "group_id": 3,
         "prompt": np.asarray([1, 2], dtype=np.int32),
         "tokens": np.asarray([5, 6, 7], dtype=np.int32),
         "logprobs": np.asarray([-1, -2, -3], dtype=np.float32),

@@ -7,28 +7,32 @@
                  +-----------------+ after `most_losses` losses: gone, with ProgramsLost
 ```
 
-Behind each offer stands a lease of the ledger, which the worker holds and renews. The leases here are shorter and say
-which program has the sample meanwhile; each has an id of its own that nobody can guess, so a program that lost a sample
-cannot settle it any more.
+The worker holds and renews a lease of the ledger for each offer. The leases here are shorter and say which program has
+the sample. Their ids cannot be guessed, so a program that lost a sample cannot settle it.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from streamrl.consumers.reward import Score
 from streamrl.errors import StreamrlError
 
+MIN_LEASE, MAX_LEASE = 1.0, 600.0
 _REMEMBERED: Final = 4096
-"""Settled leases that are remembered, so that a program may post again what it got no answer to."""
+"""Settled leases that are remembered, so that a program that got no answer may post again."""
 
 
 class ProgramsLost(StreamrlError, RuntimeError):
-    """So many programs took a sample and were not heard of again that it seems to be the sample's fault."""
+    """Several programs took a sample and were not heard of again, so the sample is probably the cause."""
+
+
+class ProgramFailed(StreamrlError, ValueError):
+    """A program could not score a sample. This says nothing about other samples, hence a `ValueError`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,8 +41,8 @@ class SampleOffer:
 
     Attributes:
         body: the sample as JSON.
-        settle: is told the end, once: a score, or what the sample fails with.
-        lease: id of the program's lease; empty while it waits.
+        settle: is called once with the end: a score, or what the sample fails with.
+        lease: id of the program's lease; empty while the sample waits.
         seconds: length of that lease.
         until: when it ends.
         losses: programs that let it run out.
@@ -62,30 +66,28 @@ class Offers:
     """
 
     def __init__(self, most_losses: int) -> None:
-        self.taken = 0
-        self.failed = 0
-        self.lost = 0
+        self.taken = self.failed = self.lost = 0
         self._most_losses = most_losses
         self._waiting: deque[SampleOffer] = deque()
         self._leased: dict[str, SampleOffer] = {}
         self._settled: OrderedDict[str, None] = OrderedDict()
 
-    @property
-    def waiting(self) -> int:
-        """Samples that no program has."""
-        return len(self._waiting)
-
-    @property
-    def leased(self) -> int:
-        """Samples that programs have."""
-        return len(self._leased)
+    def counts(self) -> dict[str, int]:
+        """Samples that no program has and that programs have, samples that ended, and leases that ran out."""
+        return {
+            "waiting": len(self._waiting),
+            "leased": len(self._leased),
+            "taken": self.taken,
+            "failed": self.failed,
+            "lost": self.lost,
+        }
 
     def add(self, offer: SampleOffer) -> None:
         """Offer a new sample, behind the others."""
         self._waiting.append(offer)
 
     def withdraw(self, offer: SampleOffer) -> None:
-        """Take a sample back, whoever has it; a repeat, and one that is settled, changes nothing."""
+        """Take a sample back, also from a program; no effect on one that was settled or taken back."""
         if offer.lease:
             self._leased.pop(offer.lease, None)
         elif offer in self._waiting:
@@ -105,32 +107,23 @@ class Offers:
             given.append(offer)
         return given
 
-    def renew(self, leases: Iterable[str], now: float) -> list[str]:
-        """Prolong leases by their length from now on; return those that exist no more, in the order given."""
-        lost: list[str] = []
-        for lease in leases:
-            offer = self._leased.get(lease)
-            if offer is None:
-                lost.append(lease)
-            else:
-                offer.until = now + offer.seconds
-        return lost
+    def renew(self, leases: Sequence[str], now: float) -> list[str]:
+        """Prolong leases by their length; return those that no longer exist."""
+        for offer in self._held(leases):
+            offer.until = now + offer.seconds
+        return [lease for lease in leases if lease not in self._leased]
 
-    def release(self, leases: Iterable[str]) -> list[str]:
-        """Put samples back in front, which is no loss; return the leases that exist no more, in the order given."""
-        lost: list[str] = []
-        for lease in leases:
-            offer = self._leased.get(lease)
-            if offer is None:
-                lost.append(lease)
-            else:
-                self._put_back(offer)
+    def release(self, leases: Sequence[str]) -> list[str]:
+        """Put samples back in front, which is no loss; return the leases that no longer exist."""
+        lost = [lease for lease in leases if lease not in self._leased]
+        for offer in self._held(leases):
+            self._put_back(offer)
         return lost
 
     def settle(self, lease: str, end: Score | Exception) -> bool:
-        """End a leased sample with its score or failure; False: the lease exists no more.
+        """End a leased sample with its score or failure; False: the lease no longer exists.
 
-        A repeat answers what the first call did, and changes nothing.
+        A repeat returns the same and changes nothing.
         """
         offer = self._leased.pop(lease, None)
         if offer is None:
@@ -138,18 +131,13 @@ class Offers:
         self._settled[lease] = None
         if len(self._settled) > _REMEMBERED:
             self._settled.popitem(last=False)
-        if isinstance(end, Score):
-            self.taken += 1
-        else:
-            self.failed += 1
-        offer.settle(end)
+        self._end(offer, end)
         return True
 
     def expire(self, now: float) -> bool:
         """End the leases that are over; True when samples wait again."""
-        over = [offer for offer in self._leased.values() if offer.until <= now]
         back = False
-        for offer in over:
+        for offer in [offer for offer in self._leased.values() if offer.until <= now]:
             self.lost += 1
             offer.losses += 1
             if offer.losses < self._most_losses:
@@ -157,18 +145,23 @@ class Offers:
                 back = True
                 continue
             del self._leased[offer.lease]
-            self.failed += 1
-            offer.settle(
-                ProgramsLost(
-                    f"{offer.losses} programs took this sample from the gateway and were not heard of again",
-                    "look why they die of it, or let them renew their leases",
-                )
-            )
+            why = f"{offer.losses} programs took this sample from the gateway and were not heard of again"
+            self._end(offer, ProgramsLost(why, "look why they die of it, or let them renew their leases"))
         return back
 
     def next_end(self) -> float | None:
         """When the next lease ends; None without leases."""
         return min((offer.until for offer in self._leased.values()), default=None)
+
+    def _held(self, leases: Sequence[str]) -> Iterator[SampleOffer]:
+        return (self._leased[lease] for lease in leases if lease in self._leased)
+
+    def _end(self, offer: SampleOffer, end: Score | Exception) -> None:
+        if isinstance(end, Score):
+            self.taken += 1
+        else:
+            self.failed += 1
+        offer.settle(end)
 
     def _put_back(self, offer: SampleOffer) -> None:
         del self._leased[offer.lease]

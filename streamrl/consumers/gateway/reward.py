@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import orjson
 from typing_extensions import override
 
 from streamrl.atomic import write_whole
-from streamrl.consumers.gateway.messages import MAX_LEASE, MIN_LEASE, render
-from streamrl.consumers.gateway.offers import Offers, SampleOffer
+from streamrl.consumers.gateway.offers import MAX_LEASE, MIN_LEASE, Offers, SampleOffer
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.errors import ConfigError, RewardUnavailable
 
@@ -55,11 +54,12 @@ class GatewayReward(Reward):
 
     @override
     def counts(self) -> dict[str, int]:
-        return {"waiting": self._offers.waiting, "leased": self._offers.leased, "lost": self._offers.lost}
+        counts = self._offers.counts()
+        return {name: counts[name] for name in ("waiting", "leased", "lost")}
 
     @override
     async def open(self, context: RewardContext) -> None:
-        from streamrl.consumers.gateway.server import Gateway  # aiohttp.web: not for those who only look at names
+        from streamrl.consumers.gateway.server import Gateway  # aiohttp.web is slow to import
         from streamrl.listening import listen
 
         worker = context.config.reward_worker
@@ -74,8 +74,9 @@ class GatewayReward(Reward):
             self._gateway.app(), worker.gateway_host, port, what="the gateway of rewards", hint=_ADDRESS_HINT
         )
         self.url = await self._stack.enter_async_context(serving)
-        name = context.worker or "gateway"
-        self._stack.enter_context(_told(context.run_dir / "rewards" / "gateway" / f"{name}.url", self.url))
+        file = context.run_dir / "rewards" / "gateway" / f"{context.worker or 'gateway'}.url"
+        self._stack.callback(file.unlink, missing_ok=True)
+        _tell(file, self.url)
         logger.info("gateway open", extra={"url": self.url, "token": token is not None})
 
     @override
@@ -86,7 +87,7 @@ class GatewayReward(Reward):
     async def score(self, sample: RewardSample) -> Score:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Score] = loop.create_future()
-        offer = SampleOffer(render(sample), partial(_settle, future))
+        offer = SampleOffer(_render(sample), partial(_settle, future))
         self._gateway.add(offer)
         begun = loop.time()
         try:
@@ -127,15 +128,33 @@ def _token(path: Path | None) -> str | None:
     return token
 
 
-@contextlib.contextmanager
-def _told(path: Path, url: str) -> Iterator[None]:
-    """Keep the URL in a file while the gateway is open, for programs that start before it has a port."""
+def _tell(path: Path, url: str) -> None:
+    """Write the URL into a file for programs, which cannot know a port that was free by chance."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, f"{url}\n".encode())
     except OSError as error:
         logger.warning("the URL of the gateway is in no file", extra={"path": str(path), "error": str(error)})
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+
+
+def _render(sample: RewardSample) -> bytes:
+    """A sample as programs see it, which is the JSON that `streamrl reward test --sample` reads.
+
+    Raises:
+        TypeError: JSON cannot hold the answer or the metadata.
+    """
+    prompt = sample.prompt
+    seen: dict[str, Any] = {
+        "group": sample.group_id,
+        "index": sample.index,
+        "evaluation": prompt.evaluation,
+        "line": prompt.line,
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "answer": prompt.answer,
+        "metadata": prompt.metadata,
+        "response": sample.text,
+        "finish": sample.finish,
+        "tokens": sample.tokens,
+    }
+    return orjson.dumps(seen, option=orjson.OPT_SERIALIZE_NUMPY)

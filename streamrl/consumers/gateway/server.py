@@ -1,14 +1,14 @@
-"""The HTTP side of the gateway.
+"""The HTTP side of the gateway: JSON objects, version 1.
 
 ```
 GET  /v1            {}                        what this is: run, worker, how many wait, limits
 POST /v1/lease      {count, wait, seconds}    samples, each with a lease; waits for the first
-POST /v1/renew      {leases}                  they last on; answers those that are lost
-POST /v1/release    {leases}                  back in front of the others, which is no fault of theirs
-POST /v1/scores     {scores}                  scores or failures; answers those that are lost
+POST /v1/renew      {leases}                  prolongs leases; answers those that are lost
+POST /v1/release    {leases}                  puts samples back in front of the others; answers those that are lost
+POST /v1/scores     {scores}                  takes scores or failures; answers those that are lost
 ```
-Errors are `{"version": 1, "error": {"code", "message", "hint"}}`. Without a token only programs of this host are
-served, and no browsers: a web page could otherwise make one post to a loopback address.
+Errors are `{"version": 1, "error": {"code", "message", "hint"}}`; unknown fields of a request are refused. Without a
+token only programs of this host are served, and no browsers: a web page could otherwise post to a loopback address.
 """
 
 from __future__ import annotations
@@ -17,26 +17,79 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
 import orjson
 from aiohttp import web
 
 from streamrl.config.base import is_loopback
-from streamrl.consumers.gateway import messages
-from streamrl.consumers.gateway.messages import Refusal
-from streamrl.consumers.gateway.offers import Offers, SampleOffer
+from streamrl.consumers.gateway.offers import MAX_LEASE, MIN_LEASE, Offers, ProgramFailed, SampleOffer
+from streamrl.consumers.reward import Score
+from streamrl.errors import DataError, StreamrlError
 
 logger = logging.getLogger(__name__)
+VERSION: Final = 1
 MAX_POLLS: Final = 256
 """Requests that wait for samples at the same time."""
+_MAX_COUNT: Final = 256
+"""Samples in one answer, and leases or scores in one request."""
+_MAX_WAIT: Final = 60.0
+_MAX_PARTS: Final = 64
+_MAX_WHY: Final = 1000
+_MAX_DETAIL: Final = 16_384
 _ANSWER_BYTES: Final = 16 << 20
 _READ_SECONDS: Final = 30.0
-_BUSY_SECONDS: Final = 1
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Ids = Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(min_length=1, max_length=_MAX_COUNT)]
+_Names = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Parts = Annotated[dict[_Names, float], msgspec.Meta(max_length=_MAX_PARTS)]
+
+
+class _Refusal(StreamrlError):
+    """A request that is answered with an error: `status` of HTTP, and `code`, a word for programs."""
+
+    def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.status = status
+        self.code = code
+
+
+class _LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At most `count` samples; waits up to `wait` s for the first; leases of `seconds` s."""
+
+    version: int = VERSION
+    count: Annotated[int, msgspec.Meta(ge=1, le=_MAX_COUNT)] = 1
+    wait: Annotated[float, msgspec.Meta(ge=0, le=_MAX_WAIT)] = 20.0
+    seconds: Annotated[float, msgspec.Meta(ge=MIN_LEASE, le=MAX_LEASE)] | None = None
+
+
+class _LeasesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    leases: _Ids
+    version: int = VERSION
+
+
+class _Posted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The score of one sample (`value`, `parts`, `tokens`), or its failure (`error`, `detail`, `retry`)."""
+
+    lease: Annotated[str, msgspec.Meta(max_length=64)]
+    value: float | None = None
+    parts: _Parts = {}
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    error: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    detail: str = ""
+    retry: bool = True
+
+
+class _ScoresRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    scores: Annotated[list[_Posted], msgspec.Meta(min_length=1, max_length=_MAX_COUNT)]
+    version: int = VERSION
+
+
+_Request = TypeVar("_Request", _LeaseRequest, _LeasesRequest, _ScoresRequest)
 
 
 class Gateway:
@@ -61,27 +114,23 @@ class Gateway:
         self._timer: asyncio.TimerHandle | None = None
 
     def app(self) -> web.Application:
-        """Return the application."""
+        """Its routes."""
         app = web.Application(middlewares=[_explain, self._guard], client_max_size=self._body_bytes)
-        app.add_routes(
-            [
-                web.get("/v1", self._show),
-                web.post("/v1/lease", self._lease),
-                web.post("/v1/renew", self._renew),
-                web.post("/v1/release", self._release),
-                web.post("/v1/scores", self._scores),
-            ]
-        )
+        app.router.add_get("/v1", self._show)
+        app.router.add_post("/v1/lease", self._lease)
+        app.router.add_post("/v1/renew", self._renew)
+        app.router.add_post("/v1/release", self._release)
+        app.router.add_post("/v1/scores", self._scores)
         app.on_shutdown.append(self._shut)
         return app
 
     def add(self, offer: SampleOffer) -> None:
-        """Offer a sample to whoever waits."""
+        """Offer a sample to the programs that wait."""
         self._offers.add(offer)
         self._more.set()
 
     def _expire(self) -> None:
-        """End the leases that are over, wake those who wait for samples, and look again when the next lease ends."""
+        """End the leases that are over, wake the requests that wait, and come again when the next lease ends."""
         loop = asyncio.get_running_loop()
         if self._offers.expire(loop.time()):
             self._more.set()
@@ -90,9 +139,8 @@ class Gateway:
         end = self._offers.next_end()
         self._timer = None if end is None or self._closing else loop.call_at(end, self._expire)
 
-    async def _shut(self, app: web.Application) -> None:
-        """Let the requests that wait go home with nothing."""
-        del app
+    async def _shut(self, _: web.Application) -> None:
+        """Answer the requests that wait with no samples."""
         self._closing = True
         self._expire()
         self._more.set()
@@ -104,35 +152,32 @@ class Gateway:
             known = hmac.compare_digest(token.strip().encode(errors="replace"), self._token)
             if scheme.lower() != "bearer" or not known:
                 logger.warning("gateway asked without the token", extra={"peer": request.remote})
-                raise Refusal(401, "token", "the token is missing or wrong", "send `Authorization: Bearer TOKEN`")
+                raise _Refusal(401, "token", "the token is missing or wrong", "send `Authorization: Bearer TOKEN`")
         elif "Origin" in request.headers or not _names_this_host(request.host):
             logger.warning("gateway asked by a browser or under a name", extra={"peer": request.remote})
-            raise Refusal(
+            raise _Refusal(
                 403,
                 "not_local",
                 "without a token only programs of this host are served, by a loopback address, and no browsers",
                 "give the gateway a token: reward_worker.gateway_token_file",
             )
-        if request.method == "POST":  # whoever only looks takes no samples
+        if request.method == "POST":  # a GET takes no samples
             self.heard = asyncio.get_running_loop().time()
         return await handler(request)
 
-    async def _show(self, request: web.Request) -> web.StreamResponse:
-        del request
+    async def _show(self, _: web.Request) -> web.StreamResponse:
         limits = {
-            "count": messages.MAX_COUNT,
-            "wait": messages.MAX_WAIT,
-            "seconds": [messages.MIN_LEASE, messages.MAX_LEASE],
+            "count": _MAX_COUNT,
+            "wait": _MAX_WAIT,
+            "seconds": [MIN_LEASE, MAX_LEASE],
             "body_bytes": self._body_bytes,
         }
-        offers = self._offers
-        counts = {name: getattr(offers, name) for name in ("waiting", "leased", "taken", "failed", "lost")}
-        return _answer({**self._about, **counts, "seconds": self._seconds, "limits": limits})
+        return _answer({**self._about, **self._offers.counts(), "seconds": self._seconds, "limits": limits})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
-        asked = messages.parse(await _body(request), messages.LeaseRequest)
+        asked = await _parsed(request, _LeaseRequest)
         if self._polls >= MAX_POLLS:
-            raise Refusal(503, "busy", f"{MAX_POLLS} requests wait for samples already", "ask for more at once")
+            raise _Refusal(503, "busy", f"{MAX_POLLS} requests wait for samples already", "ask for more at once")
         self._polls += 1
         try:
             given = await self._next(request, asked)
@@ -145,7 +190,7 @@ class Gateway:
         ]
         return _answer({"samples": samples})
 
-    async def _next(self, request: web.Request, asked: messages.LeaseRequest) -> list[SampleOffer]:
+    async def _next(self, request: web.Request, asked: _LeaseRequest) -> list[SampleOffer]:
         """Wait for at least one sample; none when the time is over, the program has gone, or this server ends."""
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.wait
@@ -164,27 +209,29 @@ class Gateway:
                     await self._more.wait()
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
-        asked = messages.parse(await _body(request), messages.LeasesRequest)
+        asked = await _parsed(request, _LeasesRequest)
         self._expire()
-        lost = self._offers.renew(asked.leases, asyncio.get_running_loop().time())
-        return _answer(_sorted("renewed", asked.leases, lost))
+        return _done("renewed", asked.leases, self._offers.renew(asked.leases, asyncio.get_running_loop().time()))
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        asked = messages.parse(await _body(request), messages.LeasesRequest)
+        asked = await _parsed(request, _LeasesRequest)
         self._expire()
         lost = self._offers.release(asked.leases)
         self._more.set()
-        return _answer(_sorted("released", asked.leases, lost))
+        return _done("released", asked.leases, lost)
 
     async def _scores(self, request: web.Request) -> web.StreamResponse:
-        """All are looked at before the first is taken: a request with a mistake changes nothing."""
-        asked = messages.parse(await _body(request), messages.ScoresRequest)
-        messages.refuse_repeats([posted.lease for posted in asked.scores])
-        ends = [messages.end_of(posted, number) for number, posted in enumerate(asked.scores)]
+        """Check all scores before the first is taken, so that a request with a mistake changes nothing."""
+        asked = await _parsed(request, _ScoresRequest)
+        ends: dict[str, Score | Exception] = {}
+        for number, posted in enumerate(asked.scores):
+            if posted.lease in ends:
+                said = f"$.scores[{number}] has the lease of $.scores[{list(ends).index(posted.lease)}]"
+                raise _Refusal(422, "invalid", said, "post one score for each lease")
+            ends[posted.lease] = _end_of(posted, number)
         self._expire()
-        leases = [posted.lease for posted in asked.scores]
-        lost = [lease for lease, end in zip(leases, ends, strict=True) if not self._offers.settle(lease, end)]
-        return _answer(_sorted("taken", leases, lost))
+        lost = [lease for lease, end in ends.items() if not self._offers.settle(lease, end)]
+        return _done("taken", list(ends), lost)
 
 
 @web.middleware
@@ -192,48 +239,86 @@ async def _explain(request: web.Request, handler: _Handler) -> web.StreamRespons
     """Make JSON of every error."""
     try:
         return await handler(request)
-    except Refusal as refusal:
+    except _Refusal as refusal:
         return _error(refusal)
     except web.HTTPException as error:
         code = error.reason.lower().replace(" ", "_")
         hint = "see docs/guides/gateway.md" if error.status != 413 else "post fewer scores at once"
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return _error(Refusal(error.status, code, f"{request.method} {request.path}: {error.reason}", hint), allow)
+        return _error(_Refusal(error.status, code, f"{request.method} {request.path}: {error.reason}", hint), allow)
     except Exception:
         logger.exception("the gateway failed at a request", extra={"path": request.path})
-        return _error(Refusal(500, "internal", "the gateway failed; its log says why"))
+        return _error(_Refusal(500, "internal", "the gateway failed; its log says why"))
 
 
-def _error(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
-    about = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(_BUSY_SECONDS)}}.get(refusal.status, {})
+def _error(refusal: _Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
+    about = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(refusal.status, {})
     said = {"code": refusal.code, "message": refusal.message, "hint": refusal.hint}
     return _answer({"error": said}, refusal.status, {**about, **(headers or {})})
 
 
 def _answer(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(
-        body=orjson.dumps({"version": messages.VERSION, **data}),
+        body=orjson.dumps({"version": VERSION, **data}),
         status=status,
         content_type="application/json",
         headers={"Cache-Control": "no-store", **(headers or {})},
     )
 
 
-def _sorted(done: str, leases: list[str], lost: list[str]) -> dict[str, list[str]]:
-    gone = set(lost)
-    return {done: [lease for lease in leases if lease not in gone], "lost": lost}
+def _done(verb: str, leases: Sequence[str], lost: Sequence[str]) -> web.Response:
+    return _answer({verb: [lease for lease in leases if lease not in lost], "lost": lost})
 
 
-async def _body(request: web.Request) -> bytes:
+async def _parsed(request: web.Request, kind: type[_Request]) -> _Request:
+    """The body of a request; an empty one is an empty object.
+
+    Raises:
+        _Refusal: it comes too slowly (408), is no JSON (400), or a field is missing, unknown or out of range (422).
+    """
     try:
         async with asyncio.timeout(_READ_SECONDS):
-            return await request.read()
+            data = await request.read()
     except TimeoutError as error:
-        raise Refusal(408, "slow", f"the body did not come within {_READ_SECONDS:g} s") from error
+        raise _Refusal(408, "slow", f"the body did not come within {_READ_SECONDS:g} s") from error
+    try:
+        asked = msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        inside = kind is _ScoresRequest and "`$.scores[" in str(error)
+        fields = ", ".join((_Posted if inside else kind).__struct_fields__)
+        raise _Refusal(422, "invalid", str(error), f"fields: {fields}; see docs/guides/gateway.md") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _Refusal(400, "no_json", f"the body is no JSON: {error}", "send one JSON object") from error
+    if asked.version != VERSION:
+        raise _Refusal(422, "version", f"version {asked.version} of the gateway is unknown", f"this one is {VERSION}")
+    return asked
+
+
+def _end_of(posted: _Posted, number: int) -> Score | Exception:
+    """The score that a program posted, or its failure as an exception; a `DataError` is not tried again.
+
+    Raises:
+        _Refusal: neither or both of value and error, or a number that is not finite.
+    """
+    where = f"$.scores[{number}]"
+    if (posted.value is None) == (posted.error is None):
+        raise _Refusal(422, "invalid", f"{where} needs either `value` or `error`", "a failure has no value")
+    if posted.value is None:
+        said = f"the program says: {str(posted.error)[:_MAX_WHY]}"
+        failed = ProgramFailed(said) if posted.retry else DataError(said)
+        if posted.detail:
+            failed.add_note(posted.detail[-_MAX_DETAIL:])  # notes are shown with the traceback
+        return failed
+    try:
+        return Score(posted.value, posted.parts, posted.tokens)
+    except ValueError as error:
+        raise _Refusal(
+            422, "invalid", f"{where}: {error}", "post `error` for a sample that cannot be scored"
+        ) from error
 
 
 def _names_this_host(host: str) -> bool:
-    """Whether a Host header names a loopback address: a page that made its own name lead here does not."""
+    """Whether a Host header is a loopback address. DNS rebinding sends the name of the attacker instead."""
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:

@@ -1,7 +1,7 @@
 """A process that answers requests with one function, one after the other, within limits that the kernel keeps.
 
-Run as a script, with nothing but the standard library and what the function needs. Frames on standard input and output:
-four bytes of length (big endian), then JSON.
+Run as a script, with nothing but the standard library and what the function needs. Standard input and output carry one
+JSON message a line:
 
 ```
 in   order (see `main`)                                  first
@@ -29,47 +29,36 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 Tell = Callable[[str], None]
 Answer = Callable[[Any, Tell], Any]
+Write = Callable[[dict[str, Any]], None]
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ERROR = 500
 
 
-class Frames:
-    """Messages in both directions."""
-
-    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
-        self._source, self._sink = source, sink
-
-    def read(self) -> Any:
-        """Return the next message; None at the end of the input, or when the message is `null`."""
-        head = self._source.read(4)
-        if len(head) < 4:
-            return None
-        size = int.from_bytes(head, "big")
-        data = self._source.read(size)
-        return json.loads(data) if len(data) == size else None
-
-    def write(self, message: dict[str, Any]) -> None:
-        """Write one message, at once."""
-        data = json.dumps(message).encode()
-        self._sink.write(len(data).to_bytes(4, "big") + data)
-        self._sink.flush()
+def read() -> Any:
+    """Return the next message; None at the end of the input, or when the message is `null`."""
+    line = sys.stdin.buffer.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 def main() -> int:
     """Read the order, prepare the function, answer until the input ends.
 
-    The order is `{"script": path, "settings": any, "path": list, "memory": bytes, "cpu": seconds, "calls": number}`:
-    the file whose `prepare(settings)` returns the function, additions to `sys.path`, limits, and the calls after which
-    this process makes way for a new one.
+    The order is `{"script": path, "settings": any, "path": list, "memory": bytes, "cpu": seconds, "calls": number}`.
+    `path` is added to `sys.path`; after so many `calls` another process replaces this one.
     """
-    frames = Frames(sys.stdin.buffer, os.fdopen(os.dup(1), "wb"))
-    os.dup2(2, 1)  # what a library prints must not get between the frames
-    order = frames.read()
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between the messages
+
+    def write(message: dict[str, Any]) -> None:
+        output.write(json.dumps(message).encode() + b"\n")
+        output.flush()
+
+    order = read()
     if order is None:
         return 0
     _limit(order["memory"])
@@ -77,10 +66,10 @@ def main() -> int:
     try:
         answer = _prepare(Path(order["script"]), order["settings"])
     except Exception as error:  # noqa: BLE001 (told to the process that started this one)
-        frames.write({"error": _why(error)})
+        write({"error": _why(error)})
         return 1
-    frames.write({"ready": True})
-    _serve(frames, answer, order)
+    write({"ready": True})
+    _serve(write, answer, order)
     return 0
 
 
@@ -106,28 +95,28 @@ def _prepare(script: Path, settings: Any) -> Answer:
     return answer
 
 
-def _serve(frames: Frames, answer: Answer, order: dict[str, Any]) -> None:
+def _serve(write: Write, answer: Answer, order: dict[str, Any]) -> None:
     base = used = _address_space()
-    room = order["memory"] - base
+    allowance = order["memory"] - base  # of one call
     for number in range(1, order["calls"] + 1):
-        request = frames.read()
+        request = read()
         if request is None:
             return
         if used:
-            _limit_address_space(max(base, used) + room)
-        reply = _call(frames, answer, request, order["cpu"])
+            _limit_address_space(max(base, used) + allowance)
+        reply = _call(write, answer, request, order["cpu"])
         used = _address_space()
-        if number == order["calls"] or "memory" in reply or used > base + room // 2:
+        if number == order["calls"] or "memory" in reply or used > base + allowance // 2:
             reply["last"] = True
-        frames.write(reply)
+        write(reply)
         if "last" in reply:
             return
 
 
-def _call(frames: Frames, answer: Answer, request: Any, cpu: float) -> dict[str, Any]:
+def _call(write: Write, answer: Answer, request: Any, cpu: float) -> dict[str, Any]:
     def tell(phase: str) -> None:
-        signal.setitimer(signal.ITIMER_PROF, cpu)  # nobody pays for what was before
-        frames.write({"phase": phase})
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # each phase has all of it
+        write({"phase": phase})
 
     signal.setitimer(signal.ITIMER_PROF, cpu)
     try:
@@ -146,7 +135,7 @@ def _limit_address_space(size: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space in use; 0 where nobody tells (only Linux does)."""
+    """Return the bytes of address space in use; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

@@ -8,32 +8,29 @@ from abc import abstractmethod
 from collections.abc import Awaitable
 from typing import Final
 
-import numpy as np
 from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.models.client import refuses
 from streamrl.consumers.models.dialects import UnclearScore
-from streamrl.consumers.reward import AskedModel, Reward, RewardContext, RewardPrompt, RewardSample, check_model
+from streamrl.consumers.reward import AskedModel, Reward, RewardContext, check_model
+from streamrl.consumers.samples import make_sample
 from streamrl.errors import DataError, RewardBusy, RewardImpossible, RewardUnavailable, StreamrlError, Unreachable
 
 logger = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN: Final = 3
-"""Of a text whose tokens nobody has counted."""
+"""An estimate."""
 _SHARE: Final = 0.95
-"""Part of the deadline after which a request gives up by itself, so that the server is named that was too slow."""
+"""Part of the deadline after which a request gives up by itself with an error that names the slow server."""
 _SCORED_SECONDS: Final = 1.0
-"""Longest time of asking whether the run has scores: an attempt that has just failed has little left."""
+"""Longest time of asking whether the run has scores, as an attempt that has just failed has little time left."""
 
 
 class AskingReward(Reward):
-    """A reward that asks one of `reward_models`.
+    """A reward that asks one of `reward_models`, by name.
 
-    The first answer decides: until one could be read, an error may mean that there never will be one.
-
-    Args:
-        model: its name in `reward_models`.
+    The first answer decides: until one could be read, a refusal means that the servers can never answer.
     """
 
     def __init__(self, model: str) -> None:
@@ -73,7 +70,7 @@ class AskingReward(Reward):
         return self._model
 
     async def _probe(self, asking: Awaitable[object]) -> None:
-        """Ask about `PROBE`. Only what no server will ever do ends the run, by `RewardImpossible`."""
+        """Ask about `PROBE`. `RewardImpossible` ends the run; any other error is a warning."""
         try:
             await asking
         except RewardImpossible:
@@ -84,9 +81,9 @@ class AskingReward(Reward):
             logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
 
     async def _refuse(self, error: StreamrlError, *, probe: bool = False) -> None:
-        """Raise `RewardImpossible` when an error says that the servers will never do what they are asked.
+        """Raise `RewardImpossible` when an error says that no server can ever answer.
 
-        A `probe` is a question that every server can answer, so that a refusal is not for this question alone.
+        Every server can answer a `probe`, so a refusal of it is not about one sample.
         """
         if self._answered or isinstance(error, RewardBusy):
             return
@@ -98,23 +95,10 @@ class AskingReward(Reward):
             async with asyncio.timeout(_SCORED_SECONDS):
                 self._answered = await self._scored()  # in a run with scores the servers have done it before
         except (TimeoutError, Unreachable):
-            return  # nobody knows now: the next answer decides
+            return  # the next answer decides
         if not self._answered:
             raise RewardImpossible(f"reward model {self._name} cannot be asked: {cause.message}", cause.hint) from error
 
 
-PROBE: Final = RewardSample(
-    text="Four.",
-    prompt=RewardPrompt(
-        text="What is two plus two?",
-        messages=None,
-        answer="4",
-        metadata={},
-        tokens=np.zeros(1, dtype=np.int32),
-        line=0,
-        evaluation=False,
-    ),
-    tokens=np.zeros(1, dtype=np.int32),
-    finish="stop",
-)
-"""What a server is asked at the start, to see that it can be asked at all."""
+PROBE: Final = make_sample("Four.", prompt="What is two plus two?", answer="4")
+"""A short sample that is asked about at the start, to see that the servers can answer at all."""

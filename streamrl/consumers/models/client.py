@@ -1,10 +1,9 @@
 """One entry of `reward_models` as rewards ask it: a router in front of its servers, and one HTTP session for each.
 
-A request goes to the server with the least to do. What fails there (no answer in time, a broken connection, an error of
-the server, an answer that is none) is a fault of that server, and the request goes to another one, as long as there is
-time; it never goes back to a server that has failed it. The next attempt for the same sample goes elsewhere, too, when
-another server works and has a free slot before long. A server that says "not now" (429, 503) rests. What a server
-refuses (400) every server would refuse: that ends the request.
+A request goes to the server with the least work. No answer in time, a broken connection, an error of the server and an
+answer without meaning are faults of that server: the request goes to another one while there is time, and not back to
+this one. The next attempt for the same sample also prefers another server. A server that says "not now" (429, 503)
+rests. A refusal (400) ends the request, since every server would refuse it.
 """
 
 from __future__ import annotations
@@ -12,73 +11,62 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeGuard, TypeVar
+
+from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
 from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, RedisStore, Turn
-from streamrl.consumers.models.router import (
-    Claim,
-    PoolServer,
-    PoolServerState,
-    RequestOutcome,
-    Router,
-)
+from streamrl.consumers.models.router import Claim, PoolServer, PoolServerState, RequestOutcome, Router
 from streamrl.consumers.models.servers import RewardServer, RewardServers
-from streamrl.consumers.reward import RewardContext
+from streamrl.consumers.reward import AskedModel, RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
 from streamrl.queues.ledgers import Ledgers
 
 logger = logging.getLogger(__name__)
 
-NOT_NOW: Final = frozenset({429, 503})
-"""Statuses of a server that is busy."""
-_NO_ROUTE: Final = frozenset({404, 405})
-_NOT_FOR_US: Final = _NO_ROUTE | {401, 403, 501}
-"""Statuses of a server with another model, without this route, or that wants another key."""
-
-
-def outcome_of(error: StreamrlError) -> RequestOutcome:
-    """What a failure tells the router about the server."""
-    if isinstance(error, BadAnswer) and error.status in NOT_NOW:
-        return RequestOutcome.BUSY
-    if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
-        return RequestOutcome.OK
-    return RequestOutcome.FAULT
-
-
-def is_away(error: StreamrlError) -> bool:
-    """Whether the server is not there, or is the wrong one, so that the failure tells nothing about the request."""
-    if isinstance(error, Lost):
-        return not error.late
-    return refuses(error)
-
-
-def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
-    """Whether a server refuses every request: it is the wrong one, or wants another key."""
-    return isinstance(error, BadAnswer | BadRequest) and error.status in _NOT_FOR_US
-
-
 LOOK_SECONDS: Final = 2.0
 """Seconds between two reads of the list of servers, and between health checks of servers without recent answers."""
-HEALTH_SECONDS: Final = 5.0
+_HEALTH_SECONDS: Final = 5.0
 """Longest time of a health check."""
 _FAIR_SHARE: Final = 0.5
 """A missing answer is the fault of a server only if it had at least this part of the deadline."""
 _CHOOSY: Final = 0.4
 """Part of the deadline in which a request waits for a server that has not failed its sample. Leaves at least
 `_FAIR_SHARE` to the next server; otherwise no server could fail the sample, and it would wait forever."""
-_NEWS: Final = 0.1
+_WAITING_SHARE: Final = 0.5
+"""Part of a reward's deadline that its samples may wait for the rate limit of their model."""
+_SMOOTHING: Final = 0.1
 """Weight of the last answer in the moving average of answer times."""
-_FIRST_PAUSE: Final = 0.1
-_WHO_ARE_YOU: Final = 401
-_WRONG_KEY: Final = (_WHO_ARE_YOU, 403)
+_PAUSE: Final = 0.2
+"""Seconds before a request asks servers again that were all away; after three faults each they are ejected."""
+_NOT_NOW: Final = frozenset({429, 503})
+"""Statuses of a server that is busy."""
+_UNAUTHORIZED: Final = 401
+_WRONG_KEY: Final = frozenset({_UNAUTHORIZED, 403})
+_NO_ROUTE: Final = frozenset({404, 405})
+_WRONG_SERVER: Final = _NO_ROUTE | _WRONG_KEY | {501}
+"""Statuses of a server with another model, without this route, or that wants another key."""
 
 Answer = Mapping[str, Any]
 _T = TypeVar("_T")
+
+
+def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
+    """Whether a server refuses every request: it is the wrong one, or wants another key."""
+    return isinstance(error, BadAnswer | BadRequest) and error.status in _WRONG_SERVER
+
+
+def _outcome_of(error: StreamrlError) -> RequestOutcome:
+    if isinstance(error, BadAnswer) and error.status in _NOT_NOW:
+        return RequestOutcome.BUSY
+    if isinstance(error, BadRequest) and error.status not in _NO_ROUTE:
+        return RequestOutcome.OK
+    return RequestOutcome.FAULT
 
 
 @dataclass(slots=True)
@@ -89,11 +77,10 @@ class _Request:
         seconds: deadline; `end` is when it is over.
         choosy_until: when it stops waiting for a server that has not failed the sample.
         tokens: estimated cost.
-        before: servers that failed earlier attempts for the sample, the latest failure last: they are asked when no
-            other works, and after `choosy_until`.
+        before: servers that failed earlier attempts for the sample, the latest failure last. They are asked when no
+            other server works, and after `choosy_until`.
         failed: servers that failed this request and are not asked again; `last` is the last error.
-        answered: at least one of the failures was an answer of a server that was there.
-        rounds: how often all servers were away.
+        answered: a server answered and failed. Otherwise the servers were away, which says nothing about the request.
         turn: unused turn of the rate limit.
     """
 
@@ -106,101 +93,72 @@ class _Request:
     failed: set[str] = field(default_factory=set)
     last: StreamrlError | None = None
     answered: bool = False
-    rounds: int = 0
     turn: Turn | None = None
 
-    @property
-    def avoided(self) -> set[str]:
-        """Servers that are not asked now."""
-        return self.failed.union(self.before) if self.before else self.failed
-
-    def failed_at(self, url: str, outcome: RequestOutcome, error: StreamrlError) -> None:
-        """Remember a failure; being busy is none."""
-        if outcome is RequestOutcome.FAULT:
-            self.failed.add(url)
-            of_sample = failed_servers()
-            of_sample.pop(url, None)
-            of_sample[url] = None
-            self.last = error
-            self.answered = self.answered or not is_away(error)
+    def failed_at(self, url: str, error: StreamrlError) -> None:
+        self.failed.add(url)
+        of_sample = failed_servers()
+        of_sample.pop(url, None)
+        of_sample[url] = None
+        self.last = error
+        self.answered = self.answered or not (refuses(error) or (isinstance(error, Lost) and not error.late))
 
 
-class ModelClient:
+class ModelClient(AskedModel):
     """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used."""
 
     def __init__(
         self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: RateLimit | None = None
     ) -> None:
         self.name = name
-        self.config = config
+        self._config = config
         self._api_key = api_key
         self._limit = limit
         self._router = Router(config.concurrency)
         self._sessions: dict[str, HttpClient] = {}
         self._waiting: dict[asyncio.Future[None], bool] = {}
         self._health = _health_call(config.kind)
-        self._usual = 0.0
-        self._bare = False
+        self._mean_seconds = 0.0
+        self._no_servers = False
         self._answered = False
         self._unhealthy: dict[str, BadAnswer] = {}
         self._refusing: dict[str, BadAnswer | BadRequest] = {}
 
     @property
+    @override
+    def config(self) -> RewardModelConfig:
+        return self._config
+
+    @property
+    @override
     def slots(self) -> int:
-        """Requests that its servers take from this process at the same time, as they are now; at least 1."""
         return self._router.slots
 
     @property
+    @override
     def away(self) -> str:
-        """Why none of its servers can be asked now; empty while one can, while they sleep, or before anybody looked."""
-        if self._bare:
+        if self._no_servers:
             return f"reward model {self.name} has no server"
         rows = [row for row in self.standings() if not row.leaving]
         if any(row.state in {PoolServerState.SERVING, PoolServerState.TRIAL} or not row.why for row in rows):
             return ""
         return "; ".join(row.why for row in rows)
 
+    @override
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Answer:
-        """Post `body` to a server and return its answer, a JSON object. See `ask`."""
         return await self.ask(path, body, lambda answer: answer, deadline=deadline, tokens=tokens)
 
+    @override
     async def ask(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        read: Callable[[Answer], _T],
-        *,
-        deadline: float,
-        tokens: int = 0,
+        self, path: str, body: Mapping[str, Any], read: Callable[[Answer], _T], *, deadline: float, tokens: int = 0
     ) -> _T:
-        """Post `body` to a server that has a free slot, and return what `read` makes of its answer.
-
-        Safe to repeat: the servers only compute. Cancelling it closes the connection and gives the slot back.
-
-        Args:
-            path: below the server's URL, with its leading slash.
-            body: of the request, sent as JSON.
-            read: understands the answer; its `WireError` counts as a fault of the server, and another one is asked.
-            deadline: seconds from now for everything: a slot, the rate limit, all servers that are tried.
-            tokens: that the request will cost, for the rate limit; an estimate will do.
-
-        Raises:
-            RewardUnavailable: nobody can be asked: no server works; at once when none has ever answered and all want
-                another key.
-            RewardBusy: servers work and had no room in time, or the rate limit has let nothing out.
-            Unreachable: every server that could be asked has failed; what the last of them failed with.
-            WireError: likewise; the last answer makes no sense.
-            BadRequest: the server refuses the request itself: asking again does not help.
-        """
         now = asyncio.get_running_loop().time()
         call, before = Call("POST", path, body, pooled=True), list(failed_servers())
         request = _Request(call, deadline, now + deadline, now + _CHOOSY * deadline, tokens, before)
         try:
-            while True:
-                claim = await self._claim(request)
-                answer = await self._send(request, claim, read)
-                if answer is not None:
-                    return answer[0]
+            while (answer := await self._send(request, await self._claim(request), read)) is None:
+                pass
+            return answer[0]
         finally:
             await self._settle(request, 0)
 
@@ -209,7 +167,7 @@ class ModelClient:
         return self._router.standings()
 
     async def follow(self, urls: Iterable[str]) -> None:
-        """Make `urls` the servers: new ones are checked and used, the others end what they have."""
+        """Make `urls` the servers; those that are removed end their requests."""
         added, removed = self._router.follow(urls)
         for url in added:
             logger.info("reward server added", extra={"model": self.name, "url": url})
@@ -221,23 +179,24 @@ class ModelClient:
             self._wake(everybody=True)
 
     async def check(self) -> None:
-        """Check the health of the servers of whom no request says anything, side by side."""
+        """Check the health of all servers without recent answers at the same time."""
         now = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
-            for url in self._router.quiet(now, LOOK_SECONDS):
+            for url in self._router.to_check(now, LOOK_SECONDS):
                 tasks.create_task(self._check(url), name=f"health {url}")
 
-    async def watch(self, servers: Callable[[], Awaitable[Sequence[RewardServer]]]) -> None:
-        """Follow a list of servers and check their health, every `LOOK_SECONDS`. Runs until cancelled.
+    async def watch(self, ledgers: Ledgers | None) -> None:
+        """Follow the list of servers and check their health, every `LOOK_SECONDS`, until cancelled.
 
-        Args:
-            servers: the list as it is now, with those that sleep; while it cannot be read (`Unreachable`) the servers
-                stay what they were.
+        While the list cannot be read, the last one stays.
         """
         while True:
             try:
-                present = await servers()
-                self._bare = not present
+                if ledgers is None:
+                    present = [RewardServer(url, url) for url in self._config.url]
+                else:
+                    present = await RewardServers(ledgers).present(self.name, self._config.url)
+                self._no_servers = not present
                 await self.follow(server.url for server in present if server.awake)
             except Unreachable as error:
                 logger.warning("list of reward servers", extra={"model": self.name, "why": error.message})
@@ -250,10 +209,7 @@ class ModelClient:
             await self._sessions.popitem()[1].close()
 
     async def _claim(self, request: _Request) -> Claim:
-        """Wait for a server with a free slot and for the turn of the request, and take the slot.
-
-        The turn comes first: no slot is taken while a request waits for its turn.
-        """
+        """Wait for a server with a free slot, then for the turn of the request, and take a slot after both."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
@@ -261,14 +217,14 @@ class ModelClient:
                 self._wake()
                 self._too_late(request)
             if not self._answered and (denied := self._denied(request)) is not None:
-                raise self._nobody(request) from denied
-            avoided = request.avoided
+                raise self._unavailable(request) from denied
+            avoided = request.failed.union(request.before)
             url = self._router.pick(now, avoided)
             if url is not None:
                 if await self._take_turn(request):
                     continue  # the slot may be taken meanwhile
                 return self._router.began(url, now, max(1, request.tokens))
-            others = self._router.waits(now, avoided)
+            others = self._router.works(avoided)
             if request.before and (not others or now >= request.choosy_until):
                 del request.before[0]
                 continue
@@ -276,29 +232,21 @@ class ModelClient:
                 await self._all_failed(request)
                 continue
             until = request.choosy_until if request.before else request.end
-            if (wakes := self._router.wakes(now, avoided)) is not None:
+            if (wakes := self._router.first_rest_ends(now, avoided)) is not None:
                 until = min(until, wakes)
             await self._wait(until - now, choosy=bool(avoided))
 
     async def _all_failed(self, request: _Request) -> None:
-        """All who could be asked have failed: ask those again, after a pause, that were away.
-
-        One that answered and failed ends the request: attempts are counted by the caller.
-        """
+        """Let all servers be asked again after a pause, if none of them answered; otherwise the request ends."""
         if request.last is not None and request.answered:
             raise request.last
         request.failed.clear()
         now = asyncio.get_running_loop().time()
         if self._router.pick(now) is not None:
-            pause = min(LOOK_SECONDS, _FIRST_PAUSE * 2**request.rounds, request.end - now)
-            request.rounds += 1
-            await asyncio.sleep(max(0.0, pause))
+            await asyncio.sleep(max(0.0, min(_PAUSE, request.end - now)))
 
     async def _wait(self, seconds: float, *, choosy: bool) -> None:
-        """Wait for a free slot or another change of the servers, at most for `seconds`.
-
-        A `choosy` request avoids some servers, so a free slot may not be for it.
-        """
+        """Wait for a free slot or another change of the servers, at most for `seconds`."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[future] = choosy
         try:
@@ -308,13 +256,13 @@ class ModelClient:
             pass
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake()  # the slot is for the next in line
+                self._wake()  # passes the slot on
             raise
         finally:
             self._waiting.pop(future, None)
 
     def _wake(self, *, everybody: bool = False) -> None:
-        """Let waiting requests look again: for one free slot the choosy ones and the first of the others."""
+        """Let waiting requests look again: for one free slot the choosy ones, which may avoid it, and one other."""
         others = 0
         for future, choosy in list(self._waiting.items()):
             if not future.done() and (everybody or choosy or not others):
@@ -331,53 +279,51 @@ class ModelClient:
         except (BadAnswer, BadRequest, Lost, WireError) as error:
             error.message = without(error.message, self._api_key)
             error.args = (error.message, error.hint)
-            outcome, why = outcome_of(error), error.message
+            outcome, why = _outcome_of(error), error.message
             if refuses(error):
                 self._refusing[claim.url] = error
             if isinstance(error, Lost) and error.late:
                 had, fair = loop.time() - claim.began, _FAIR_SHARE * request.seconds
-                outcome = RequestOutcome.CANCELLED if had < max(fair, self._usual) else outcome
+                outcome = RequestOutcome.CANCELLED if had < max(fair, self._mean_seconds) else outcome
                 if had < fair:
                     self._too_late(request, error)
             rest = error.rest if isinstance(error, BadAnswer) else None
             if outcome in {RequestOutcome.OK, RequestOutcome.CANCELLED}:
                 raise
-            request.failed_at(claim.url, outcome, error)
+            if outcome is RequestOutcome.FAULT:
+                request.failed_at(claim.url, error)
             return None
         else:
             outcome = RequestOutcome.OK
             self._answered = True
             self._refusing.pop(claim.url, None)
             seconds = loop.time() - claim.began
-            self._usual += (_NEWS if self._usual else 1.0) * (seconds - self._usual)
+            self._mean_seconds += (_SMOOTHING if self._mean_seconds else 1.0) * (seconds - self._mean_seconds)
             return found
         finally:
             self._changed(claim.url, self._router.ended(claim, outcome, loop.time(), why, rest), why)
             self._wake()
 
     async def _answer(self, request: _Request, claim: Claim) -> Answer:
-        """The answer of one server, paid for. Errors as of `HttpClient.call`."""
+        """The answer of one server; its cost is settled. Raises the errors of `HttpClient.call`."""
         used = request.tokens
         try:
             answer = await self._session(claim.url).call(request.call, request.end - claim.began, retry=False)
             if not isinstance(answer, dict):
                 what = "text (its Content-Type names no JSON)" if isinstance(answer, str) else "no JSON object"
-                raise WireError(
-                    f"{claim.url}{request.call.path} answered {what}: {without(str(answer), self._api_key)[:100]!r}"
-                )
+                said = without(str(answer), self._api_key)[:100]
+                raise WireError(f"{claim.url}{request.call.path} answered {what}: {said!r}")
             used = used_tokens(answer, request.tokens)
-        except BadAnswer as error:
-            used = 0 if error.status in NOT_NOW else used
-            raise
-        except Lost as error:
-            used = used if error.sent else 0
+        except (BadAnswer, Lost) as error:
+            if error.status in _NOT_NOW if isinstance(error, BadAnswer) else not error.sent:
+                used = 0
             raise
         finally:
             await self._settle(request, used)
         return answer
 
     async def _take_turn(self, request: _Request) -> bool:
-        """Wait for room in the rate limit, for one request that goes out; False: it has its turn, or needs none."""
+        """Wait for a turn in the rate limit; False, without a wait: the request has one, or needs none."""
         if self._limit is None or request.turn is not None:
             return False
         left = max(0.0, request.end - asyncio.get_running_loop().time())
@@ -387,23 +333,22 @@ class ModelClient:
             raise RewardBusy(error.message, error.hint) from error
         finally:
             if request.turn is None:
-                self._wake()  # the slot that it saw is for the next in line
+                self._wake()  # passes the slot on
         return True
 
     async def _settle(self, request: _Request, tokens: int) -> None:
-        """Say what a request has cost that had its turn. Without one it does nothing."""
+        """Settle the turn of a request, if it has one, by its cost."""
         turn, request.turn = request.turn, None
         if turn is not None and self._limit is not None:
             await self._limit.settle(turn, tokens)
 
     async def _check(self, url: str) -> None:
-        """Check the health of one server; a check that fails is no error of ours."""
         why = ""
         try:
-            await self._session(url).call(self._health, HEALTH_SECONDS, retry=False)
+            await self._session(url).call(self._health, _HEALTH_SECONDS, retry=False)
         except (Unreachable, BadRequest, WireError) as error:
             why = error.message
-            if isinstance(error, BadAnswer) and error.status == _WHO_ARE_YOU:
+            if isinstance(error, BadAnswer) and error.status == _UNAUTHORIZED:
                 self._unhealthy[url] = error
                 self._wake(everybody=True)
         if not why:
@@ -412,7 +357,7 @@ class ModelClient:
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
     def _changed(self, url: str, state: PoolServerState | None, why: str) -> None:
-        """Tell people that a server is in another state, and those who wait to look again."""
+        """Log the new state of a server, and let all waiting requests look again."""
         if state is None:
             return
         if state is PoolServerState.EJECTED:
@@ -428,14 +373,14 @@ class ModelClient:
                 self._api_key,
                 "does the server run, and can this host reach it? its log says more",
                 key_option=f"reward_models.{self.name}.api_key_file",
-                max_body=self.config.max_answer,
+                max_body=self._config.max_answer,
             )
         return self._sessions[url]
 
-    def _why(self, request: _Request) -> StreamrlError | None:
+    def _cause(self, request: _Request) -> StreamrlError | None:
         """The cause that a request ends with: a refusal only if all servers refuse, since others may still be loading.
 
-        A health check that wants another key counts as a refusal: such a server gets no requests.
+        A health check that wants another key is a refusal too, because such a server gets no requests.
         """
         if request.last is not None and not refuses(request.last):
             return request.last
@@ -443,21 +388,20 @@ class ModelClient:
         return refusals[0] if refusals and all(refusals) else None
 
     def _denied(self, request: _Request) -> BadAnswer | BadRequest | None:
-        """The answer of a server when all servers want another key; None otherwise, or while one was not asked."""
+        """An answer that wants another key, if all servers were asked and want one."""
         found = [self._unhealthy.get(url) or self._refusing.get(url) for url in self._router.urls]
         asked = all(url in self._unhealthy or url in request.failed for url in self._router.urls)
         wrong = [error for error in found if error is not None and error.status in _WRONG_KEY]
         return wrong[0] if wrong and asked and len(wrong) == len(found) else None
 
     def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
-        """End a request after its deadline; `late`: the error of a server that had too little of it."""
+        """End a request at its deadline; `late`: the error of a server that had too little time."""
         if request.last is not None and request.answered:
             raise request.last
-        raise self._nobody(request) from self._why(request) or late
+        raise self._unavailable(request) from self._cause(request) or late
 
-    def _nobody(self, request: _Request) -> RewardUnavailable:
-        """Why no server took the request: all working servers are full, or none works."""
-        if self._router.busy(request.failed):
+    def _unavailable(self, request: _Request) -> RewardUnavailable:
+        if self._router.lacks_slots(request.failed):
             return RewardBusy(
                 f"the servers of reward model {self.name} had no free slot for a request in most of"
                 f" {request.seconds:.1f} s",
@@ -488,21 +432,14 @@ def _health_call(kind: str) -> Call:
     return Call("GET", "/v1/models" if kind == "openai" else "/", optional=True)
 
 
-_WAITING_SHARE = 0.5
-"""Part of a reward's deadline that its samples may wait for the rate limit of their model."""
-
-
 @contextlib.asynccontextmanager
 async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> AsyncIterator[Mapping[str, ModelClient]]:
-    """Every entry of `reward_models`, by name, with its servers watched for the length of this block.
-
-    A server that is away is no error: requests wait for it until their deadline.
+    """Every entry of `reward_models`, by name; its servers are watched for the length of this block.
 
     Args:
         config: of the run.
-        ledgers: of the run, for the servers that streamrl starts and those that people add, and for rate limits that
-            all of the run share; None outside of a run: then the servers are those of the configuration, and the
-            limits are kept by this process alone.
+        ledgers: of the run, which list more servers and share the rate limits. None outside of a run: the servers are
+            those of the configuration, and this process keeps the limits alone.
 
     Raises:
         ConfigError: a file with a key cannot be read.
@@ -515,7 +452,7 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
                 watches = [
-                    tasks.create_task(client.watch(_servers(client, ledgers)), name=f"servers of {name}")
+                    tasks.create_task(client.watch(ledgers), name=f"servers of {name}")
                     for name, client in clients.items()
                 ]
                 yield clients
@@ -527,31 +464,15 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
 
 
 def slots_within_rate(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
-    """Samples that a reward should work on at once in one worker, so that the rate limit of its model makes none late.
-
-    Returns:
-        Samples of this worker that get through in half of the deadline; None: the model has no limits.
-    """
+    """Samples of one worker that the rate limit of a model lets out in half of the deadline; None: it has no limits."""
     quota = Quota(model.requests_per_minute, model.tokens_per_minute)
     most = quota.within(_WAITING_SHARE * context.deadline, tokens)
     return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))
 
 
 def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:
-    """The rate limit of a model; None: it has none."""
     quota = Quota(model.requests_per_minute, model.tokens_per_minute)
     if quota == Quota(None, None):
         return None
     store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)
     return RateLimit(name, quota, store)
-
-
-def _servers(client: ModelClient, ledgers: Ledgers | None) -> Callable[[], Awaitable[Sequence[RewardServer]]]:
-    """Where the list of a model's servers comes from."""
-
-    async def listed() -> Sequence[RewardServer]:
-        if ledgers is None:
-            return [RewardServer(url, url) for url in client.config.url]
-        return await RewardServers(ledgers).present(client.name, client.config.url)
-
-    return listed

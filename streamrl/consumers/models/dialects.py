@@ -18,11 +18,11 @@ from typing import Any, Final
 from streamrl.errors import WireError
 
 _RAW: Final = {"use_activation": False, "activation": False}
-"""Under its name of today and of older servers, which pass over what they do not know."""
+"""Its present and its former name; servers ignore the one that they do not know."""
 
 
 class UnclearScore(WireError):
-    """An answer with other numbers than one score: whoever wrote the run file has to say which of them it is."""
+    """An answer with several numbers; the run file has to say which of them is the score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ScoreDialect:
         path: of the route.
         takes_messages: the server renders a conversation with its own chat template.
         body: of the request, from the name of the model and token ids.
-        numbers: of an answer. It may raise KeyError, IndexError or TypeError for one that has none.
+        numbers: of an answer; `LookupError`, TypeError or ValueError: it has none.
     """
 
     path: str
@@ -42,7 +42,7 @@ class ScoreDialect:
     numbers: Callable[[Mapping[str, Any]], Any]
 
     def conversation(self, model: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The body of a request with messages instead of token ids; only where `takes_messages`."""
+        """The body of a request with messages instead of token ids, where `takes_messages`."""
         return {**_named(model), "messages": list(messages), **_RAW}
 
 
@@ -63,7 +63,7 @@ def _named(model: str) -> dict[str, Any]:
 
 
 def _first(answer: Mapping[str, Any], key: str) -> Any:
-    """What the only entry of `data` has; several would be answers to other requests."""
+    """A value of the only entry of `data`."""
     (entry,) = answer["data"]
     return entry[key]
 
@@ -83,11 +83,11 @@ def read_score(dialect: ScoreDialect, answer: Mapping[str, Any], label: int | No
 
     Raises:
         WireError: there is no such number, or it is not finite.
-        UnclearScore: there are several, and nobody says which one it is; or fewer than `label` says.
+        UnclearScore: there are several without a `label`, or fewer than it says.
     """
     try:
         numbers = dialect.numbers(answer)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise WireError(f"an answer of {dialect.path} without a score: {str(answer)[:200]}") from error
     if isinstance(numbers, list) and numbers and isinstance(numbers[-1], list):
         numbers = numbers[-1]
@@ -104,7 +104,7 @@ def read_score(dialect: ScoreDialect, answer: Mapping[str, Any], label: int | No
 
 
 def finite_number(value: Any, where: str) -> float:
-    """A number of JSON that is finite; `WireError`: it is not: null, text, true, NaN, infinite."""
+    """A finite number of JSON; `WireError` for null, text, true, NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise WireError(f"{where} answered {str(value)[:100]!r} where a score was expected")
     return float(value)

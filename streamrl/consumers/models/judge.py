@@ -40,26 +40,26 @@ your reasons in a few sentences. Then end with one line of this form, with a who
 could not be better):
 
 Score: NUMBER"""
-"""What a judge is asked where the run file says nothing."""
+"""What a judge is asked if the run file has no prompt."""
 REGEX: Final = r"(?im)^[ \t*_#]*score[ \t*_]*:[ \t*_]*([0-9]+(?:\.[0-9]+)?)[ \t*_]*(?:/[ \t]*10[ \t*_.]*|\.[ \t*_.]*)?$"
-"""How the answer to `PROMPT` is read, in the event loop: no character fits into two repetitions of it that follow each
-other, so that it takes time in proportion to the text."""
+"""Reads the answer to `PROMPT` in the event loop. Neighbouring repetitions have no character in common, so the time is
+proportional to the length of the text."""
 BOUNDS: Final = (0, 10)
 _PROBE_SECONDS: Final = 30.0
 _SEVERAL: Final = 0.7
-"""Temperature of several votes where the run file says nothing."""
+"""Default temperature of several votes."""
 _MOST_VOTES: Final = 64
 _IGNORES: Final = 2
-"""Answers in a row with one of several votes, after which each vote is asked for by itself."""
+"""Answers in a row with one of several votes, after which each vote is a request of its own."""
 _PATTERN: Final = CallLimits(cpu=1.0, wall=40.0, memory=256 << 20)
-"""What a pattern of the run file may take for one vote."""
+"""Limits of a pattern of the run file for one vote."""
 
 
 class Judge(AskingReward):
     """Asks a chat model for a verdict on a response. The score is the number that the votes make together.
 
     A `regex` of the run file is matched in processes that are killed when it takes more than a second of CPU time for
-    one vote, as those of the rule `regex`: such a vote is unreadable.
+    one vote, which is unreadable then.
 
     Args:
         model: its name in `reward_models`.
@@ -109,20 +109,25 @@ class Judge(AskingReward):
         path: str = "/v1/chat/completions",
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        own = regex
+        pattern = regex
         if prompt is None:
             given = {"regex": regex, "json_path": json_path, "choices": choices, "bounds": bounds}
             if odd := next((name for name, value in given.items() if value is not None), None):
-                raise PluginError(f"{odd} is for a prompt of your own", "the one that comes along has its own parser")
+                raise PluginError(f"{odd} is for a prompt of your own", "the built-in prompt has its own parser")
             prompt, regex, bounds = PROMPT, REGEX, BOUNDS
         self._parser = Parser(regex=regex, json_path=json_path, choices=choices, bounds=bounds, cut_off=cut_off)
-        self._patterns = None if own is None else _patterns(model, self._parser)
+        self._patterns = None
+        if pattern is not None:
+            settings = {"pattern": pattern, "whole": False, "group": self._parser.group}
+            name, script = f"regex of the judge {model}", Path(patterns.__file__)
+            self._patterns = ProcessPool(name, script, settings, usual_processes(), _PATTERN)
         self._content = Body({"system": system, "user": prompt})
         if not {"response", "messages"} & self._content.placeholders:
             raise PluginError("the judge does not see the response", "put {response} or {messages} into args.prompt")
-        _check_counts(votes=votes, max_tokens=max_tokens, tries=tries)
+        _check_votes(votes, quorum, combine, temperature)
+        for name, count in {"max_tokens": max_tokens, "tries": tries}.items():
+            _check_count(name, count)
         self._quorum = votes // 2 + 1 if quorum is None else quorum
-        _check_votes(votes, self._quorum, combine, temperature)
         super().__init__(model)
         self._path = path
         self._votes, self._combine, self._tries, self._separate = votes, combine, tries, separate
@@ -177,7 +182,7 @@ class Judge(AskingReward):
                     raise
             took = loop.time() - began
             if len(ballot.values) >= self._votes or end - began < 2 * took:
-                break  # what is left is less than this try took: another one would only be late
+                break  # another try would take longer than the time that is left
         return self._score(ballot)
 
     def _score(self, ballot: Ballot) -> Score:
@@ -192,7 +197,7 @@ class Judge(AskingReward):
         return Score(combined(ballot.values, self._combine), parts, ballot.tokens)
 
     async def _ask(self, messages: list[dict[str, str]], missing: int, seconds: float, ballot: Ballot) -> None:
-        """Ask for the missing votes and note them."""
+        """Ask for the missing votes and add them to the ballot."""
         sizes = [1] * missing if self._separate else [missing]
         asking = (self._request(messages, size, seconds, ballot) for size in sizes)
         for failure in await asyncio.gather(*asking, return_exceptions=True):
@@ -200,7 +205,7 @@ class Judge(AskingReward):
                 raise failure
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
-        """One request for some votes, which are noted; those that a server leaves out are asked for again."""
+        """Send one request for some votes; ask again for those that the server leaves out."""
         end = asyncio.get_running_loop().time() + seconds
         body: dict[str, Any] = {"model": self._asked.config.model, "messages": messages, **self._keys}
         if votes > 1:
@@ -230,20 +235,15 @@ class Judge(AskingReward):
                 self._counts["unreadable"] += 1
         if votes > 1:
             self._single = self._single + 1 if len(found) == 1 else 0
-            if self._single == _IGNORES:
-                self._ask_one_by_one(votes)
+            if self._single == _IGNORES and not self._separate:
+                said = "the judge's server ignores `n`: each vote is a request of its own, as with separate: true"
+                logger.warning(said, extra={"model": self._name, "asked": votes})
+                self._separate, self._requests = True, self._votes
         if len(found) < votes:
             await self._ask(messages, votes - len(found), end - asyncio.get_running_loop().time(), ballot)
 
-    def _ask_one_by_one(self, asked: int) -> None:
-        """Ask for each vote by itself from now on, and say so."""
-        if not self._separate:
-            said = "the judge's server ignores `n`: each vote is asked for by itself, as with separate: true"
-            logger.warning(said, extra={"model": self._name, "asked": asked})
-        self._separate, self._requests = True, self._votes
-
     async def _read(self, vote: Vote) -> float:
-        """The number in a vote; a pattern of the run file is matched in a process that can be killed."""
+        """The number in a vote; the pattern of a run file is matched in a process that can be killed."""
         if self._patterns is None:
             return self._parser.read(vote)
         text = self._parser.text_of(vote)
@@ -260,11 +260,11 @@ class Judge(AskingReward):
         return [{"role": role, "content": as_text(text)} for role, text in filled.items() if text is not None]
 
     async def _first_votes(self) -> None:
-        """Ask for a verdict on a short text, and say when it cannot be read."""
+        """Ask for a verdict on a short text; warn if it cannot be read."""
         try:
             messages = self._messages(PROBE)
         except DataError:
-            return  # a prompt that needs more of a line than this one has
+            return  # the prompt needs more than this line has
         ballot = Ballot()
         await self._probe(self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot))
         if ballot.unreadable:
@@ -272,21 +272,15 @@ class Judge(AskingReward):
             logger.warning("the judge's first votes cannot be read", extra=extra)
 
 
-def _patterns(model: str, parser: Parser) -> ProcessPool:
-    """Processes that find the last match of a pattern of the run file."""
-    assert parser.regex is not None
-    settings = {"pattern": parser.regex.pattern, "whole": False, "group": parser.group}
-    name = f"regex of the judge {model}"
-    return ProcessPool(name, Path(patterns.__file__), settings, usual_processes(), _PATTERN)
-
-
-def _check_votes(votes: int, quorum: int, combine: str, temperature: float | None) -> None:
+def _check_votes(votes: int, quorum: int | None, combine: str, temperature: float | None) -> None:
     """Refuse votes that make no number."""
-    _check_counts(quorum=quorum)
+    _check_count("votes", votes)
     if votes > _MOST_VOTES:
         raise PluginError(f"votes is {votes}", f"at most {_MOST_VOTES}")
-    if quorum > votes:
-        raise PluginError(f"quorum {quorum} is above votes {votes}", "so many could never be readable")
+    if quorum is not None:
+        _check_count("quorum", quorum)
+        if quorum > votes:
+            raise PluginError(f"quorum {quorum} is above votes {votes}", "so many could never be readable")
     if combine not in {"mean", "median", "majority"}:
         raise PluginError(f"combine is {combine!r}", "it is mean, median or majority")
     if combine == "majority" and votes % 2 == 0:
@@ -297,8 +291,6 @@ def _check_votes(votes: int, quorum: int, combine: str, temperature: float | Non
         raise PluginError("at temperature 0 every vote is the same", "ask for one vote, or set a temperature")
 
 
-def _check_counts(**counts: int) -> None:
-    """Raise `PluginError` for what is no whole number from 1 on."""
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise PluginError(f"{name} is {count!r}", "it is a whole number from 1 on")
+def _check_count(name: str, count: int) -> None:
+    if type(count) is not int or count < 1:
+        raise PluginError(f"{name} is {count!r}", "it is a whole number from 1 on")

@@ -1,13 +1,13 @@
-"""Requests and tokens per minute of a reward model, of all who ask it together: token buckets in Redis.
+"""Requests and tokens per minute of a reward model, for all workers together: token buckets in Redis.
 
 A request asks for its turn, waits for it in one line with all others, goes out, and settles: tokens that it did not
 need come back. Each of the two buckets (requests, tokens) holds a twentieth of a minute's quota (`AT_ONCE`) and is
 filled with the rest evenly over a minute, so that no minute sees more than the quota, wherever it begins. A request
-that is larger than a bucket waits until it is full and goes alone; those after it wait until what it took beyond is
-made up for. Turns are given in the order of asking, so nobody waits for ever.
+larger than a bucket waits until the bucket is full and goes alone; later ones wait until the excess is made up for.
+Turns are given in the order of asking, so no request waits forever.
 
-Time is that of the Redis server (`limit_take.lua`). When its clock goes back, what would have been filled since the
-last look is lost, and a look comes every second while somebody waits; when it leaps ahead, buckets are full, no more.
+Time is that of the Redis server (`limit_take.lua`). When its clock goes back, what was filled since the last look is
+lost, which is a second at most while a request waits. When it leaps ahead, the buckets are full and no more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
-
-from typing_extensions import override
+from typing import Final
 
 from streamrl.errors import RewardUnavailable, Unreachable
 from streamrl.queues.connection import Connection
@@ -31,20 +29,20 @@ from streamrl.queues.keys import Keys
 logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 0.05
-"""Part of a minute's quota that a bucket holds: so much goes out at once after a pause."""
+"""Part of a minute's quota that a bucket holds and that goes out at once after a pause."""
 _MINUTE_MS: Final = 60_000
 _REFILLED: Final = 1 - AT_ONCE
 CAPACITY_MS: Final = int(_MINUTE_MS * AT_ONCE / _REFILLED)
-"""Milliseconds that fill an empty bucket; all sizes are told in such time."""
+"""Milliseconds that fill an empty bucket; the size of a request is the milliseconds that bring it back."""
 LOOK_SECONDS: Final = 1.0
-"""Longest pause between two looks of one that waits: tokens that come back bring its turn sooner than it was told."""
+"""Longest pause between two looks of a waiting request, as tokens that come back bring its turn forward."""
 _SETTLE_SECONDS: Final = 2.0
 _FRACTION: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a model may be asked in a minute; None: no limit."""
+    """Requests and tokens of a model in a minute; None: no limit."""
 
     requests: int | None
     tokens: int | None
@@ -69,51 +67,32 @@ class Turn:
     settled: bool = False
 
 
-class Store(Protocol):
-    """Where the buckets and the line are."""
+class RedisStore:
+    """Buckets of one model and their line, which all processes of a run share."""
+
+    def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
+        self._connection = connection
+        self._keys = [keys.rate_limit(model), keys.rate_waiting(model), keys.rate_granted(model)]
 
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
         """Ask for a turn, or look again. Safe to repeat.
 
         Returns:
             0: it is its turn, and the costs are taken; else milliseconds after which it may be; -1 - so many when they
-            are more than `patience_ms`: then it does not wait in the line.
+            are more than `patience_ms`, and it is not in the line.
         """
+        del costs  # the script reads them in the name of the turn
+        return int(await self._connection.call("limit_take", self._keys, [turn, CAPACITY_MS, patience_ms]))
 
     async def settle(self, turn: str, back: tuple[float, float]) -> None:
         """Leave the line; or give back a part of both costs, more where it is below 0. A repeat does nothing."""
-
-
-class RedisStore(Store):
-    """Buckets of one model that all processes of a run share.
-
-    Args:
-        connection: to Redis.
-        keys: of the run.
-        model: its name in `reward_models`.
-    """
-
-    def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
-        self._connection = connection
-        self._keys = [keys.rate_limit(model), keys.rate_waiting(model), keys.rate_granted(model)]
-
-    @override
-    async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
-        del costs  # they are part of the name of the turn, where the script reads them
-        return int(await self._connection.call("limit_take", self._keys, [turn, CAPACITY_MS, patience_ms]))
-
-    @override
-    async def settle(self, turn: str, back: tuple[float, float]) -> None:
         await self._connection.call("limit_settle", self._keys, [turn, *back])
 
 
-class LocalStore(Store):
-    """Buckets of this process alone, where there is no run to share them with.
+class LocalStore:
+    """The same for this process alone, outside of a run.
 
-    A request is told its time when it asks, and keeps it: what others give back helps those who ask later.
-
-    Args:
-        clock: seconds.
+    A request gets its time when it asks; what others give back helps later ones only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,8 +101,8 @@ class LocalStore(Store):
         self._full_at: tuple[float, ...] = (0.0, 0.0)
         self._begins: dict[str, float] = {}
 
-    @override
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
+        """As `RedisStore.take`."""
         now = self._clock() * 1000
         begin = self._begins.get(turn)
         if begin is None:
@@ -136,33 +115,27 @@ class LocalStore(Store):
             self._full_at = tuple(max(full, begin) + cost for full, cost in zip(self._full_at, costs, strict=True))
         return max(0, math.ceil(begin - now))
 
-    @override
     async def settle(self, turn: str, back: tuple[float, float]) -> None:
+        """As `RedisStore.settle`."""
         if self._begins.pop(turn, None) is not None:
             self._full_at = tuple(full - part for full, part in zip(self._full_at, back, strict=True))
 
 
 class RateLimit:
-    """The rate limit of one reward model, as one process keeps it.
+    """The rate limit of one reward model in one process. `model` is its name in `reward_models`, for messages."""
 
-    Args:
-        model: its name in `reward_models`, for messages.
-        quota: of a minute.
-        store: where the buckets are.
-    """
-
-    def __init__(self, model: str, quota: Quota, store: Store) -> None:
+    def __init__(self, model: str, quota: Quota, store: RedisStore | LocalStore) -> None:
         self._model, self._quota, self._store = model, quota, store
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()
 
     async def take(self, tokens: int, deadline: float) -> Turn:
-        """Wait until it is the turn of a request of `tokens` tokens, for at most `deadline` seconds.
+        """Wait for the turn of a request of `tokens` tokens, for at most `deadline` seconds.
 
-        Whoever has the turn calls `settle`, whatever becomes of the request. Cancelled, it leaves the line.
+        The caller calls `settle` at the end of the request. A cancelled wait leaves the line.
 
         Raises:
-            RewardUnavailable: it is not within that time, or Redis did not say so in time; nothing was taken.
+            RewardUnavailable: its turn is not within that time; nothing was taken.
             Unreachable: Redis is away.
         """
         loop = asyncio.get_running_loop()
@@ -185,11 +158,11 @@ class RateLimit:
         return turn
 
     async def settle(self, turn: Turn, tokens: int) -> None:
-        """Say how many tokens a request used that went out. A repeat does nothing."""
+        """Give back the tokens that a request did not use. A repeat does nothing."""
         await self._settle(turn, (0.0, self._quota.cost(turn.tokens - tokens)[1]))
 
     async def _settle(self, turn: Turn, back: tuple[float, float]) -> None:
-        """Settle, once. What Redis does not take in time stays taken, as by a process that died."""
+        """Settle, once. If Redis is away, the costs stay taken, as those of a process that died."""
         if turn.settled:
             return
         turn.settled = True

@@ -1,9 +1,9 @@
 """A prompt and its response as the reward model reads them: with its own chat template and its own tokenizer.
 
-The response was sampled with another tokenizer, so its text is encoded anew. Files are read with the `tokenizers`
-package alone: a reward worker has no torch. The ids are those of transformers' `apply_chat_template`, with one
-difference: a special token that is spelled out in a message is text and not that token, so that a response cannot end
-its own turn and praise itself in the next. Without a template the prompt keeps its tokens, and the response has none.
+The response was sampled with another tokenizer, so its text is encoded again. The `tokenizers` package reads the files,
+because a reward worker has no torch. The ids are those of transformers' `apply_chat_template`, with one difference: a
+special token that is spelled out in a message is text. Otherwise a response could end its own turn and praise itself in
+the next one. Without a template the special tokens of the prompt count, and those of the response are text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -25,84 +25,65 @@ if TYPE_CHECKING:
     import jinja2
     import tokenizers
 
-Mode = Literal["chat", "plain"]
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _OPEN: Final = "\ufdd0"
 _CLOSE: Final = "\ufdd1"
-# no characters, and never will be: a text that has them loses them
+# Unicode will never assign these two. They mark what is encoded as text, and are removed from all texts before.
 _MARKS: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 _INSTALL: Final = "pip install 'streamrl[reward-models]'"
 
 
 class Renderer:
-    """Text and token ids of samples for one reward model. Safe to use in threads.
+    """Text and token ids of samples for one reward model. Safe to use in threads; slow to make.
 
     Args:
-        name: directory or hub name of the model, for messages.
-        make: reads the tokenizer anew.
-        template: chat template; None: there is none.
-        special: special tokens by the names that chat templates use (`bos_token`, ...).
+        name: directory of the model, or its name on the hub, which is asked for what is not in its cache.
         mode: `chat`: with the template; `plain`: prompt and response one after the other, as the policy read them;
             None: chat where there is a template, plain where there is none and the prompt is plain text.
+        template: file with a chat template that takes the place of the model's own.
+
+    Raises:
+        ConfigError: a package or a file is missing, or cannot be used.
     """
 
     def __init__(
-        self,
-        name: str,
-        make: Callable[[], tokenizers.Tokenizer],
-        template: str | None,
-        special: Mapping[str, str],
-        mode: Mode | None,
+        self, name: str, *, mode: Literal["chat", "plain"] | None = None, template: Path | None = None
     ) -> None:
-        self._name = name
-        self._make = make
-        self._backend = make()
-        self._literal: tokenizers.Tokenizer | None = None
-        self._template = None if template is None or mode == "plain" else _compiled(template, name)
-        self._special = special
-        self._mode = mode
-        tokens = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        longest_first = sorted(tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    @classmethod
-    def load(cls, name: str, *, mode: Mode | None = None, template: Path | None = None) -> Renderer:
-        """Read the tokenizer of a model. Slow: call in a thread.
-
-        Args:
-            name: directory, or name on the hub, which is asked for what is not in its cache.
-            mode: of the rendering.
-            template: file with a chat template that takes the place of the model's own.
-
-        Raises:
-            ConfigError: something is missing; the message says what.
-        """
         try:
             import jinja2  # noqa: F401
-            import tokenizers
+            import tokenizers  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"the text of a reward model needs the package {error.name}", _INSTALL) from error
-        path = _file(name, _TOKENIZER)
-        if path is None:
+        folder = _folder(name)
+        self._file = folder / _TOKENIZER
+        if not self._file.is_file():
             raise ConfigError(
                 f"{name} has no {_TOKENIZER}, which the text of the reward model is made with",
                 "args.tokenizer names another directory or hub name; args.text: server leaves it to a vLLM server",
             )
-
-        def make() -> tokenizers.Tokenizer:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-            backend.no_truncation()
-            backend.no_padding()
-            return backend
-
-        settings = _read_json(_file(name, _SETTINGS))
-        own = _own_template(name, settings) if template is None else _read_text(template, "args.chat_template")
-        if mode == "chat" and own is None:
+        settings = _settings(folder / _SETTINGS)
+        text = _own_template(folder, settings) if template is None else _read(template, "args.chat_template")
+        if mode == "chat" and text is None:
             raise ConfigError(
                 f"the tokenizer of {name} has no chat template",
                 "args.chat_template names a file with one; args.text: plain gives it prompt and response as text",
             )
-        return cls(name, make, own, _special_tokens(settings), mode)
+        self._name, self._mode = name, mode
+        self._template = None if text is None or mode == "plain" else _compiled(text, name)
+        self._special = _special_tokens(settings)
+        self._backend = self._load()
+        self._literal: tokenizers.Tokenizer | None = None
+        tokens = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def _load(self) -> tokenizers.Tokenizer:
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_file(str(self._file))
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
 
     def ids(self, sample: RewardSample) -> list[int]:
         """Token ids of a prompt and its response.
@@ -143,7 +124,7 @@ class Renderer:
             raise DataError(f"the chat template of {self._name} refuses the messages: {error}") from error
 
     def _pieces(self, text: str) -> list[tokenizers.Encoding]:
-        """Encodings of a text in parts; what is marked is text, whatever it spells."""
+        """Encodings of the parts of a text; special tokens in marked parts are text."""
         encodings = []
         for number, piece in enumerate(_MARKS.split(text)):
             if piece or not number:
@@ -152,15 +133,15 @@ class Renderer:
         return encodings
 
     def _as_text(self) -> tokenizers.Tokenizer:
-        """The tokenizer that knows no special tokens; few runs ever need it."""
+        """The tokenizer without special tokens; few runs ever need it."""
         if self._literal is None:
-            literal = self._make()
+            literal = self._load()
             literal.encode_special_tokens = True
             self._literal = literal
         return self._literal
 
     def _marked(self, value: Any) -> Any:
-        """A message whose special tokens are marked wherever a person or a policy wrote them; None is left out."""
+        """A message with its special tokens marked and without what is None."""
         if isinstance(value, str):
             return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", _clean(value))
         if isinstance(value, Mapping):
@@ -175,8 +156,8 @@ def _clean(text: str) -> str:
 
 
 def check_template(path: Path) -> None:
-    """See that a file is a chat template; `ConfigError`: it cannot be read, or jinja does not understand it."""
-    _compiled(_read_text(path, "args.chat_template"), str(path))
+    """Check a chat template; `ConfigError`: the file cannot be read, or is no jinja template."""
+    _compiled(_read(path, "args.chat_template"), str(path))
 
 
 def _compiled(template: str, name: str) -> jinja2.Template:
@@ -186,7 +167,7 @@ def _compiled(template: str, name: str) -> jinja2.Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the model wrote; nothing is made of it here."""
+        """`{% generation %}` marks what the model wrote, which changes nothing here."""
 
         tags = {"generation"}  # noqa: RUF012 (as in the class of jinja)
 
@@ -198,7 +179,7 @@ def _compiled(template: str, name: str) -> jinja2.Template:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-        # jinja's own escapes HTML; the spaces are those that models were trained with, so no other library will do
+        # jinja's own filter escapes HTML. Models were trained with the spaces of this library.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
     environment = ImmutableSandboxedEnvironment(
@@ -215,11 +196,10 @@ def _compiled(template: str, name: str) -> jinja2.Template:
         ) from error
 
 
-def _own_template(name: str, settings: Mapping[str, Any]) -> str | None:
+def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The model's template: a file of its own, else in the settings, where several may have names."""
-    path = _file(name, _TEMPLATE)
-    if path is not None:
-        return _read_text(path, _TEMPLATE)
+    if (folder / _TEMPLATE).is_file():
+        return _read(folder / _TEMPLATE, _TEMPLATE)
     found = settings.get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
@@ -227,41 +207,34 @@ def _own_template(name: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; a file has them as text or with their flags."""
+    """Special tokens by the names that templates use (`bos_token`); a file has them as text or with their flags."""
     named = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _file(name: str, file: str) -> Path | None:
-    """A file of a model: in its directory, else from the hub or its cache; None when it has none."""
-    folder = Path(name)
-    if name and folder.is_dir():
-        return folder / file if (folder / file).is_file() else None
-    if folder.is_absolute() or not name:
+def _folder(name: str) -> Path:
+    """The directory with the files of a model: its own, else from the hub or its cache."""
+    if name and Path(name).is_dir():
+        return Path(name)
+    if Path(name).is_absolute() or not name:
         raise ConfigError(
             f"{name or 'the model'} is no directory", "reward_models.NAME.model or args.tokenizer names it"
         )
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(hf_hub_download(name, file))
-    except LocalEntryNotFoundError as error:
-        if file == _TOKENIZER:
-            raise ConfigError(f"the tokenizer of {name} is not here, and the hub does not answer: {error}") from error
-        return None
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        return Path(snapshot_download(name, allow_patterns=[_TOKENIZER, _SETTINGS, _TEMPLATE]))
+    except (OSError, HFValidationError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"no tokenizer of {name}: {reason}", "args.tokenizer names a directory or a hub name"
         ) from error
 
 
-def _read_json(path: Path | None) -> dict[str, Any]:
-    if path is None:
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
         return {}
     try:
         found = orjson.loads(path.read_bytes())
@@ -270,7 +243,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_text(path: Path, option: str) -> str:
+def _read(path: Path, option: str) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

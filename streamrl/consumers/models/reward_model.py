@@ -17,30 +17,21 @@ from streamrl.consumers.models.client import slots_within_rate
 from streamrl.consumers.models.dialects import DIALECTS, ScoreDialect, read_score
 from streamrl.consumers.models.rendering import Renderer, check_template
 from streamrl.consumers.models.template import Template, conversation
-from streamrl.consumers.reward import (
-    RewardContext,
-    RewardSample,
-    Score,
-)
-from streamrl.errors import (
-    ConfigError,
-    DataError,
-    PluginError,
-    StreamrlError,
-)
+from streamrl.consumers.reward import RewardContext, RewardSample, Score
+from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
 logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 10.0
 _LONG: Final = 20_000
-"""Characters from which a text is made in a thread: it would hold up the other samples for milliseconds."""
+"""Characters from which a text is encoded in a thread, as it would hold up the event loop for milliseconds."""
 _TEMPLATE_ARGS: Final = ("path", "body", "value")
 _TEXT_ARGS: Final = ("text", "tokenizer", "chat_template", "label")
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What a server is asked for one sample, and what its answer means."""
+    """The request for one sample, and how its answer is read."""
 
     path: str
     body: Mapping[str, Any]
@@ -110,11 +101,11 @@ class RewardModel(AskingReward):
         if self._template is None and self._text != "server":
             name = self._tokenizer or self._asked.config.model
             file = None if self._chat_template is None else Path(self._chat_template)
-            self._renderer = await asyncio.to_thread(Renderer.load, name, mode=self._text, template=file)
+            self._renderer = await asyncio.to_thread(Renderer, name, mode=self._text, template=file)
         try:
             question = self._question(PROBE)
         except DataError:
-            return  # a body that needs more of a prompt than this one has
+            return  # the body needs more than this prompt has
         await self._probe(self._ask(question, min(_PROBE_SECONDS, self._limit)))
 
     @override
@@ -173,5 +164,5 @@ class RewardModel(AskingReward):
 
 
 def _estimate(sample: RewardSample) -> int:
-    """Tokens of a sample where nobody has counted those of the reward model."""
+    """Tokens of a sample, if the server counts them."""
     return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1

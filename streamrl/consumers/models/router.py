@@ -6,15 +6,14 @@ UNCHECKED --health answers--> SERVING --faults in a row, or health missed--> EJE
                                  +--one request succeeds-- TRIAL <--health answers, pause over
 ```
 
-A request takes `pick`, then `began`; whatever becomes of it, `ended` gives its slot back, once. A server that says
-"not now" (429, 503) rests and stays what it is. One that is removed gets nothing new, ends what it has and is
-forgotten.
+A request calls `pick`, then `began`, and at its end once `ended`, which gives the slot back. A server that says "not
+now" (429, 503) rests and keeps its state. A removed server gets no new requests and is forgotten after its last one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -34,13 +33,13 @@ class RequestOutcome(StrEnum):
     """How a request ended, as the router sees it."""
 
     OK = "ok"
-    """The server did what it should; also a request that it rightly refuses."""
+    """An answer, or the refusal of a request that is wrong."""
     FAULT = "fault"
-    """No answer in time, a broken connection, an error of its own, an answer that is none."""
+    """No answer in time, a broken connection, an error of the server, or an answer without meaning."""
     BUSY = "busy"
-    """It said "not now"."""
+    """The server said "not now"."""
     CANCELLED = "cancelled"
-    """Nobody waited for the answer: it says nothing of the server."""
+    """The client stopped waiting, which says nothing about the server."""
 
 
 class PoolServerState(StrEnum):
@@ -63,9 +62,9 @@ class PoolServer:
         leaving: it was removed and only ends its requests.
         work: cost of the requests in flight.
         picked: number of its last request among those of all servers.
-        answered, failed: requests in all that it answered, or that ended with its fault.
+        failed: all requests that ended with its fault.
         in_a_row: faults since the last success.
-        missed: health checks in a row without an answer.
+        missed: failed health checks in a row.
         busy: times in a row that it said "not now".
         ejections: in a row, without a success in between.
         until: when its ejection, or its rest, is over.
@@ -79,7 +78,6 @@ class PoolServer:
     in_flight: int = 0
     work: int = 0
     picked: int = 0
-    answered: int = 0
     failed: int = 0
     in_a_row: int = 0
     missed: int = 0
@@ -94,12 +92,11 @@ class PoolServer:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A slot of a server that a request has taken: from `began` to `ended`."""
+    """A slot of a server that a request has, from `began` to `ended`."""
 
     server: PoolServer
     began: float
-    cost: int = 1
-    over: bool = False
+    cost: int
 
     @property
     def url(self) -> str:
@@ -117,7 +114,7 @@ class Router:
 
     @property
     def urls(self) -> frozenset[str]:
-        """Servers that were added and not removed."""
+        """Servers of the list, as it was followed last."""
         return frozenset(url for url, server in self._servers.items() if not server.leaving)
 
     @property
@@ -135,37 +132,31 @@ class Router:
         return list(self._servers.values())
 
     def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Add the servers that are new in the list and remove those that are gone; returns both.
+        """Make `urls` the servers; returns those that are new and those that were removed.
 
-        A server that comes back before its last request has ended keeps its state.
+        A new server gets requests after its first health check. One that comes back before its last request has ended
+        keeps its state.
         """
         wanted = list(dict.fromkeys(urls))
         added = [url for url in wanted if url not in self.urls]
-        removed = [url for url in self._servers if url not in wanted and not self._servers[url].leaving]
+        removed = [url for url, server in self._servers.items() if url not in wanted and not server.leaving]
         for url in added:
-            self.add(url)
+            self._servers.setdefault(url, PoolServer(url)).leaving = False
         for url in removed:
-            self.remove(url)
+            self._servers[url].leaving = True
+            self._forget(self._servers[url])
         return added, removed
 
-    def add(self, url: str) -> None:
-        """Add a server; it gets requests once its health was checked. A repeat changes nothing."""
-        server = self._servers.setdefault(url, PoolServer(url))
-        server.leaving = False
-
-    def remove(self, url: str) -> None:
-        """Give a server no more requests, and forget it after its last one. An unknown URL is ignored."""
-        server = self._servers.get(url)
-        if server is not None:
-            server.leaving = True
-            self._forget(server)
-
     def pick(self, now: float, exclude: Collection[str] = ()) -> str | None:
-        """The server that a request should go to: the one with the least work; None when none has a free slot now.
+        """The server with the least work that has a free slot now; None when none has.
 
-        Those with a recent fault come last, the one whose fault is longest ago first among them.
+        Servers with a recent fault come last, ordered by the time of the fault.
         """
-        able = [server for server in self._others(exclude) if now >= server.until and self._has_slot(server)]
+        able = [
+            server
+            for server in self._others(exclude)
+            if now >= server.until and server.in_flight < self._slots_of(server)
+        ]
         if not able:
             return None
 
@@ -175,20 +166,20 @@ class Router:
 
         return min(able, key=rank).url
 
-    def waits(self, now: float, exclude: Collection[str] = ()) -> bool:
-        """Whether waiting helps: a server outside of `exclude` works, and has no room or rests for the moment."""
-        return any(True for _ in self._others(exclude)) and self.pick(now, exclude) is None
+    def works(self, exclude: Collection[str] = ()) -> bool:
+        """Whether a server outside of `exclude` works, even if it is full or rests: waiting for it helps."""
+        return any(True for _ in self._others(exclude))
 
-    def busy(self, exclude: Collection[str] = ()) -> bool:
-        """Whether a server outside of `exclude` serves and does not rest: a request only has to wait for a slot."""
+    def lacks_slots(self, exclude: Collection[str] = ()) -> bool:
+        """Whether a server outside of `exclude` serves and does not rest: a request only lacks a free slot."""
         return any(server.state is PoolServerState.SERVING and not server.busy for server in self._others(exclude))
 
-    def wakes(self, now: float, exclude: Collection[str] = ()) -> float | None:
+    def first_rest_ends(self, now: float, exclude: Collection[str] = ()) -> float | None:
         """When the first rest of a server outside of `exclude` ends; None when none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
     def began(self, url: str, now: float, cost: int = 1) -> Claim:
-        """Count a request at a server that `pick` named; `KeyError`: there is no such server."""
+        """Count a request at a server that `pick` named."""
         server = self._servers[url]
         self._ticks += 1
         server.picked = self._ticks
@@ -199,14 +190,7 @@ class Router:
     def ended(
         self, claim: Claim, outcome: RequestOutcome, now: float, why: str = "", rest: float | None = None
     ) -> PoolServerState | None:
-        """Give the slot back and update the server by how its request ended. A repeat changes nothing.
-
-        Returns:
-            The new state of the server when this changed it, else None.
-        """
-        if claim.over:
-            return None
-        claim.over = True
+        """Give the slot back, once, and update the server; returns its new state when this changed it."""
         server = claim.server
         before = server.state
         server.in_flight -= 1
@@ -220,8 +204,8 @@ class Router:
         self._forget(server)
         return None if server.state is before else server.state
 
-    def quiet(self, now: float, seconds: float) -> list[str]:
-        """Servers whose health should be checked: no request of theirs succeeded within the last `seconds`."""
+    def to_check(self, now: float, seconds: float) -> list[str]:
+        """Servers whose health should be checked, as no request of theirs succeeded within the last `seconds`."""
         return [
             server.url
             for server in self._servers.values()
@@ -231,11 +215,7 @@ class Router:
         ]
 
     def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> PoolServerState | None:
-        """Learn from a health check of a server; an unknown one does nothing.
-
-        Returns:
-            The new state of the server when this changed it, else None.
-        """
+        """Update a server, if it is known, by a health check; returns its new state when this changed it."""
         server = self._servers.get(url)
         if server is None:
             return None
@@ -250,22 +230,19 @@ class Router:
                 server.state = PoolServerState.TRIAL
         return None if server.state is before else server.state
 
-    def _others(self, exclude: Collection[str] = ()) -> Iterable[PoolServer]:
+    def _others(self, exclude: Collection[str] = ()) -> Iterator[PoolServer]:
+        """The working servers outside of `exclude`."""
         for server in self._servers.values():
             if server.state in _WORKING and not server.leaving and server.url not in exclude:
                 yield server
-
-    def _has_slot(self, server: PoolServer) -> bool:
-        return server.in_flight < self._slots_of(server)
 
     def _slots_of(self, server: PoolServer) -> int:
         return 1 if server.state is PoolServerState.TRIAL else self._limit
 
     def _answered(self, server: PoolServer, claim: Claim, now: float) -> None:
-        server.answered += 1
         server.answered_at = now
         if claim.began < server.ejected_at:
-            return  # the request began before the ejection, so its success says nothing about the server now
+            return  # the request began before the ejection and says nothing about the server now
         server.in_a_row = server.missed = server.busy = 0
         if server.state is PoolServerState.TRIAL:
             server.state = PoolServerState.SERVING

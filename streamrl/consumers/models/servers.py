@@ -1,7 +1,7 @@
 """The servers of a run's reward models: those of the configuration, those that people add, those that streamrl starts.
 
-A server that streamrl starts is a role (`reward_model.NAME.N`), and its heartbeat is its entry: it says where the
-server listens and whether it sleeps, and vanishes with the role. What people add or remove is kept until they undo it.
+A server that streamrl starts is a role (`reward_model.NAME.N`), and its heartbeat is its entry: it has the URL, says
+whether the server sleeps, and vanishes with the role. What people add or remove is kept until they undo it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class RewardServer:
-    """A server that answers for a reward model.
-
-    Attributes:
-        name: of the role that started it, else its URL.
-        url: where it listens.
-        awake: False: it sleeps while there is little work, wakes by itself, and is not to be asked before.
-    """
+    """A server of a reward model. `name` is the role that started it, else its URL; it is not asked until `awake`."""
 
     name: str
     url: str
@@ -47,14 +41,9 @@ class RewardServers:
         self._roles = ledgers.roles
 
     async def present(self, model: str, configured: Sequence[str] = ()) -> list[RewardServer]:
-        """Servers of a model that can be asked from this host, sleeping ones included.
+        """Servers of a model that can be reached from this host, with sleeping ones and the `configured` URLs.
 
-        A server that is being started or whose role died is not among them, and neither is one that listens on the
-        loopback interface of another host.
-
-        Args:
-            model: its name in `reward_models`.
-            configured: URLs that the configuration gives it.
+        A server that is being started, whose role died, or on the loopback interface of another host is not listed.
         """
         enlisted, roles = await asyncio.gather(
             read_enlisted(self._connection, self._train.reward_servers(model)),
@@ -73,7 +62,7 @@ class RewardServers:
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
 
     async def removed(self, model: str) -> set[str]:
-        """Names and URLs of the servers that people took away from a model."""
+        """Names and URLs of the servers that people removed from a model."""
         return _removed(await read_enlisted(self._connection, self._train.reward_servers(model)))
 
     async def enlist(self, model: str, name: str, *, present: bool) -> bool:
@@ -84,11 +73,9 @@ class RewardServers:
         return bool(await self._connection.call("enlist", [self._train.reward_servers(model)], [name, int(present)]))
 
     async def waiting(self, group: int, held_out: int) -> int:
-        """Samples of the run that have no score yet, training and held-out ones, leased ones included.
+        """Samples of the run without a score, training and held-out ones, leased ones included.
 
-        Args:
-            group: samples of a group; an entry of `rollouts` is one while groups are scored whole.
-            held_out: samples of a held-out group.
+        `group` and `held_out` are the sizes of a group: an entry of `rollouts` is one while groups are scored whole.
         """
 
         async def of(keys: Keys, size: int) -> int:

@@ -30,13 +30,13 @@ _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
 def conversation(sample: RewardSample) -> list[dict[str, Any]]:
-    """The messages of a sample, with its response as the last; a prompt that is plain text is the user's."""
+    """The messages of a sample, with its response as the last; a plain prompt is one message of the user."""
     before = sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}]
     return [*before, {"role": "assistant", "content": sample.text}]
 
 
 def fence(sample: RewardSample) -> str:
-    """Twelve digits for delimiters around a response: they depend on it, so it cannot contain them."""
+    """Twelve digits for delimiters around a response. They are a hash of it, so it cannot contain them."""
     return hashlib.blake2b(f"{sample.prompt.text}\0{sample.text}".encode(errors="replace"), digest_size=6).hexdigest()
 
 
@@ -56,7 +56,7 @@ _METADATA: Final = "metadata."
 
 
 class Body:
-    """A body with placeholders. `placeholders` are their names.
+    """A body with placeholders; `placeholders` are their names.
 
     Raises:
         PluginError: a placeholder has no known name, or a brace is alone.
@@ -72,19 +72,11 @@ class Body:
 
 
 class Template(Body):
-    """A body with placeholders, and the way to the score in the answer.
-
-    Raises:
-        PluginError: as of `Body`; or `value` is empty.
-    """
+    """A body with placeholders, and the way to the score in the answer."""
 
     def __init__(self, body: Mapping[str, Any], value: str) -> None:
         super().__init__(body)
-        self._way = value.split(".")
-        if not all(self._way):
-            raise PluginError(
-                f"value {value!r} is no way to a number", "write it with dots: result.score, data.0.score"
-            )
+        self._way = way_of(value, "value")
 
     def read(self, answer: Mapping[str, Any]) -> float:
         """The score in an answer; `WireError`: it is not there, or no finite number."""
@@ -93,6 +85,14 @@ class Template(Body):
         except LookupError as error:
             raise WireError(f"an answer without {'.'.join(self._way)}: {str(answer)[:200]}") from error
         return finite_number(found, ".".join(self._way))
+
+
+def way_of(path: str, arg: str) -> list[str]:
+    """The steps of a path such as `data.0.score`; `PluginError`: one is empty."""
+    way = path.split(".")
+    if not all(way):
+        raise PluginError(f"{arg} {path!r} leads nowhere", "write it with dots: result.score, data.0.score")
+    return way
 
 
 def at(value: Any, way: Sequence[str]) -> Any:
@@ -106,7 +106,6 @@ def at(value: Any, way: Sequence[str]) -> Any:
 
 
 def _placeholders(value: Any) -> list[str]:
-    """Names of all placeholders of a body, checked."""
     if isinstance(value, Mapping):
         return [name for inner in value.values() for name in _placeholders(inner)]
     if isinstance(value, list | tuple):
@@ -138,13 +137,11 @@ def _filled(value: Any, sample: RewardSample) -> Any:
 
 
 def _text(match: re.Match[str], sample: RewardSample) -> str:
-    if match[1] is None:
-        return match[0][0]
-    return as_text(_value(match[1], sample))
+    return match[0][0] if match[1] is None else as_text(_value(match[1], sample))
 
 
 def as_text(value: Any) -> str:
-    """A value in the midst of text: JSON, unless it is text."""
+    """A value within text: JSON, unless it is text."""
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 

@@ -1,6 +1,6 @@
-"""From what a judge writes to a number: reading one answer, reading the votes in it, making one number of several.
+"""From what a judge writes to a number: the votes in an answer, the verdict in a vote, one number of several. No I/O.
 
-Values only, no I/O. What cannot be read is `Unreadable` and never a number.
+What cannot be read is `Unreadable` and never a number.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from streamrl.consumers.models.template import at
+from streamrl.consumers.models.template import at, way_of
 from streamrl.errors import DataError, PluginError, WireError
 
 Combine = Literal["mean", "median", "majority"]
 
 _MOST_TEXT: Final = 20_000
-"""Characters at the end of a vote that are read: verdicts are at the end, and patterns take time."""
+"""Characters at the end of a vote that are read, since verdicts are at the end and patterns take time."""
 _MOST_OBJECTS: Final = 512
 _MARKUP: Final = " \t*_`\"'.,:;!#>()"
 """What may stand around a choice on its line."""
 
 
 class Unreadable(DataError):
-    """A vote, or all of them together, gives no number. Asking the same again is for `tries` of the judge."""
+    """A vote, or all of them together, gives no number. The judge asks again by itself (`tries`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One of the texts that a judge wrote. `text` is None where it wrote none; `cut`: it was cut off at its limit."""
+    """One of the texts that a judge wrote: `cut` off at its limit, or None with the reason `why`."""
 
     text: str | None
     cut: bool = False
@@ -41,14 +41,7 @@ class Vote:
 
 @dataclass(slots=True)
 class Ballot:
-    """The votes on one sample.
-
-    Attributes:
-        values: of the votes that could be read.
-        unreadable: how many could not.
-        last: the last of these, in words.
-        tokens: that all of them cost.
-    """
+    """The votes on one sample: their `values`, how many were `unreadable` (`last`: why), and their cost in `tokens`."""
 
     values: list[float] = field(default_factory=list)
     unreadable: int = 0
@@ -77,7 +70,7 @@ def _vote(choice: Any) -> Vote:
 
 
 class Parser:
-    """Reads the verdict in a vote. One of `regex`, `json_path` and `choices`, or `regex` and `choices` together.
+    """Reads the verdict in a vote, by `regex`, `json_path` or `choices`, or by `regex` and `choices` together.
 
     Attributes:
         regex: compiled; None: the verdict is found without a pattern.
@@ -113,24 +106,21 @@ class Parser:
             raise PluginError(f"cut_off is {cut_off!r}", "it is fail or read")
         self.regex = None if regex is None else _compiled(regex)
         self.group: str | int = "score" if self.regex is not None and "score" in self.regex.groupindex else 1
-        self._way = None if json_path is None else _way(json_path)
+        self._way = None if json_path is None else way_of(json_path, "json_path")
         self._choices = None if choices is None else _choices(choices)
         self._bounds = _bounds(bounds, needed=choices is None)
         self._reads_cut = cut_off == "read"
 
     def read(self, vote: Vote) -> float:
-        """The number in a vote. The pattern is matched here and now, for as long as that takes.
-
-        Raises:
-            Unreadable: there is none, or it is out of bounds.
-        """
+        """The number in a vote; `Unreadable`: there is none, or it is out of bounds. The pattern may take long."""
         text = self.text_of(vote)
         if self._way is not None:
             return self._within(self._in_json(text, self._way), text)
-        return self.verdict(_last_line(text) if self.regex is None else _matched(self.regex, self.group, text), text)
+        last_line = text.strip().rpartition("\n")[2]
+        return self.verdict(last_line if self.regex is None else _matched(self.regex, self.group, text), text)
 
     def text_of(self, vote: Vote) -> str:
-        """What is read of a vote: its end; `Unreadable`: it has no text, or it was cut off."""
+        """The end of a vote, which is read; `Unreadable`: it has no text, or was cut off."""
         if vote.text is None:
             raise Unreadable(vote.why)
         text = vote.text[-_MOST_TEXT:]
@@ -139,33 +129,26 @@ class Parser:
         return text
 
     def verdict(self, word: str | None, text: str) -> float:
-        """The number of the word that was found in a text; None: the pattern does not match.
-
-        Raises:
-            Unreadable: it is none, or out of bounds.
-        """
+        """The number of a word in a text; `Unreadable`: it is None, as the pattern does not match, or no verdict."""
         if word is None:
             raise Unreadable(f"the regex does not match: {_end(text)}")
         word = word.strip()
-        return self._within(self._number(word) if self._choices is None else self._chosen(word, self._choices), text)
+        if self._choices is not None:
+            found = self._choices.get(_plain(word))
+            if found is None:
+                raise Unreadable(f"{word[:50]!r} is none of {', '.join(self._choices)}")
+            return self._within(found, text)
+        try:
+            number = float(word)
+        except ValueError:
+            raise Unreadable(f"{word[:50]!r} is no number") from None
+        return self._within(number, text)
 
     def _within(self, number: float, text: str) -> float:
         low, high = self._bounds
         if not low <= number <= high:  # also NaN
             raise Unreadable(f"{number:g} is not within {low:g} to {high:g}: {_end(text)}")
         return number
-
-    def _number(self, word: str) -> float:
-        try:
-            return float(word)
-        except ValueError:
-            raise Unreadable(f"{word[:50]!r} is no number") from None
-
-    def _chosen(self, word: str, choices: Mapping[str, float]) -> float:
-        found = choices.get(_plain(word))
-        if found is None:
-            raise Unreadable(f"{word[:50]!r} is none of {', '.join(choices)}")
-        return found
 
     def _in_json(self, text: str, way: Sequence[str]) -> float:
         try:
@@ -181,7 +164,7 @@ class Parser:
 
 
 def combined(values: Sequence[float], how: Combine) -> float:
-    """One number of several votes; `Unreadable`: `majority`, and two values have as many votes."""
+    """One number of several votes; `Unreadable`: two values have the `majority`."""
     if how == "mean":
         return math.fsum(values) / len(values)
     if how == "median":
@@ -202,13 +185,6 @@ def _compiled(regex: str) -> re.Pattern[str]:
             f"regex {regex!r} has {pattern.groups} groups", "one group, or one named score: Score: (?P<score>[0-9]+)"
         )
     return pattern
-
-
-def _way(path: str) -> list[str]:
-    way = path.split(".")
-    if not all(way):
-        raise PluginError(f"json_path {path!r} leads nowhere", "write it with dots: score, verdict.score")
-    return way
 
 
 def _choices(choices: Mapping[str, float]) -> dict[str, float]:
@@ -242,23 +218,19 @@ def _bounds(bounds: Sequence[float] | None, *, needed: bool) -> tuple[float, flo
 
 
 def _plain(word: str) -> str:
-    """A choice without case and without the markup around it."""
+    """A choice without case and surrounding markup."""
     return word.strip().strip(_MARKUP).casefold()
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
 
 
 def _matched(pattern: re.Pattern[str], group: str | int, text: str) -> str | None:
     last = None
-    for last in pattern.finditer(text):  # noqa: B007 (the last one is what is wanted)
+    for last in pattern.finditer(text):  # noqa: B007 (the last one counts)
         pass
     return None if last is None else last[group]
 
 
 def _last_object(text: str) -> Any:
-    """The last JSON object that stands in a text, in no other one; None: there is none."""
+    """The last JSON object in a text that is in no other one; None: there is none."""
     decoder, found, place = json.JSONDecoder(), None, text.find("{")
     for _ in range(_MOST_OBJECTS):
         if place < 0:

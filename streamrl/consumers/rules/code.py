@@ -28,18 +28,18 @@ _LIST_MARK: Final = re.compile(r"^([-*+]|[0-9]{1,9}[.)])[ \t]+(?=```|~~~)")
 
 @dataclass(frozen=True, slots=True)
 class CodeBlock:
-    """A fenced block: its language in small letters (empty: none is named) and the text between the fences."""
+    """A fenced block: its language in lower case (empty: none is named) and the text between the fences."""
 
     language: str
     text: str
 
 
 def code_blocks(text: str) -> list[CodeBlock]:
-    """Return the closed fenced blocks of `text`; one that is still open at the end was cut off and is none.
+    """The closed fenced blocks of `text`; one that is open at the end was cut off and does not count.
 
-    A fence is a line of at least three backticks or tildes; it is closed by one of the same character that is at least
-    as long. Lines of the block lose the white space that stands before the fence, as in an item of a list, where the
-    fence may also stand right behind the mark of the item. Time grows with the length of the text only.
+    A fence is a line of at least three backticks or tildes, also right behind the mark of a list item; a line of the
+    same character that is at least as long closes it. The lines of a block lose the white space before the fence. The
+    time is proportional to the length of the text.
     """
     blocks: list[CodeBlock] = []
     fence, language, indent = "", "", 0
@@ -63,9 +63,9 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def _outdented(lines: list[str], indent: int) -> list[str]:
-    """Return lines without the white space at their start, at most so many characters.
+    """Lines without up to `indent` characters of white space at their start.
 
-    Where the first has less, only the fence was indented: then they stay as they are.
+    If the first line has less, only the fence was indented, and the lines stay as they are.
     """
     blanks = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next((blank for line, blank in zip(lines, blanks, strict=True) if line.strip()), 0)
@@ -75,7 +75,7 @@ def _outdented(lines: list[str], indent: int) -> list[str]:
 
 
 def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | None:
-    """Return the last block in one of the languages, or None."""
+    """The last block in one of the languages; not `fenced`: else the whole text, if it has no block."""
     blocks = code_blocks(text)
     found = [block.text for block in blocks if block.language in languages]
     if found:
@@ -84,7 +84,7 @@ def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | 
 
 
 def _marks(words: str) -> str:
-    """Return the fence that a line begins with, or nothing."""
+    """The fence that a line begins with; empty without one."""
     if not words or words[0] not in _FENCES:
         return ""
     length = len(words) - len(words.lstrip(words[0]))
@@ -99,13 +99,12 @@ _OURS: Final = {
 _SCRIPTS: Final = {"call": "driver.py", "code": "checks.py"}
 _SETUP_SECONDS: Final = 60.0
 _OUR_PROCESSES: Final = 2
-"""Code of tests runs in a process of its own, and another one waits for tests that need the program's."""
-_UNCHECKED_HINT: Final = "a loop over nothing, perhaps; code of tests needs an assert that is executed"
+"""Code of tests runs in a process of its own, and another one waits for tests that need the program's process."""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What came of the tests so far, and the seconds that are left for the others."""
+    """The verdicts so far, and the time that the tests took."""
 
     total: float
     spent: float = 0.0
@@ -115,17 +114,15 @@ class _Tally:
     detail: str = ""
 
     def add(self, verdict: str, execution: Execution) -> None:
-        """Count a test; the first that crashed says why.
+        """Count a test; the first crash gives the detail.
 
         Raises:
-            SandboxError: the tests take ten times their time for want of processors, and have not used it either.
+            SandboxError: the host is so busy that the tests took ten times their time without using it.
         """
         self.counts[verdict] += 1
         if verdict == "crashed" and not self.detail:
-            said = last_lines(execution.stderr)
-            how = (
-                f"with code {execution.code}" if execution.outcome == "ended" else f"by signal {-(execution.code or 0)}"
-            )
+            said, code = last_lines(execution.stderr), execution.code or 0
+            how = f"with code {code}" if execution.outcome == "ended" else f"by signal {-code}"
             self.detail = f"test {self.counts.total()} ended {how}{said and ':'}\n{said}".rstrip()
         self.spent += execution.wall - execution.delay
         self.cpu += execution.cpu
@@ -226,7 +223,7 @@ class Code(Reward):
         self._command = None if command is None else _looked_up(command)
         self._sandbox = Sandbox(limits, network=network == "allow", isolation=isolation)
         self.deadline = SLOWEST * (total + limits.wall) + _SETUP_SECONDS
-        self.concurrency = len(os.sched_getaffinity(0))  # more at a time would only slow each other down
+        self.concurrency = len(os.sched_getaffinity(0))  # more would slow each other down
 
     @override
     async def open(self, context: RewardContext) -> None:
@@ -256,7 +253,10 @@ class Code(Reward):
                 for kind in ("stdin", "call", "code"):
                     await self._run(text, [test for test in tests if test.kind == kind], tally)
             except Unchecked:
-                raise DataError(f"{where} has code that has executed no check", _UNCHECKED_HINT) from None
+                raise DataError(
+                    f"{where} has code that has executed no check",
+                    "a loop over nothing, perhaps; code of tests needs an assert that is executed",
+                ) from None
             except NoModule as error:
                 raise DataError(
                     f"{where} has code that imports {error}, which {self._interpreter.path} does not have",
@@ -266,12 +266,12 @@ class Code(Reward):
         counts["unrun"] = len(tests) - counts.total()
         passed = counts["passed"]
         value = float(passed == len(tests)) if self._all else passed / len(tests)
-        parts: dict[str, float] = {verdict: float(counts[verdict]) for verdict in VERDICTS}
-        about = {"tests": float(len(tests)), "no_code": float(text is None), **parts}
-        return Score(value, about, detail=tally.detail)
+        parts: dict[str, float] = {"tests": len(tests), "no_code": int(text is None)}
+        parts |= {verdict: counts[verdict] for verdict in VERDICTS}
+        return Score(value, parts, detail=tally.detail)
 
     async def _run(self, text: str, tests: Sequence[CodeTest], tally: _Tally) -> None:
-        """Run tests of one kind, one after the other, and count what came of them."""
+        """Run tests of one kind one after the other."""
         if not tests or tally.ends(at_failure=self._all):
             return
         async with self._sandbox.start(self._program(text, tests[0])) as session:

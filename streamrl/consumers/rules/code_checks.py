@@ -1,6 +1,6 @@
-"""Code of tests, before it is run: what of it is run, that it checks something, and where it can run.
+"""Code of tests, before it is run: what of it is run, that it checks something, and in which process it can run.
 
-The text comes from the data set and is trusted; the program that it tests is not, and has no part in what is said here.
+The text comes from the data set and is trusted. The program that it tests is not, and plays no part here.
 """
 
 from __future__ import annotations
@@ -32,36 +32,35 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class NoTests(ValueError):
-    """Code that cannot be the tests of a program; says why."""
+class NotTests(ValueError):
+    """A value of the metadata that cannot be the tests of a program; says why."""
 
 
 @functools.lru_cache(maxsize=1024)
 def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
-    """Return the task that code of tests is for sandbox/checks.py.
+    """The task for sandbox/checks.py that runs code of tests.
 
-    Run are the code, then its functions whose names begin with `test`, its classes of unittest, and those whose names
-    begin with `Test`. A function `check` with one argument that nobody calls is called with the entry point, as in
-    HumanEval. What is below `if __name__ == "__main__"` is run when nothing else checks.
+    It runs the code, then its functions named `test...`, its classes of unittest, and its classes named `Test...`. It
+    calls a function `check` with one argument with the entry point, as in HumanEval, unless the code calls it itself.
+    What is below `if __name__ == "__main__"` is run when nothing else checks.
 
     Args:
         text: the code.
         entry: name of the function that is tested, `Solution().name` or `Solution.name`; None: there is none.
 
     Returns:
-        `shown`, for tracebacks; `code`, the same lines with a count of the checks that are executed; test `functions`
-        and `classes` to run after it; `names` that it takes from the program, names that are `kept` from it,
-        `modules` that it uses without importing them, packages that it `imports`, and those of them that it `needs`;
-        whether it uses `unittest`, `skips` tests by itself, and must run `inside` the program's process.
+        `shown`, for tracebacks; `code`, the same lines with a count of the executed checks; test `functions` and
+        `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, `modules`
+        that it uses without importing them, packages that it `imports`, and those of them that it `needs`; whether it
+        uses `unittest`, `skips` tests by itself, and must run `inside` the program's process.
 
     Raises:
-        NoTests: it is no Python, executes no check, or has a form that cannot be run.
+        NotTests: it is no Python, executes no check, or has a form that cannot be run.
     """
-    alone, whole = _tree(text, main=False), _tree(text, main=True)
     try:
-        return _task(text, alone, entry)
-    except NoTests:
-        return _task(text, whole, entry)
+        return _task(text, _tree(text, main=False), entry)
+    except NotTests:
+        return _task(text, _tree(text, main=True), entry)
 
 
 def _tree(text: str, *, main: bool) -> ast.Module:
@@ -70,10 +69,10 @@ def _tree(text: str, *, main: bool) -> ast.Module:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
-        raise NoTests(f"has code that is no Python{where}") from None
+        raise NotTests(f"has code that is no Python{where}") from None
     body: list[ast.stmt] = []
     for one in tree.body:
-        if isinstance(one, ast.If) and _is_main(one):
+        if isinstance(one, ast.If) and "__name__" in _loaded([one.test]):
             body.extend(one.body if main else ())
         else:
             body.append(one)
@@ -82,12 +81,13 @@ def _tree(text: str, *, main: bool) -> ast.Module:
 
 
 def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
-    """Return the task of a tree, which changes it."""
+    """The task of a tree, which is changed by it."""
     _call_check(tree, entry)
     functions, classes = _test_functions(tree), _test_classes(tree)
     reachable = _reachable(tree, {*functions, *classes})
-    if not any(_checks(node, _defined(tree)) for node in reachable):
-        raise NoTests(
+    defined = _defined(tree)
+    if not any(_is_check(one, defined) for node in reachable for one in ast.walk(node)):
+        raise NotTests(
             "has code that executes no check: there is no assert in what is run (a comparison alone, or one that is"
             " returned, checks nothing)"
         )
@@ -96,7 +96,7 @@ def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
     shown = ast.unparse(tree)
     return {
         "shown": shown,
-        "code": ast.unparse(ast.fix_missing_locations(_Instrument(_defined(tree)).visit(tree))),
+        "code": ast.unparse(ast.fix_missing_locations(_Instrument(defined).visit(tree))),
         "functions": functions,
         "classes": classes,
         "names": sorted(names - kept - modules),
@@ -108,13 +108,6 @@ def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
         "skips": "skip" in text.lower(),
         "inside": inside,
     }
-
-
-def _is_main(node: ast.stmt) -> bool:
-    """Whether it is `if __name__ == "__main__"`, which no test is run as."""
-    return isinstance(node, ast.If) and any(
-        isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test)
-    )
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.stmt]:
@@ -129,19 +122,19 @@ def _loaded(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def _call_check(tree: ast.Module, entry: str | None) -> None:
-    """Add the call of HumanEval's `check`, where nobody calls it."""
+    """Add the call of HumanEval's `check`, unless the code has one."""
     check = _defined(tree).get("check")
     if not isinstance(check, ast.FunctionDef) or len(check.args.args) != 1:
         return
     if "check" in _loaded(node for node in tree.body if node is not check):
         return
     if entry is None:
-        raise NoTests(
+        raise NotTests(
             "has code that defines check(...) and does not call it: give the name of the function that is tested as"
             " `entry_point`, in the line or in the test"
         )
     if not _ENTRY.fullmatch(entry):
-        raise NoTests(f"has the entry point {entry!r}, which is no name of a function")
+        raise NotTests(f"has the entry point {entry!r}, which is no name of a function")
     owner, _, name = entry.rpartition(".")
     function = f"{owner if owner.endswith(')') else owner + '()'}.{name}" if owner else name
     tree.body.extend(ast.parse(f"check({function})").body)
@@ -152,11 +145,10 @@ def _test_functions(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if not isinstance(node, _Function) or not node.name.startswith("test"):
             continue
-        others = list(_loaded(one for one in tree.body if one is not node))
         if _needs(node, 0):
-            if node.name in others:
-                continue  # called by others, with what it needs
-            raise NoTests(f"has a test {node.name} with arguments: fixtures and parameters are not known here")
+            if node.name in _loaded(one for one in tree.body if one is not node):
+                continue  # the code calls it with arguments
+            raise NotTests(f"has a test {node.name} with arguments: fixtures and parameters are not known here")
         _refuse_generator(node)
         found.append(node.name)
     return found
@@ -176,14 +168,14 @@ def _test_classes(tree: ast.Module) -> list[str]:
         for test in tests:
             _refuse_generator(test)
             if _needs(test, 1) and not test.decorator_list:
-                raise NoTests(f"has a test {node.name}.{test.name} with arguments: fixtures are not known here")
+                raise NotTests(f"has a test {node.name}.{test.name} with arguments: fixtures are not known here")
             if of_unittest and isinstance(test, ast.AsyncFunctionDef) and "IsolatedAsyncioTestCase" not in str(bases):
-                raise NoTests(
+                raise NotTests(
                     f"has an async test {node.name}.{test.name} in a class that is no unittest.IsolatedAsyncioTestCase:"
                     " unittest does not run it"
                 )
         if not of_unittest and (odd := [one.name for one in methods if one.name in _SETUPS]):
-            raise NoTests(f"has a class {node.name} with {odd[0]}, which is pytest's: write a unittest.TestCase")
+            raise NotTests(f"has a class {node.name} with {odd[0]}, which is pytest's: write a unittest.TestCase")
         if tests or of_unittest:
             found.append(node.name)
     return found
@@ -198,7 +190,7 @@ def _needs(node: ast.FunctionDef | ast.AsyncFunctionDef, given: int) -> bool:
 
 def _refuse_generator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
     if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in _own(node)):
-        raise NoTests(f"has a test {node.name} with yield: nobody would run what it yields")
+        raise NotTests(f"has a test {node.name} with yield: what it yields would not be run")
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
@@ -212,7 +204,7 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _reachable(tree: ast.Module, roots: set[str]) -> list[ast.stmt]:
-    """The statements that are run: those outside of functions, the tests, and the functions that these name."""
+    """The statements that run: those outside of functions, the tests, and the functions that these name."""
     defined = _defined(tree)
     found = [node for node in tree.body if not isinstance(node, _Definition) or node.name in roots]
     waiting = list(found)
@@ -225,12 +217,8 @@ def _reachable(tree: ast.Module, roots: set[str]) -> list[ast.stmt]:
     return found
 
 
-def _checks(node: ast.AST, defined: Mapping[str, Any]) -> bool:
-    return any(_is_check(one, defined) for one in ast.walk(node))
-
-
 def _is_check(node: ast.AST, defined: Mapping[str, Any]) -> bool:
-    """Whether it fails a test, or can: an assert, a call of an assert function, a raise or exit that is conditional."""
+    """Whether it can fail a test: an assert, a call of an assert function, a conditional raise or exit."""
     if isinstance(node, ast.Call):
         return _asserts(node, defined)
     if isinstance(node, ast.If):
@@ -249,20 +237,15 @@ def _exits(node: ast.AST) -> bool:
 
 
 def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
-    """Whether it calls a function that asserts, which the tests do not define themselves."""
-    if isinstance(node.func, ast.Name):
+    """Whether it calls a function that asserts, other than one that the tests define."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if isinstance(node.func, ast.Name) and node.func.id not in defined:
         name = node.func.id
-        if name in defined:
-            return False
-    elif isinstance(node.func, ast.Attribute):
-        name = node.func.attr
-    else:
-        return False
     return name.startswith("assert") or name in _CHECKING
 
 
 class _Instrument(ast.NodeTransformer):
-    """Counts the checks that are executed, and compares in functions of sandbox/checks.py; no line moves."""
+    """Lets functions of sandbox/checks.py count the executed checks and compare values; no line moves."""
 
     def __init__(self, defined: Mapping[str, Any]) -> None:
         self._defined = defined
@@ -273,7 +256,7 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        """Leave out `from solution import *`: the tests have the names that they use; the program adds no others."""
+        """Leave out `from solution import *`: the tests get the names that they use, and no others."""
         star = node.module == "solution" and node.names[0].name == "*"
         return ast.copy_location(ast.Pass(), node) if star else node
 
@@ -285,18 +268,14 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> Any:
-        """Count an exception that must come, and note a failed assertion that no other check follows.
+        """Count an exception that must come, and note a caught assertion that no other check follows.
 
-        An exception must come where what follows the call that raises it fails. Another check follows where the handler
-        has one, or a loop tries again.
+        An exception must come if the code after the call fails otherwise. Another check follows if the handler has one,
+        or a loop tries again.
         """
         again = any(isinstance(one, ast.Break) for part in node.body for one in ast.walk(part))
-        last = [one for one in node.handlers if not again and not self._goes_on(one)]
-        must = any(
-            isinstance(one, ast.Raise) or _is_check(one, self._defined)
-            for part in (*node.body, *node.orelse)
-            for one in ast.walk(part)
-        )
+        last = [one for one in node.handlers if not again and not self._fails(one.body, ast.Continue)]
+        must = self._fails([*node.body, *node.orelse])
         self.generic_visit(node)
         for handler in node.handlers if must else ():
             handler.type = _call(_CHECKED, handler.type or ast.Name("BaseException", ast.Load()))
@@ -304,12 +283,10 @@ class _Instrument(ast.NodeTransformer):
             handler.type = _call("__streamrl_catching__", handler.type or ast.Name("BaseException", ast.Load()))
         return node
 
-    def _goes_on(self, handler: ast.ExceptHandler) -> bool:
-        return any(
-            isinstance(one, ast.Raise | ast.Continue) or _is_check(one, self._defined)
-            for part in handler.body
-            for one in ast.walk(part)
-        )
+    def _fails(self, body: list[ast.stmt], *others: type[ast.AST]) -> bool:
+        """Whether a body has a raise or a check, or one of `others`."""
+        nodes = (one for part in body for one in ast.walk(part))
+        return any(isinstance(one, (ast.Raise, *others)) or _is_check(one, self._defined) for one in nodes)
 
     def visit_Call(self, node: ast.Call) -> Any:
         counted = _asserts(node, self._defined)
@@ -343,7 +320,7 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that the tests define, anywhere."""
+    """All names that the tests define."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -360,9 +337,9 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _names(tree: ast.Module, entry: str | None) -> tuple[set[str], set[str], set[str]]:
-    """Return the names that are taken from the program, those that are not whatever it defines, and modules.
+    """The names that the tests use, those that the program must not replace, and modules.
 
-    A program that defines `abs` must not change what the tests compute with it, unless it is all that they test.
+    A program that defines `abs` must not change what the tests compute with it, unless they test nothing else.
     """
     loaded, bound = set(_loaded([tree])), _bound(tree)
     free = loaded - bound - _BUILT_IN
@@ -380,27 +357,25 @@ def _only_owns(tree: ast.Module, name: str) -> bool:
 
 
 def _inside(tree: ast.Module, names: set[str]) -> bool:
-    """Whether tests do what works in the program's process only."""
+    """Whether the tests do what only works in the program's process."""
     of_the_program = names - _bound(tree) - _BUILT_IN
     held = _held(tree)
     return any(_is_inside(node, of_the_program) or _changes(node, held) for node in ast.walk(tree))
 
 
 def _held(tree: ast.Module) -> set[str]:
-    """Names of what an object may hold: assigned from an attribute, or from a method of an object of a named class."""
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    objects = set(_assigned([node for node in assigned if _is_construction(node.value)]))
-    return set(_assigned([node for node in assigned if _is_held(node.value, objects)]))
+    """Names of what an object may hold: assigned from an attribute, or from a method of an object of a named class.
 
-
-def _assigned(nodes: Iterable[ast.Assign]) -> Iterator[str]:
-    return (target.id for node in nodes for target in node.targets if isinstance(target, ast.Name))
-
-
-def _is_construction(node: ast.expr) -> bool:
-    """Whether it builds an object; one of `Solution` holds nothing, as a rule."""
-    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-    return name[:1].isupper() and name != "Solution"
+    An object of `Solution` is assumed to hold nothing.
+    """
+    assigns = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    values = [(one.id, node.value) for node in assigns for one in node.targets if isinstance(one, ast.Name)]
+    objects = set()
+    for name, value in values:
+        kind = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+        if kind[:1].isupper() and kind != "Solution":
+            objects.add(name)
+    return {name for name, value in values if _is_held(value, objects)}
 
 
 def _is_held(node: ast.expr, objects: set[str]) -> bool:
@@ -411,7 +386,7 @@ def _is_held(node: ast.expr, objects: set[str]) -> bool:
 
 
 def _changes(node: ast.AST, names: set[str]) -> bool:
-    """Whether it changes what one of these names stands for."""
+    """Whether it changes the value of one of these names."""
     changed: ast.expr | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
         changed = node.func.value
@@ -447,7 +422,7 @@ def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:  # noqa: PLR091
 
 
 def _imports(nodes: Iterable[ast.AST], without: tuple[type, ...] = ()) -> set[str]:
-    """Return the packages that the tests import, besides the program; not where a kind of `without` is around it."""
+    """Packages that the tests import, besides the program and what is within a node of the kinds `without`."""
     found: set[str] = set()
     waiting = list(nodes)
     while waiting:
@@ -466,7 +441,7 @@ def _works_apart(module: str) -> bool:
 
 
 def _within(node: ast.expr) -> bool:
-    """Whether it is something that an object holds, so that a change of a copy would be lost."""
+    """Whether an object holds it, so that a change of a copy would be lost."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return isinstance(node, ast.Attribute | ast.Call)

@@ -7,24 +7,24 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import orjson
 
-from streamrl.consumers.rules.code_checks import NoTests, read_checks
+from streamrl.consumers.rules.code_checks import NotTests, read_checks
 from streamrl.consumers.sandbox import Execution
 from streamrl.errors import DataError
 
 Verdict = Literal["passed", "wrong", "crashed", "time", "memory", "output", "unrun"]
 
-VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong", "crashed", "time", "memory", "output", "unrun")
+VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 _FORMS: Final = "{input, output}, {call, args, kwargs, output}, {code}, or a text of code"
 _MOST_SHOWN: Final = 4000
 _LINES_SHOWN: Final = 10
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SMALLEST: Final = 1e-12
 _NUMBER: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-"""What programs print; Python reads `1_000` and digits of other scripts as well."""
+"""Numbers as programs print them; `float` would also read `1_000` and digits of other scripts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,15 @@ class CodeTest:
 
 
 class Unchecked(Exception):
-    """Code of tests ran to its end without a check, whatever the program is."""
+    """Code of tests ran to its end without a check, and asked the program for nothing."""
 
 
 class NoModule(Exception):
-    """Code of tests imports a module that the interpreter of the programs does not have; its argument is the name."""
-
-
-@dataclass(slots=True)
-class _Malformed(Exception):
-    why: str
+    """Code of tests imports a module that the interpreter of the programs lacks; the argument is its name."""
 
 
 def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTest]:
-    """Return the tests in a value of the metadata.
+    """The tests in a value of the metadata.
 
     Args:
         value: a list of tests, a mapping of `inputs` and `outputs` (with `fn_name` for calls), or a text with either as
@@ -66,7 +61,7 @@ def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTes
         entry: name of the function that HumanEval's `check` is called with, where a test names none; None: unknown.
 
     Raises:
-        DataError: it has another form, or no test at all; says what is wrong and where.
+        DataError: it has another form, or no test.
     """
     if isinstance(value, str):
         try:
@@ -79,21 +74,16 @@ def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTes
         elif isinstance(value, list):
             tests = [_test(item, entry) for item in value]
         else:
-            raise _Malformed(f"is a {type(value).__name__}, not a list of tests")
-    except _Malformed as error:
-        raise DataError(f"{where} {error.why}", f"a test is {_FORMS}") from None
+            raise NotTests(f"is a {type(value).__name__}, not a list of tests")
+    except NotTests as error:
+        raise DataError(f"{where} {error}", f"a test is {_FORMS}") from None
     if not tests:
         raise DataError(f"{where} is empty", "a response cannot be scored without tests")
     return tests
 
 
 def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
-    """Say what came of a test.
-
-    Raises:
-        Unchecked: code of tests has asked the program for nothing and executed no check.
-        NoModule: code of tests imports a module that is not there.
-    """
+    """The verdict of a test. Raises `Unchecked` and `NoModule` for code of tests that is wrong itself."""
     if execution.outcome in {"time", "memory", "output"}:
         return execution.outcome
     if execution.outcome == "signal" or execution.code != 0:
@@ -114,7 +104,7 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
 
 
 def last_lines(text: str) -> str:
-    """Return the last lines of what a program wrote, without colours and control characters."""
+    """The last lines that a program wrote, without colours and control characters."""
     lines = [line for line in _COLOUR.sub("", text[-_MOST_SHOWN:]).splitlines() if line.strip()]
     return "\n".join("".join(filter(str.isprintable, line.expandtabs())) for line in lines[-_LINES_SHOWN:])
 
@@ -122,7 +112,7 @@ def last_lines(text: str) -> str:
 def same_output(found: str, wanted: str, tolerance: float) -> bool:
     """Compare two texts line by line, without white space at the ends of lines and empty lines at the end.
 
-    With a tolerance above 0, words that are numbers may differ by it, and any white space between words is the same.
+    With a tolerance above 0, words that are numbers may differ by it, and the white space between words does not count.
     """
     lines, others = ([line.strip() for line in text.strip().splitlines()] for text in (found, wanted))
     if lines == others:
@@ -182,7 +172,7 @@ def _pairs(value: Mapping[str, Any]) -> list[CodeTest]:
     """Read `inputs` and `outputs`, the form of APPS, TACO and of verl's code rewards."""
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise _Malformed("is a mapping without lists `inputs` and `outputs` of the same length")
+        raise NotTests("is a mapping without lists `inputs` and `outputs` of the same length")
     name = value.get("fn_name")
     if name is None:
         return [_program(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
@@ -198,14 +188,14 @@ def _test(item: Any, entry: str | None) -> CodeTest:
     if isinstance(item, str):
         return _code(item, entry)
     if not isinstance(item, Mapping):
-        raise _Malformed(f"has a {type(item).__name__} among its tests")
+        raise NotTests(f"has a {type(item).__name__} among its tests")
     if "call" in item:
         return _call(item)
     if "code" in item:
         return _code(item["code"], item.get("entry_point", entry))
     if "input" in item and "output" in item:
         return _program(item["input"], item["output"])
-    raise _Malformed(f"has a test with the keys {', '.join(map(str, item)) or 'none'}")
+    raise NotTests(f"has a test with the keys {', '.join(map(str, item)) or 'none'}")
 
 
 def _program(given: Any, wanted: Any) -> CodeTest:
@@ -214,27 +204,23 @@ def _program(given: Any, wanted: Any) -> CodeTest:
         for text in (given, wanted)
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise _Malformed("has an `input` or `output` that is no text")
+        raise NotTests("has an `input` or `output` that is no text")
     return CodeTest("stdin", texts[0], (texts[1],))
 
 
 def _call(item: Mapping[str, Any]) -> CodeTest:
     name, args, named = item["call"], item.get("args", []), item.get("kwargs", {})
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-        raise _Malformed(f"calls {name!r}, which is no name of a function")
+        raise NotTests(f"calls {name!r}, which is no name of a function")
     if not isinstance(args, list) or not isinstance(named, Mapping) or "output" not in item:
-        raise _Malformed(f"has a call of {name} without `output`, or whose `args` are no list or `kwargs` no mapping")
+        raise NotTests(f"has a call of {name} without `output`, or whose `args` are no list or `kwargs` no mapping")
     return CodeTest("call", orjson.dumps({"call": name, "args": args, "kwargs": named}).decode(), (item["output"],))
 
 
 def _code(text: Any, entry: Any) -> CodeTest:
     if not isinstance(text, str) or not text.strip():
-        raise _Malformed("has `code` that is no text, or empty")
+        raise NotTests("has `code` that is no text, or empty")
     if entry is not None and not isinstance(entry, str):
-        raise _Malformed(f"has the entry point {entry!r}, which is no text")
-    try:
-        task = read_checks(text, entry)
-    except NoTests as error:
-        raise _Malformed(str(error)) from None
+        raise NotTests(f"has the entry point {entry!r}, which is no text")
     token = secrets.token_hex(16)
-    return CodeTest("code", orjson.dumps({**task, "token": token}).decode(), (token,))
+    return CodeTest("code", orjson.dumps({**read_checks(text, entry), "token": token}).decode(), (token,))

@@ -101,7 +101,7 @@ class JsonSchema(Processed):
 
 
 def check_schema(schema: Any) -> str:
-    """Return the schema as text; `ValueError` when it is none, or refers to something outside of itself."""
+    """The schema as text; `ValueError`: it is none, or refers to something outside of itself."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -132,7 +132,7 @@ def check_schema(schema: Any) -> str:
 
 
 def last_fence(text: str) -> str:
-    """Return what is in the last complete Markdown fence of three backticks; all of the text when there is none."""
+    """The text in the last complete Markdown fence of three backticks; the whole text if it has none."""
     parts = text.split("```")
     last = (len(parts) - 1) // 2 * 2 - 1
     if last < 0:

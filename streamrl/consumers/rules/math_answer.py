@@ -103,7 +103,7 @@ class MathAnswer(Processed):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the last `\boxed{...}` of `text`, braces balanced, or None when it has none that is complete."""
+    r"""The last `\boxed{...}` of `text` with balanced braces; None: it is not complete, or there is none."""
     start = text.rfind(_BOXED)
     depth = 0
     for at in range(start + len(_BOXED) - 1, len(text) if start >= 0 else 0):

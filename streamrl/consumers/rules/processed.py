@@ -1,4 +1,4 @@
-"""Rules that work in processes which can be killed, because a response could make them expensive; one is `regex`."""
+"""Rules that run in processes that can be killed, because a response could make them expensive; one is `regex`."""
 
 from __future__ import annotations
 
@@ -78,15 +78,9 @@ class Processed(Reward):
         }
 
     async def ask(self, request: Any, sample: RewardSample) -> Any:
-        """Return the answer of the process; None for a response that is too expensive and thereby wrong.
+        """The answer of the process; None: the response is too expensive, and `expensive` is `wrong`.
 
-        In the phase `response` of the process the response is to blame, before it what came with the prompt.
-
-        Raises:
-            DataError: the response is too expensive and `expensive` is `fail`, or what came with the prompt is.
-            ProcessDied: the process died of something else.
-            CallFailed: its function raised.
-            RewardUnavailable: no process can be started now.
+        What is too expensive before the phase `response` of the process came with the prompt: `DataError`.
         """
         try:
             return await self._pool.call(request)
@@ -103,11 +97,7 @@ class Processed(Reward):
 
 
 def require(package: str, extra: str, rule: str) -> None:
-    """Check that a package is installed, without importing it.
-
-    Raises:
-        PluginError: it is not; the hint has the command that installs it.
-    """
+    """Check, without importing it, that a package is installed; `PluginError`: it is not."""
     if importlib.util.find_spec(package) is None:
         raise PluginError(f"rule {rule} needs the package {package}", f"pip install 'streamrl[{extra}]'")
 
@@ -116,8 +106,8 @@ class Regex(Processed):
     """1 when the pattern matches, or, with a `group`, when that group of the last match is the answer of the prompt.
 
     Patterns of Python's `re`; flags are written into the pattern, `(?si)`. Some patterns take exponential time on some
-    texts, so they run in processes that are killed then. Whether the response or the pattern is to blame nobody can
-    say, so that is an error unless `expensive` says otherwise.
+    texts, so they run in processes that are killed then. The response or the pattern may be to blame, so that is an
+    error unless `expensive` says otherwise.
 
     Args:
         pattern: the regular expression.

@@ -19,7 +19,7 @@ _Choice = TypeVar("_Choice", bound=str)
 
 
 def answer_of(sample: RewardSample) -> str:
-    """Return the answer of the prompt as text; `DataError` when it has none."""
+    """The answer of the prompt as text; `DataError`: it has none."""
     answer = sample.prompt.answer
     if answer is None:
         raise DataError(
@@ -29,21 +29,21 @@ def answer_of(sample: RewardSample) -> str:
 
 
 def one_of(name: str, value: _Choice, known: Sequence[str]) -> _Choice:
-    """Return `value` of the arg `name`; `ValueError` when it is none of the known ones."""
+    """`value` of the arg `name`; `ValueError`: it is none of the known ones."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
     return value
 
 
 def check_tag(tag: str | None) -> str | None:
-    """Return `tag`, the name between `<` and `>`; `ValueError` when it is none."""
+    """`tag`, the name between `<` and `>`; `ValueError`: it is no such name."""
     if tag is not None and (not tag or _NAME_CHARACTERS & set(tag)):
         raise ValueError(f"{tag!r} is no tag: write its name only, for example answer for <answer>")
     return tag
 
 
 def inside(text: str, tag: str | None) -> str | None:
-    """Return what is between the last `</tag>` and the `<tag>` before it; None when there is none."""
+    """The text between the last `</tag>` and the `<tag>` before it; None: there is none."""
     if tag is None:
         return text
     end = text.rfind(f"</{tag}>")
@@ -109,7 +109,7 @@ class NumberMatch(Reward):
 
 
 def last_number(text: str) -> float | None:
-    """Return the last finite number written in `text`, or None when there is none."""
+    """The last finite number in `text`, or None."""
     for digits in reversed(_NUMBER.findall(text[-_LONGEST:])):
         number = float(digits.replace(",", ""))
         if math.isfinite(number):
@@ -165,7 +165,7 @@ class Format(Reward):
         return Score(1.0 if right == len(self.tags) else right / len(self.tags) if self.partial else 0.0)
 
     def _right(self, text: str) -> int:
-        """Count the tags that are right."""
+        """The number of tags that are right."""
         right, end = 0, 0
         for tag in self.tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
@@ -180,7 +180,7 @@ class Format(Reward):
 
 
 Unit = Literal["tokens", "words", "characters"]
-UNITS: Final = get_args(Unit)
+_UNITS: Final = get_args(Unit)
 
 
 class Length(Reward):
@@ -207,22 +207,18 @@ class Length(Reward):
         self.least = least
         self.most = most
         self.slack = slack
-        self.unit = one_of("unit", unit, UNITS)
+        self.unit = one_of("unit", unit, _UNITS)
 
     @override
     async def score(self, sample: RewardSample) -> Score:
-        length = length_of(sample, self.unit)
+        if self.unit == "tokens":
+            length = len(sample.tokens)
+        else:
+            length = len(sample.text.split() if self.unit == "words" else sample.text)
         most = length if self.most is None else self.most
         beyond = max(self.least - length, length - most, 0)
         value = 1.0 if beyond == 0 else max(0.0, 1 - beyond / self.slack) if self.slack else 0.0
         return Score(value, {"length": length})
-
-
-def length_of(sample: RewardSample, unit: Unit) -> int:
-    """Return the length of a response."""
-    if unit == "tokens":
-        return len(sample.tokens)
-    return len(sample.text.split()) if unit == "words" else len(sample.text)
 
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -249,7 +245,7 @@ class Repetition(Reward):
             raise ValueError(f"n is 1 to {_MOST}, allowed at least 0 and below 1")
         self.n = n
         self.allowed = allowed
-        self.unit = one_of("unit", unit, UNITS)
+        self.unit = one_of("unit", unit, _UNITS)
 
     @override
     async def score(self, sample: RewardSample) -> Score:
@@ -259,9 +255,9 @@ class Repetition(Reward):
 
 
 def repeated(units: npt.NDArray[np.integer], n: int) -> float:
-    """Return the share of n-grams that have occurred before, from 0 to below 1; 0 when there are none.
+    """The share of n-grams that have occurred before, from 0 to below 1; 0 when there are none.
 
-    N-grams are told apart by a 64-bit hash: a million of them share one with a chance of 3e-8.
+    N-grams are compared by a 64-bit hash: two of a million have the same with a chance of 3e-8.
 
     Args:
         units: shape (length,); equal numbers are equal units.

@@ -1,4 +1,4 @@
-"""Programs of strangers in a process of their own: without network, with limits, and gone when they end.
+"""Untrusted programs in processes of their own: without network, with limits, and gone when they end.
 
 `Sandbox.open` finds a way to isolate that works here, `Sandbox.start` gives a session in which one program is run as
 often as there are inputs. What this does not protect from is said in docs/reference/sandbox.md.

@@ -373,9 +373,7 @@ _SHARED_MODULES = ("math", "cmath", "random", "collections", "itertools", "funct
 class ProgramProcess:
     """The program's process, as the tests' process sees it.
 
-    Attributes:
-        asked: the tests have asked for something.
-        unfit: what could not travel to it; empty: nothing.
+    `asked`: the tests have asked for something. `unfit`: what could not travel to it; empty: nothing.
     """
 
     def __init__(self) -> None:

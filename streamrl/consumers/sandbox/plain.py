@@ -70,14 +70,9 @@ def _is_known(kind: type) -> bool:
 class Message:
     """Values that travel together.
 
-    What can be changed (lists, dictionaries and such) is numbered in the order in which it is met, so that it stays one
-    object however often it stands there, and an answer can say which objects of the request it means.
-
-    Args:
-        given: the objects of the request, when this is the answer.
-
-    Attributes:
-        objects: by number.
+    Lists, dictionaries and all else that can be changed are numbered in the order in which they are met: `objects`. So
+    a value stays one object however often it stands there, and an answer says which objects of the request (`given`)
+    it means.
     """
 
     def __init__(self, given: Iterable[Any] = ()) -> None:

@@ -21,18 +21,18 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from streamrl.consumers.sandbox.inside import folders
+from streamrl.consumers.sandbox.inside import jail
 from streamrl.errors import ConfigError, StreamrlError
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_MEMORY: Final = 64 << 20
 SLOWEST: Final = 10
-"""A host on which a program takes so many times its `wall`, for want of a processor, is too busy to say anything."""
+"""When a program waits for a processor until so many times its `wall`, the host is too busy for a verdict."""
 
 
 class SandboxError(StreamrlError):
-    """The sandbox itself failed, which says nothing of the program in it."""
+    """The sandbox itself failed, which says nothing about the program in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class SandboxLimits:
 
     Attributes:
         cpu: seconds of processor time of each process, rounded up.
-        wall: seconds from the start to the end, whatever it waits for but a processor that others have.
-        memory: bytes resident in all its processes together, looked at twenty times a second.
-        address_space: bytes of each process, at once; None: no limit, for runtimes that reserve much and use little.
+        wall: seconds from the start to the end, without the time in which other programs had the processor.
+        memory: resident bytes of all its processes together, checked twenty times a second.
+        address_space: bytes of each process; None: no limit, for runtimes that reserve much and use little.
         disk: bytes of all files together where it has a file system of its own, else of each file.
         open_files: of each process.
         processes: and threads, at the same time.
@@ -75,7 +75,7 @@ class Program:
     Attributes:
         argv: the command; its first word is an absolute path.
         files: plain names and texts of the files in its directory.
-        visible: directories of the host that it may read, besides those of the system.
+        visible: directories of the host that it may read, besides the system's.
         environ: all of its environment.
     """
 
@@ -91,14 +91,13 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         outcome: `ended` by itself with `code`; `signal`: it was killed, by itself or for a limit of the kernel's;
             `time`, `memory`, `output`: it was killed for that limit.
-        code: exit code, minus the number of a signal; None when nobody could tell.
-        stdout: as UTF-8, bytes that are none replaced; cut off shortly after the limit.
+        code: exit code, minus the number of a signal; None when it is not known.
+        stdout: as UTF-8, with invalid bytes replaced; cut off shortly after the limit.
         stderr: as above.
         result: what it wrote to its descriptor 3.
-        cpu: seconds of processor time, of all processes that were waited for.
-        wall: seconds with the set-up of the sandbox.
-        delay: seconds of these in which it waited for a processor that others had, as far as the kernel tells; waiting
-            for its own threads and processes is none.
+        cpu: seconds of processor time.
+        wall: seconds, with the set-up of the sandbox.
+        delay: seconds of these in which other programs had the processor, as far as the kernel tells.
     """
 
     outcome: Literal["ended", "signal", "time", "memory", "output"]
@@ -112,7 +111,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _YOUNG_SECONDS: Final = 60.0
-"""A directory so young may be one whose process has not locked it yet."""
+"""The process of a younger directory may not have locked it yet."""
 
 
 @contextlib.contextmanager
@@ -128,7 +127,7 @@ def own_folder(prefix: str) -> Iterator[str]:
             os.close(descriptor)
     finally:
         if Path(path).exists():
-            folders.remove(path)
+            jail.remove_folder(path)
 
 
 def sweep(prefix: str) -> None:
@@ -140,7 +139,7 @@ def sweep(prefix: str) -> None:
                 about = os.fstat(descriptor)
                 if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _YOUNG_SECONDS:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    folders.remove(str(path))
+                    jail.remove_folder(str(path))
             finally:
                 os.close(descriptor)
 
@@ -154,18 +153,16 @@ ENVIRON: Final[Mapping[str, str]] = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""All that a program finds in its environment; threads count as processes, so libraries start none by themselves."""
+"""The environment of a program. Threads count as processes, so libraries start none by themselves."""
 
-_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SYSTEM_FILES: Final = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_NOBODY: Final = "65534"
+_NOBODY: Final = str(jail.NOBODY)
 _LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$@"'
 """`-p` is dash's name of the limit; bash has it as `-u`, and refuses `-p`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python: its absolute path, and the directories it needs besides those of the system."""
+    """A Python: its absolute path, and the directories that it needs besides the system's."""
 
     path: str
     visible: tuple[str, ...]
@@ -182,7 +179,7 @@ def interpreter(python: str = "") -> Interpreter:
 
 
 def _of_the_system(path: str) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in _SYSTEM)
+    return any(path == folder or path.startswith(f"{folder}/") for folder in jail.SYSTEM)
 
 
 def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
@@ -196,7 +193,7 @@ def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY]
     words += ["--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
     words += ["--bind", "{folder}", "/tmp", "--chdir", "/tmp"]  # noqa: S108
-    for path in (*_SYSTEM, *_SYSTEM_FILES, *program.visible):
+    for path in (*jail.SYSTEM, *jail.SYSTEM_FILES, *program.visible):
         words += ["--ro-bind-try", path, path]
     words += ["--"]
     return [*words, "/bin/sh", "-c", _LIMIT_PROCESSES, str(limits.processes), *program.argv]
@@ -220,7 +217,7 @@ _HINT: Final = (
 
 
 class Sandbox:
-    """Runs programs of strangers.
+    """Runs untrusted programs.
 
     Args:
         limits: of every run.
@@ -262,12 +259,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def start(self, program: Program) -> AsyncIterator[Session]:
-        """Yield a session with the program; at its end, and when it is cancelled, nothing of it stays.
-
-        Raises:
-            ConfigError: no isolation works here (`open`).
-            SandboxError: the keeper does not start.
-        """
+        """Yield a session with the program; nothing of it stays at its end. Raises as `open`."""
         async with self._session(await self.open(), program) as session:
             yield session
 

@@ -52,8 +52,8 @@ async def answered(program, count, **end):
             count -= 1
 
 
-async def test_all_scores_of_a_run_come_from_a_program(redis_run, make_config):
-    config = make_config()
+async def test_what_a_program_posts_is_one_part_of_the_scores_of_a_run(redis_run, make_config):
+    config = make_config({"use": "exact_match"})
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         await put(ledgers.train, 0, ["4", "5", "6"])
         await put(ledgers.evaluation, 0, ["4"], evaluation=True)
@@ -69,22 +69,10 @@ async def test_all_scores_of_a_run_come_from_a_program(redis_run, make_config):
             await until_closed(ledgers.evaluation, [0])
         assert sorted(seen) == [(False, 0, 0), (False, 0, 1), (False, 0, 2), (True, 0, 0)]
         found, causes = await scores(ledgers.train, 0)
-        assert {number: score.value for number, score in found.items()} == {0: 2.0, 1: 0.0, 2: 0.0}
-        assert found[0].parts == {"gateway": 1.0, "gateway/length": 3.0}
+        assert {number: score.value for number, score in found.items()} == {0: 3.0, 1: 0.0, 2: 0.0}
+        assert found[0].parts == {"exact_match": 1.0, "gateway": 1.0, "gateway/length": 3.0}
         assert not causes
         assert not await faults(ledgers.train)
-
-
-async def test_what_a_program_posts_is_one_part_among_others(redis_run, make_config):
-    config = make_config({"use": "exact_match"})
-    async with open_ledgers(config, redis_run.run_dir) as ledgers:
-        await put(ledgers.train, 0, ["4", "5"])
-        async with worker(config, redis_run.run_dir, ledgers), a_program(redis_run.run_dir) as program:
-            await answered(program, 2, value=0.25)
-            await until_closed(ledgers.train, [0])
-        found, _ = await scores(ledgers.train, 0)
-        assert {number: score.value for number, score in found.items()} == {0: 1.5, 1: 0.5}
-        assert found[0].parts == {"exact_match": 1.0, "gateway": 0.25}
 
 
 async def test_a_failure_that_a_program_posts_ends_as_a_cause_and_never_as_a_zero(redis_run, make_config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,8 +10,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from tests.consumers.models.faulty_server import listening
+
 Saying = Callable[[dict[str, Any]], str | list[str]]
-"""From the body of a request to a fault of below, or to the texts of its choices."""
+"""From the body of a request to the texts of its choices, or to a fault: a status, `closes`, or an error in a 200."""
 
 
 def choice(text: str | None, finish: str = "stop", **message: Any) -> dict[str, Any]:
@@ -29,7 +30,6 @@ class ChatServer:
     key: str | None = None
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    let_go: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -49,26 +49,12 @@ class ChatServer:
         return web.json_response(answer)
 
     async def _fail(self, fault: str, request: web.Request) -> web.StreamResponse:
-        if fault == "hangs":
-            await self.let_go.wait()
         if fault == "closes":
             assert request.transport is not None
             request.transport.abort()
         if fault.isdecimal():
             return web.json_response({"error": {"message": f"status {fault}"}}, status=int(fault))
-        return web.Response(body=ODD.get(fault, b""), content_type="application/json")
-
-
-ODD: dict[str, bytes] = {
-    "half json": b'{"choices": [{"message": {"content": "Score: 7',
-    "no choices": b'{"choices": []}',
-    "null choices": b'{"choices": null}',
-    "no message": b'{"choices": [{"text": "Score: 7"}]}',
-    "content of parts": b'{"choices": [{"message": {"content": [{"text": "Score: 7"}]}}]}',
-    "error in 200": b'{"error": {"message": "overloaded"}}',
-    "a list": b'["Score: 7"]',
-}
-"""Answers with status 200 that have no votes."""
+        return web.json_response({"error": {"message": fault}})
 
 
 @contextlib.asynccontextmanager
@@ -80,16 +66,8 @@ async def chatting(
     if health is not None:
         app.router.add_get("/v1/models", health)
     app.router.add_post("/v1/chat/completions", server.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", server.port)
-    await site.start()
-    server.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    try:
+    async with listening(app) as server.port:
         yield server
-    finally:
-        server.let_go.set()
-        await runner.cleanup()
 
 
 @contextlib.asynccontextmanager

@@ -34,12 +34,10 @@ class FaultyServer:
     """
 
     acts: list[Act] = field(default_factory=lambda: ["well"])
-    healthy: bool = True
     port: int = 0
     key: str | None = None
     asked: list[list[int]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    checked: int = 0
     here: int = 0
     most: int = 0
     let_go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,8 +71,7 @@ class FaultyServer:
             self.here -= 1
 
     async def health(self, _: web.Request) -> web.Response:
-        self.checked += 1
-        return web.Response(status=200 if self.healthy else 500)
+        return web.Response()
 
     async def _act(self, act: str, request: web.Request, ids: list[int]) -> web.StreamResponse:
         whole = orjson.dumps(answer_of(ids))
@@ -131,22 +128,37 @@ ODD: dict[str, bytes] = {
 
 
 @contextlib.asynccontextmanager
+async def listening(app: web.Application, port: int = 0) -> AsyncIterator[int]:
+    """Serve an application on a free port, or on this one; yields the port."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
 async def serving(server: FaultyServer) -> AsyncIterator[FaultyServer]:
     """Listen on a free port, or on the one the server had before."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/classify", server.handle)
     app.router.add_get("/health", server.health)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", server.port)
-    await site.start()
-    sockets = site._server.sockets  # type: ignore[union-attr]
-    server.port = sockets[0].getsockname()[1]
-    try:
-        yield server
-    finally:
-        server.let_go.set()
-        await runner.cleanup()
+    async with listening(app, server.port) as server.port:
+        try:
+            yield server
+        finally:
+            server.let_go.set()
+
+
+@contextlib.asynccontextmanager
+async def gone(*acts: Act) -> AsyncIterator[FaultyServer]:
+    """A server that is away, with a port of its own."""
+    one = FaultyServer(list(acts or ["well"]))
+    async with serving(one):
+        pass
+    yield one
 
 
 @contextlib.asynccontextmanager

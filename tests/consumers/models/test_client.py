@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 
 from streamrl.config import RewardModelConfig
+from streamrl.consumers.calls import ScoringFailed, failed_servers, remembering_failed_servers
 from streamrl.consumers.models import ModelClient
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models.dialects import DIALECTS, read_score
 from streamrl.consumers.models.router import PoolServerState
 from streamrl.errors import RewardBusy, RewardUnavailable, WireError
 from streamrl.http import BadAnswer, BadRequest, Lost
-from tests.consumers.models.faulty_server import ODD, FaultyServer, score_of, servers, serving
+from tests.consumers.calls_kit import calls_of, leased, loaded
+from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
+from tests.consumers.samples import seen
+from tests.queues.ledger_kit import until
 
 DIALECT = DIALECTS["vllm", "classify"]
 LONG = 60.0
@@ -38,21 +42,31 @@ async def client_of(*urls: str, limit: Any = None, key: str | None = None, **con
         await client.close()
 
 
-async def ask(client: ModelClient, ids: list[int] = IDS, deadline: float = LONG) -> float:
-    body = DIALECT.body("", ids)
-    return await client.ask("/classify", body, lambda answer: read_score(DIALECT, answer, None), deadline=deadline)
+async def ask(client: ModelClient, ids: list[int] = IDS, deadline: float = LONG, tokens: int = 0) -> float:
+    def read(answer: Any) -> float:
+        return read_score(DIALECT, answer, None)
+
+    return await client.ask("/classify", DIALECT.body("", ids), read, deadline=deadline, tokens=tokens)
+
+
+@contextlib.asynccontextmanager
+async def looking(client: ModelClient) -> AsyncIterator[None]:
+    """The health of the servers is checked all the time."""
+
+    async def look() -> None:
+        while True:
+            await client.check()
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def row(client: ModelClient, server: FaultyServer) -> Any:
     return next(row for row in client.standings() if row.url == server.url)
-
-
-async def until(condition: Any, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def test_scores_come_back_and_the_load_is_shared():
@@ -61,36 +75,8 @@ async def test_scores_come_back_and_the_load_is_shared():
         scores = await asyncio.gather(*(ask(client, ids) for ids in prompts))
         assert scores == [score_of(ids) for ids in prompts]
         assert len(one.asked) == len(two.asked) == 20
-
-
-async def test_call_returns_the_answer_as_it_is():
-    async with servers(["well"]) as (one,), client_of(one.url) as client:
         answer = await client.call("/classify", {"input": IDS}, deadline=LONG)
         assert answer["data"][0]["probs"] == [score_of(IDS)]
-
-
-FAULTS = [*(act for act in ODD if act != "too long"), "500", "502", "closes", "half", "404", "401", "501"]
-
-
-@pytest.mark.parametrize("act", FAULTS)
-async def test_what_one_server_fails_another_one_does(act):
-    """And nothing goes to the first one again before the request has its answer."""
-    async with servers([act], ["well"]) as (bad, good), client_of(bad.url, good.url) as client:
-        for _ in range(6):
-            assert await ask(client) == score_of(IDS)
-        assert len(good.asked) == 6
-        assert 1 <= len(bad.asked) <= 3, "once per request, and out after three"
-        assert row(client, bad).failed == len(bad.asked)
-        assert row(client, bad).why
-
-
-async def test_an_answer_that_is_too_long_is_not_read():
-    async with (
-        servers(["too long"], ["well"]) as (bad, good),
-        client_of(bad.url, good.url, max_answer=100_000) as client,
-    ):
-        assert await ask(client) == score_of(IDS)
-        assert "more than 100000 bytes" in row(client, bad).why
 
 
 async def test_a_request_that_every_server_fails_ends_at_once_with_the_cause():
@@ -100,21 +86,10 @@ async def test_a_request_that_every_server_fails_ends_at_once_with_the_cause():
         assert len(one.asked) == len(two.asked) == 1
 
 
-async def test_a_refused_request_goes_nowhere_else_and_is_no_fault():
-    async with servers(["400"], ["400"]) as (one, two), client_of(one.url, two.url) as client:
-        for _ in range(5):
-            with pytest.raises(BadRequest, match="status 400"):
-                await ask(client)
-        assert len(one.asked) + len(two.asked) == 5
-        assert {row.state for row in client.standings()} == {PoolServerState.SERVING}
-
-
-@pytest.mark.parametrize("act", ["404", "401", "closes"])
-async def test_a_server_that_is_wrong_or_away_says_nothing_of_the_sample(act):
-    """So nobody can score, which is no failure of this sample."""
-    async with servers([act]) as (bad,), client_of(bad.url) as client:
+async def test_a_server_that_is_wrong_says_nothing_of_the_sample():
+    async with servers(["404"]) as (bad,), client_of(bad.url) as client:
         with pytest.raises(RewardUnavailable, match=bad.url) as caught:
-            await ask(client, deadline=1.0)
+            await ask(client, deadline=0.5)
         assert caught.value.__cause__ is not None
         assert "reward servers ls critic" in caught.value.hint
 
@@ -130,20 +105,6 @@ async def test_without_any_server_a_request_waits_for_one():
             assert await waiting == score_of(IDS)
 
 
-async def test_a_server_that_is_down_at_the_start_is_used_once_it_is_there():
-    one = FaultyServer()
-    async with serving(one):
-        pass
-    async with client_of(one.url) as client:
-        assert row(client, one).state is PoolServerState.UNCHECKED
-        waiting = asyncio.create_task(ask(client))
-        await client.check()
-        assert not waiting.done()
-        async with serving(one):
-            await client.check()
-            assert await waiting == score_of(IDS)
-
-
 async def test_a_lone_server_that_dies_and_comes_back_costs_no_request():
     one = FaultyServer()
     async with client_of() as client:
@@ -154,16 +115,8 @@ async def test_a_lone_server_that_dies_and_comes_back_costs_no_request():
         waiting = [asyncio.create_task(ask(client)) for _ in range(8)]
         await until(lambda: row(client, one).state is PoolServerState.EJECTED)
         assert not any(task.done() for task in waiting)
-        async with serving(one):
-
-            async def look() -> None:
-                while True:
-                    await client.check()
-                    await asyncio.sleep(0.05)
-
-            looking = asyncio.create_task(look())
+        async with serving(one), looking(client):
             assert await asyncio.gather(*waiting) == [score_of(IDS)] * 8
-            looking.cancel()
         assert row(client, one).state is PoolServerState.SERVING
         assert sum(row.in_flight for row in client.standings()) == 0
 
@@ -171,44 +124,35 @@ async def test_a_lone_server_that_dies_and_comes_back_costs_no_request():
 async def test_a_server_that_hangs_is_left_after_the_deadline_and_the_next_attempt_goes_elsewhere():
     async with servers(["hangs"], ["well"]) as (slow, good), client_of(slow.url, good.url) as client:
         with pytest.raises(Lost, match=slow.url) as caught:
-            await ask(client, deadline=1.0)
+            await ask(client, deadline=0.5)
         assert caught.value.late
         assert [await ask(client) for _ in range(4)] == [score_of(IDS)] * 4
-        assert len(slow.asked) == 1
-        assert row(client, slow).failed == 1
+        assert (len(slow.asked), row(client, slow).failed) == (1, 1)
 
 
-async def test_a_server_that_got_a_request_when_its_time_was_almost_over_is_not_to_blame(monkeypatch):
-    monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)  # as if the request had waited for a place for longer than it flew
-    async with servers(["hangs"]) as (one,), client_of(one.url) as client:
-        with pytest.raises(RewardBusy):
-            await ask(client, deadline=0.5)
-        assert row(client, one).failed == 0
-        assert row(client, one).in_flight == 0
-
-
-async def test_when_most_of_the_time_was_spent_on_servers_that_do_not_work_they_are_away_and_not_full(monkeypatch):
-    monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)
-    async with servers(["busy", "hangs"]) as (one,), client_of(one.url) as client:
-        with pytest.raises(RewardUnavailable, match="429") as caught:
-            await ask(client, deadline=1.0)
-        assert not isinstance(caught.value, RewardBusy)
-        assert (len(one.asked), row(client, one).failed) == (2, 0)
+@pytest.mark.parametrize(("before", "end"), [([], RewardBusy), (["busy"], RewardUnavailable)])
+async def test_a_server_that_got_a_request_when_its_time_was_almost_over_is_not_to_blame(monkeypatch, before, end):
+    monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)  # as if the request had waited for longer than it flew
+    async with servers([*before, "hangs"]) as (one,), client_of(one.url) as client:
+        with pytest.raises(RewardUnavailable) as caught:
+            await ask(client, deadline=0.7)
+        assert type(caught.value) is end, "most of the time was spent on a server that is full, or does not work"
+        assert (len(one.asked), row(client, one).failed, row(client, one).in_flight) == (1 + len(before), 0, 0)
 
 
 async def test_a_server_that_had_less_time_than_its_answers_take_is_not_to_blame():
     """As the second try of a judge: it gets what the first one left."""
     async with servers(["well", "hangs"]) as (one,), client_of(one.url) as client:
         await ask(client)
-        assert client._usual > 0
-        client._usual = 20.0
+        assert client._mean_seconds > 0
+        client._mean_seconds = 20.0
         for _ in range(3):
             with pytest.raises(Lost):
                 await ask(client, deadline=0.01)
         assert (row(client, one).failed, row(client, one).state) == (0, PoolServerState.SERVING)
 
 
-@pytest.mark.parametrize("deadline", [1.0, 0.0])
+@pytest.mark.parametrize("deadline", [0.3, 0.0])
 async def test_no_place_at_a_server_that_works_is_busy_and_not_away(deadline):
     async with servers(["held"]) as (one,), client_of(one.url, concurrency=1) as client:
         first = asyncio.create_task(ask(client))
@@ -219,106 +163,96 @@ async def test_no_place_at_a_server_that_works_is_busy_and_not_away(deadline):
         assert await first == score_of(IDS)
 
 
-async def test_room_follows_the_servers():
-    async with servers(["well"], ["well"]) as (one, two), client_of(one.url, two.url, concurrency=3) as client:
-        assert client.slots == 6
-        await client.follow([one.url])
-        assert client.slots == 3
-        await client.follow([])
-        assert client.slots == 3
-
-
 class Turns:
-    """A rate limit that lets requests out when a test says so."""
+    """A rate limit. `held` are the numbers of the requests that wait until `open` is set, and `none` gets no turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, *held: int, none: int = 0) -> None:
         self.open = asyncio.Event()
-        self.asked = 0
-        self.settled: list[int] = []
+        self.held, self.none = held, none
+        self.taken: list[int] = []
+        self.settled: list[tuple[int, int]] = []
 
     async def take(self, tokens: int, deadline: float) -> int:
-        self.asked += 1
-        await self.open.wait()
-        return self.asked
+        assert 0 < deadline <= LONG
+        self.taken.append(tokens)
+        number = len(self.taken)
+        if number == self.none:
+            raise RewardUnavailable("no tokens in this minute")
+        if number in self.held:
+            await self.open.wait()
+        return number
 
     async def settle(self, turn: int, tokens: int) -> None:
-        self.settled.append(tokens)
+        self.settled.append((turn, tokens))
+
+
+async def test_the_rate_limit_is_asked_once_for_each_request_that_goes_out():
+    turns = Turns()
+    async with servers(["500"], ["well"]) as (bad, good), client_of(bad.url, good.url, limit=turns) as client:
+        assert await ask(client, tokens=17) == score_of(IDS)
+        assert turns.taken == [17] * (len(bad.asked) + len(good.asked))
+        assert turns.settled == [(number + 1, 17) for number in range(len(turns.taken))], "nobody said what it cost"
 
 
 async def test_a_server_that_was_removed_while_a_request_waited_for_its_turn_gets_nothing():
-    turns = Turns()
+    turns = Turns(1)
     async with servers(["well"], ["well"]) as (old, new), client_of(old.url, limit=turns) as client:
         asking = asyncio.create_task(ask(client))
-        await until(lambda: turns.asked)
+        await until(lambda: turns.taken)
         await client.follow([new.url])
         await client.check()
         turns.open.set()
         assert await asking == score_of(IDS)
-        assert (old.asked, turns.asked, len(turns.settled)) == ([], 1, 1), "one turn, which another server got"
+        assert (old.asked, len(turns.taken), len(turns.settled)) == ([], 1, 1), "one turn, which another server got"
 
 
-async def test_tokens_that_never_went_out_are_not_paid():
-    turns = Turns()
-    turns.open.set()
-    async with servers(["well"]) as (one,), client_of(one.url, limit=turns) as client:
-        url = one.url
-        await client.check()
-    async with client_of(limit=turns) as client:
-        client._router.follow([url])
-        client._router.checked(url, 0.0, healthy=True)
-        with pytest.raises(RewardUnavailable):
-            await client.call("/classify", {}, deadline=1.0, tokens=17)
-        assert turns.settled
-        assert set(turns.settled) == {0}
-
-
-async def test_a_turn_that_nobody_used_is_given_back():
-    turns = Turns()
+async def test_a_turn_without_a_request_is_given_back_and_tokens_that_never_went_out_are_not_paid():
+    turns = Turns(1)
     async with servers(["well"]) as (old,), client_of(old.url, limit=turns) as client:
-        asking = asyncio.create_task(client.call("/classify", {}, deadline=2.0, tokens=17))
-        await until(lambda: turns.asked)
+        asking = asyncio.create_task(ask(client, deadline=1.0, tokens=17))
+        await until(lambda: turns.taken)
         await client.follow([])
         turns.open.set()
         with pytest.raises(RewardUnavailable):
             await asking
-        assert (old.asked, turns.settled) == ([], [0])
+        assert (old.asked, turns.settled) == ([], [(1, 0)])
+        url = old.url
+        turns.settled.clear()
+    async with client_of(limit=turns) as client:
+        client._router.follow([url])
+        client._router.checked(url, 0.0, healthy=True)
+        with pytest.raises(RewardUnavailable):
+            await ask(client, deadline=0.5, tokens=17)
+        assert {tokens for _, tokens in turns.settled} == {0}
 
 
 async def test_a_request_that_waits_for_its_turn_holds_no_place():
     """The only one of a server that tries whether it is well again, say."""
-
-    class FirstWaits(Turns):
-        async def take(self, tokens: int, deadline: float) -> int:
-            self.asked += 1
-            if self.asked == 1:
-                await self.open.wait()
-            return self.asked
-
-    turns = FirstWaits()
+    turns = Turns(1)
     async with servers(["well"]) as (one,), client_of(one.url, limit=turns, concurrency=1) as client:
         waiting = asyncio.create_task(ask(client))
-        await until(lambda: turns.asked)
+        await until(lambda: turns.taken)
         assert row(client, one).in_flight == 0
         assert await ask(client) == score_of(IDS)
         turns.open.set()
         assert await waiting == score_of(IDS)
 
 
-async def test_a_request_that_gets_no_turn_leaves_its_place_to_the_next_in_line():
-    class NoneForTheSecond(Turns):
-        async def take(self, tokens: int, deadline: float) -> int:
-            self.asked += 1
-            if self.asked == 2:
-                raise RewardUnavailable("no tokens in this minute")
-            return self.asked
-
-    async with servers(["held"]) as (one,), client_of(one.url, limit=NoneForTheSecond(), concurrency=1) as client:
+async def test_a_request_that_gets_no_turn_is_busy_and_leaves_its_place_to_the_next_in_line():
+    async with servers(["held"]) as (one,), client_of(one.url, limit=Turns(none=2), concurrency=1) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(3)]
         await one.has(1)
         await until(lambda: len(client._waiting) == 2)
         one.let_go.set()
         ends = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(end) for end in ends] == [float, RewardBusy, float]
+        assert "no tokens" in str(ends[1])
+        assert len(one.asked) == 2
+
+
+@pytest.mark.parametrize(("answer", "used"), [({"usage": {"total_tokens": 5}}, 5), ({"usage": {}}, 17), ({}, 17)])
+def test_what_an_answer_says_it_cost_is_what_is_paid(answer, used):
+    assert module.used_tokens(answer, 17) == used
 
 
 async def test_a_server_that_repeats_the_key_in_an_answer_does_not_get_it_into_a_message():
@@ -329,25 +263,28 @@ async def test_a_server_that_repeats_the_key_in_an_answer_does_not_get_it_into_a
         assert "sesame" not in row(client, one).why
 
 
+async def test_the_key_goes_along_and_is_in_no_message():
+    async with serving(FaultyServer(key="sesame")) as one:
+        async with client_of(one.url, key="sesame") as client:
+            assert await ask(client) == score_of(IDS)
+        async with client_of(one.url, key="simsalabim") as client:
+            with pytest.raises(RewardUnavailable) as caught:
+                await ask(client, deadline=0.5)
+            assert "simsalabim" not in f"{caught.value} {caught.value.__cause__}"
+            assert "reward_models.critic.api_key_file" in str(caught.value.__cause__)
+
+
 async def test_a_busy_server_is_asked_again_after_its_rest():
     async with servers(["busy", "busy", "well"]) as (one,), client_of(one.url) as client:
         assert await ask(client) == score_of(IDS)
-        assert len(one.asked) == 3
-        assert row(client, one).failed == 0
+        assert (len(one.asked), row(client, one).failed) == (3, 0)
         assert row(client, one).state is PoolServerState.SERVING
-
-
-async def test_servers_that_stay_busy_are_no_failure_of_the_sample():
-    async with servers(["busy"], ["503"]) as (one, two), client_of(one.url, two.url) as client:
-        with pytest.raises(RewardUnavailable, match="answered 429") as caught:
-            await ask(client, deadline=1.0)
-        assert not isinstance(caught.value, RewardBusy)
 
 
 async def test_json_that_is_said_to_be_text_is_refused_with_the_reason():
     async with servers(["text"]) as (one,), client_of(one.url) as client:
         with pytest.raises(WireError, match="Content-Type names no JSON"):
-            await ask(client, deadline=1.0)
+            await ask(client)
 
 
 async def test_an_ejected_server_comes_back_through_one_request():
@@ -357,12 +294,9 @@ async def test_an_ejected_server_comes_back_through_one_request():
                 await ask(client)
         assert row(client, one).state is PoolServerState.EJECTED
         waiting = [asyncio.create_task(ask(client)) for _ in range(5)]
-        async with asyncio.timeout(LONG):
-            while row(client, one).state is not PoolServerState.TRIAL:
-                await client.check()
-                await asyncio.sleep(0.05)
-        await one.has(4)
-        assert one.here == 1
+        async with looking(client):
+            await one.has(4)
+        assert (one.here, row(client, one).state) == (1, PoolServerState.TRIAL)
         one.let_go.set()
         assert await asyncio.gather(*waiting) == [score_of(IDS)] * 5
         assert row(client, one).state is PoolServerState.SERVING
@@ -391,17 +325,22 @@ async def test_many_wait_for_one_place_and_all_get_it():
 
 
 async def test_servers_come_and_go_while_requests_run():
-    async with servers(["held"], ["well"]) as (old, new), client_of(old.url) as client:
+    async with servers(["held"], ["well"]) as (old, new), client_of(old.url, concurrency=3) as client:
         running = asyncio.create_task(ask(client))
         await old.has(1)
-        await client.follow([new.url])
+        await client.follow([old.url, new.url])
         await client.check()
+        assert client.slots == 6
+        await client.follow([new.url])
+        assert client.slots == 3
         assert [await ask(client) for _ in range(5)] == [score_of(IDS)] * 5
         assert len(old.asked) == 1
         assert row(client, old).leaving
         old.let_go.set()
         assert await running == score_of(IDS)
         assert [row.url for row in client.standings()] == [new.url]
+        await client.follow([])
+        assert client.slots == 3, "those of one, where there is none"
 
 
 async def test_a_request_whose_last_server_was_removed_waits_for_another():
@@ -412,54 +351,6 @@ async def test_a_request_whose_last_server_was_removed_waits_for_another():
         await client.follow([new.url])
         await client.check()
         assert await waiting == score_of(IDS)
-
-
-async def test_the_rate_limit_is_asked_once_for_each_request_that_goes_out():
-    taken: list[int] = []
-    settled: list[tuple[int, int]] = []
-
-    class Counting:
-        async def take(self, tokens: int, deadline: float) -> int:
-            assert 0 < deadline <= LONG
-            taken.append(tokens)
-            return len(taken)
-
-        async def settle(self, reservation: int, tokens: int) -> None:
-            settled.append((reservation, tokens))
-
-    async with servers(["500"], ["well"]) as (bad, good), client_of(bad.url, good.url, limit=Counting()) as client:
-        read = lambda answer: read_score(DIALECT, answer, None)  # noqa: E731
-        body = DIALECT.body("", IDS)
-        assert await client.ask("/classify", body, read, deadline=LONG, tokens=17) == score_of(IDS)
-        assert taken == [17] * (len(bad.asked) + len(good.asked))
-        assert settled == [(number + 1, 17) for number in range(len(taken))], "nobody said what it cost"
-
-
-@pytest.mark.parametrize(("answer", "used"), [({"usage": {"total_tokens": 5}}, 5), ({"usage": {}}, 17), ({}, 17)])
-def test_what_an_answer_says_it_cost_is_what_is_paid(answer, used):
-    assert module.used_tokens(answer, 17) == used
-
-
-async def test_a_used_up_rate_limit_ends_the_request_and_nothing_goes_out():
-    class Empty:
-        async def take(self, tokens: int, deadline: float) -> None:
-            raise RewardUnavailable("no tokens in this minute")
-
-    async with servers(["well"]) as (one,), client_of(one.url, limit=Empty()) as client:
-        with pytest.raises(RewardBusy, match="no tokens"):
-            await ask(client)
-        assert one.asked == []
-
-
-async def test_the_key_goes_along_and_is_in_no_message():
-    async with serving(FaultyServer(key="sesame")) as one:
-        async with client_of(one.url, key="sesame") as client:
-            assert await ask(client) == score_of(IDS)
-        async with client_of(one.url, key="simsalabim") as client:
-            with pytest.raises(RewardUnavailable) as caught:
-                await ask(client, deadline=0.5)
-            assert "simsalabim" not in f"{caught.value} {caught.value.__cause__}"
-            assert "reward_models.critic.api_key_file" in str(caught.value.__cause__)
 
 
 async def test_whatever_happens_no_place_is_lost():
@@ -488,13 +379,110 @@ async def test_whatever_happens_no_place_is_lost():
                 return type(error).__name__
             return "scored"
 
-        async def look() -> None:
-            while True:
-                await client.check()
-                await asyncio.sleep(0.1)
-
-        looking = asyncio.create_task(look())
-        ends = await asyncio.gather(*(one(index) for index in range(300)))
-        looking.cancel()
+        async with looking(client):
+            ends = await asyncio.gather(*(one(index) for index in range(300)))
         assert ends.count("scored") > 150
         assert sum(row.in_flight for row in client.standings()) == 0
+
+
+# The next attempt for the same sample.
+
+
+async def test_the_next_attempt_waits_for_another_server_and_does_not_go_back_to_the_one_that_failed():
+    async with (
+        servers(["hangs"], ["held"]) as (bad, good),
+        client_of(bad.url, good.url, concurrency=1) as client,
+    ):
+        with remembering_failed_servers():
+            failing = asyncio.create_task(ask(client, deadline=1.0))
+            await bad.has(1)
+            other = asyncio.create_task(ask(client))
+            await good.has(1)
+            with pytest.raises(Lost, match=bad.url):
+                await failing
+            again = asyncio.create_task(ask(client))
+            await until(lambda: any(client._waiting.values()) or len(bad.asked) > 1)
+            good.let_go.set()
+            assert await asyncio.gather(again, other) == [score_of(IDS)] * 2
+        assert (len(bad.asked), len(good.asked)) == (1, 2), "though it had room all the time"
+
+
+async def test_the_only_server_that_works_may_be_asked_again():
+    async with servers(["500", "well"], ["well"]) as (one, gone), client_of(one.url) as client:
+        await client.follow([one.url, gone.url])  # and its health is not asked: it does not work
+        with remembering_failed_servers():
+            with pytest.raises(BadAnswer):
+                await ask(client)
+            assert await ask(client) == score_of(IDS)
+        assert len(one.asked) == 2
+
+
+async def test_when_all_have_failed_the_latest_failure_is_forgotten_last():
+    async with (
+        servers(["500", "well"], ["500", "held"]) as (first, last),
+        client_of(first.url, last.url, concurrency=1) as client,
+    ):
+        with remembering_failed_servers():
+            with pytest.raises(BadAnswer):
+                await ask(client)
+            assert list(failed_servers()) == [first.url, last.url]
+            assert await ask(client) == score_of(IDS)
+        assert (len(first.asked), len(last.asked)) == (2, 1)
+
+
+async def test_a_server_that_failed_the_sample_is_asked_again_when_no_other_has_room_for_long():
+    """And each attempt ends with what it failed with: a wait for the others would end none."""
+    async with (
+        servers(["500"], ["held"]) as (bad, full),
+        client_of(bad.url, full.url, concurrency=1) as client,
+    ):
+        holds = asyncio.create_task(_ask_only(client, full, bad))
+        await full.has(1)
+
+        async def reward(sample):
+            return await ask(client, deadline=0.5)
+
+        with pytest.raises(ScoringFailed, match=r"BadAnswer: .*\(3 attempts\)"):
+            await calls_of(loaded(reward, attempts=3)).score(seen(), leased())
+        assert len(bad.asked) == 3
+        assert row(client, bad).state is PoolServerState.EJECTED
+        full.let_go.set()
+        assert await holds == score_of(IDS)
+
+
+async def test_one_that_hangs_gets_time_enough_to_fail_again(monkeypatch):
+    assert module._CHOOSY + module._FAIR_SHARE < 1
+    monkeypatch.setattr(module, "_FAIR_SHARE", 0.0)  # so that a busy machine takes nothing from its share
+    async with (
+        servers(["hangs"], ["busy"]) as (bad, full),
+        client_of(bad.url, full.url, concurrency=1) as client,
+    ):
+        with remembering_failed_servers():
+            failed_servers()[bad.url] = None
+            with pytest.raises(Lost, match=bad.url):
+                await ask(client, deadline=1.0)
+        assert len(bad.asked) == 1
+
+
+async def test_what_a_server_failed_counts_also_when_the_next_one_has_too_little_time(monkeypatch):
+    monkeypatch.setattr(module, "_FAIR_SHARE", 2.0)  # as if the place had come late
+    async with servers(["500"], ["hangs"]) as (bad, slow), client_of(bad.url, slow.url) as client:
+        with pytest.raises(BadAnswer, match=bad.url):
+            await ask(client, deadline=0.5)
+        assert (len(bad.asked), len(slow.asked), row(client, slow).failed) == (1, 1, 0)
+
+
+async def _ask_only(client, server, other):
+    """A request that `server` gets."""
+    with remembering_failed_servers():
+        failed_servers()[other.url] = None
+        return await ask(client)
+
+
+async def test_it_says_why_when_no_server_is_there_and_before_anybody_asked():
+    async with servers(["well"]) as (here,), client_of("http://127.0.0.1:9") as client:
+        assert "127.0.0.1:9" in client.away
+        await client.follow(["http://127.0.0.1:9", here.url])
+        assert client.away == "", "nobody has looked at the new one"
+        await client.check()
+        assert client.away == ""

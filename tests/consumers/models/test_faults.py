@@ -22,7 +22,6 @@ from streamrl.consumers.opening import open_scorer
 from streamrl.errors import RewardUnavailable
 from tests.consumers.calls_kit import LEASE, lease_end
 from tests.consumers.models.faulty_server import Act, FaultyServer, score_of, servers, serving
-from tests.consumers.models.test_rendering import make_tokenizer
 from tests.consumers.samples import seen
 from tests.queues.ledger_kit import until
 
@@ -99,16 +98,9 @@ async def scored(
     return found, BUSY if rows[0].why else RIGHT
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    return folder
-
-
 @functools.cache  # it would keep the loop from the samples of other servers
 def ids_of(model: Path, count: int) -> list[list[int]]:
-    renderer = Renderer.load(str(model))
+    renderer = Renderer(str(model))
     return [renderer.ids(seen(f"It is {index}.")) for index in range(count)]
 
 
@@ -118,15 +110,15 @@ def but_well_at_first(act: str, model: Path) -> Act:
     return lambda ids: act if ids in samples else "well"
 
 
-async def test_alone_a_server_that_fails_gives_no_score(model):
+async def test_alone_a_server_that_fails_gives_no_score(tokenizer):
     """All at once: most of them go on until their deadline."""
     async with asyncio.TaskGroup() as tasks:
         for act, to_router, end in CASES:
-            tasks.create_task(fails_alone(model, act, to_router, end), name=act)
+            tasks.create_task(fails_alone(tokenizer, act, to_router, end), name=act)
 
 
 async def fails_alone(model: Path, act: str, to_router: str, end: str) -> None:
-    deadline, attempts = (10.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
+    deadline, attempts = (4.0, 1) if end in {LATE, NOBODY} else (60.0, 2)
     hold = 1.5 * deadline if end == NOBODY else LEASE  # one attempt: the next one would end too late
     async with contextlib.AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving(FaultyServer([but_well_at_first(act, model)])))
@@ -148,16 +140,16 @@ async def fails_alone(model: Path, act: str, to_router: str, end: str) -> None:
 
 
 @pytest.mark.parametrize(("act", "to_router", "end"), CASES, ids=[act for act, _, _ in CASES])
-async def test_beside_a_server_that_works_one_that_fails_costs_no_sample(model, act, to_router, end):
+async def test_beside_a_server_that_works_one_that_fails_costs_no_sample(tokenizer, act, to_router, end):
     """Unless it refuses the sample: then nobody else is asked."""
     deadline = 3.0 if end == LATE else 60.0  # two attempts: the one that hangs, and the one that goes elsewhere
     async with contextlib.AsyncExitStack() as stack:
         (good,) = await stack.enter_async_context(servers(["well"]))
         mortal = await stack.enter_async_context(contextlib.AsyncExitStack())
-        bad = await mortal.enter_async_context(serving(FaultyServer([but_well_at_first(act, model)])))
+        bad = await mortal.enter_async_context(serving(FaultyServer([but_well_at_first(act, tokenizer)])))
         leaves = mortal.aclose if act == "gone" else None
-        found, was = await scored(bad, good, model=model, deadline=deadline, samples=SAMPLES, begun=leaves)
-    samples = ids_of(model, SAMPLES)
+        found, was = await scored(bad, good, model=tokenizer, deadline=deadline, samples=SAMPLES, begun=leaves)
+    samples = ids_of(tokenizer, SAMPLES)
     asked = [ids for ids in bad.asked if ids in samples]
     assert was == to_router
     assert act == "gone" or asked, "it was asked, and failed"

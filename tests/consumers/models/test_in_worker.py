@@ -13,9 +13,10 @@ from streamrl.consumers.models import client as module
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.servers import RewardServers
-from streamrl.queues import Ledger, open_ledgers
-from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
-from tests.consumers.models.test_rendering import make_tokenizer
+from streamrl.consumers.worker import run_reward_worker
+from streamrl.errors import RewardImpossible, unwrap
+from streamrl.queues import Ledger, Role, open_ledgers
+from tests.consumers.models.faulty_server import FaultyServer, gone, score_of, servers, serving
 from tests.consumers.samples import seen
 from tests.consumers.worker_kit import config_of, put, until_closed, values, worker
 from tests.queues.ledger_kit import faults, until
@@ -36,7 +37,7 @@ def texts(group_id: int) -> list[str]:
 
 async def check(ledger: Ledger, group_ids: range, model: Path) -> None:
     """Every score is the model's."""
-    renderer = Renderer.load(str(model))
+    renderer = Renderer(str(model))
     for group_id in group_ids:
         wanted = {number: score_of(renderer.ids(seen(text))) for number, text in enumerate(texts(group_id))}
         assert await values(ledger, group_id) == wanted
@@ -44,14 +45,13 @@ async def check(ledger: Ledger, group_ids: range, model: Path) -> None:
     assert not await faults(ledger)
 
 
-async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp_path):
-    make_tokenizer(tmp_path / "model")
+async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tokenizer):
     draw = random.Random(5)
     acts = ["well", "500", "closes", "half", "half json", "nan", "busy", "well"]
     async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as mortal:
         moody, added = await stack.enter_async_context(servers([lambda _: draw.choice(acts)], ["well"]))
         dying = await mortal.enter_async_context(serving(FaultyServer()))
-        config = config_for(redis_run.config, [moody.url, dying.url], tmp_path / "model")
+        config = config_for(redis_run.config, [moody.url, dying.url], tokenizer)
         ledgers = await stack.enter_async_context(open_ledgers(config, redis_run.run_dir))
         await stack.enter_async_context(worker(config, redis_run.run_dir, ledgers))
         train, listed = ledgers.train, RewardServers(ledgers)
@@ -69,16 +69,13 @@ async def test_servers_fail_die_come_and_go_and_no_sample_is_lost(redis_run, tmp
                 await put(train, group_id, texts(group_id))
                 await until_closed(train, [group_id])
                 group_id += 1
-        await check(train, range(group_id), tmp_path / "model")
+        await check(train, range(group_id), tokenizer)
 
 
-async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.2)
-    make_tokenizer(tmp_path / "model")
-    one = FaultyServer()
-    async with serving(one):
-        pass
-    config = config_for(redis_run.config, [one.url], tmp_path / "model", deadline=1.0, on_failure="retry")
+async def test_a_run_without_any_server_waits_and_says_so(redis_run, tokenizer, short_looks):
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(gone())
+    config = config_for(redis_run.config, [one.url], tokenizer, deadline=1.0, on_failure="retry")
     async with (
         open_ledgers(config, redis_run.run_dir) as ledgers,
         worker(config, redis_run.run_dir, ledgers) as role,
@@ -88,14 +85,14 @@ async def test_a_run_without_any_server_waits_and_says_so(redis_run, tmp_path, m
         assert await ledgers.train.dead_letters() == []
         async with serving(one):
             await until_closed(ledgers.train, [0], 100)
-        await check(ledgers.train, range(1), tmp_path / "model")
+        await check(ledgers.train, range(1), tokenizer)
 
 
 async def test_servers_that_have_left_redis_are_missed_before_anybody_asks_and_those_that_sleep_are_not(
-    redis_run, tmp_path, monkeypatch
+    redis_run, tokenizer, monkeypatch
 ):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    config = config_for(redis_run.config, [], tmp_path / "model")
+    config = config_for(redis_run.config, [], tokenizer)
     role = "reward_model.critic.0"
     async with (
         open_ledgers(config, redis_run.run_dir) as ledgers,
@@ -115,3 +112,36 @@ async def test_servers_that_have_left_redis_are_missed_before_anybody_asks_and_t
         await until(lambda: critic.away == "reward model critic has no server")
         one.let_go.set()
         await asking
+
+
+async def test_the_first_answer_ends_a_worker_and_no_sample_dies_of_it(redis_run, tokenizer, caplog, short_looks):
+    async with gone("several") as one:
+        config = config_for(redis_run.config, [one.url], tokenizer, deadline=3.0)
+        async with open_ledgers(config, redis_run.run_dir) as ledgers:
+            await put(ledgers.train, 0, ["one", "two"])
+            role = Role("reward.0", config, redis_run.run_dir, ledgers)
+            working = asyncio.create_task(run_reward_worker(role))
+            await until(lambda: "reward model does not answer yet" in caplog.text)
+            async with serving(one):
+                (end,) = await asyncio.gather(asyncio.wait_for(working, 60), return_exceptions=True)
+            role.close()
+            assert isinstance(unwrap(end), RewardImpossible)
+            assert "2 numbers" in str(unwrap(end))
+            assert await ledgers.train.dead_letters() == []
+
+
+async def test_a_worker_that_starts_again_in_mid_run_waits_for_a_proxy_that_refuses(
+    redis_run, tokenizer, caplog, short_looks
+):
+    async with servers(["well"]) as (one,):
+        config = config_for(redis_run.config, [one.url], tokenizer, deadline=3.0)
+        async with open_ledgers(config, redis_run.run_dir) as ledgers:
+            async with worker(config, redis_run.run_dir, ledgers):
+                await put(ledgers.train, 0, ["one", "two"])
+                await until_closed(ledgers.train, [0])
+            one.acts = ["403"]
+            async with worker(config, redis_run.run_dir, ledgers):
+                await until(lambda: "reward model does not answer yet" in caplog.text)
+                one.acts = ["well"]
+                await put(ledgers.train, 1, ["one", "two"])
+                await until_closed(ledgers.train, [1])

@@ -82,7 +82,7 @@ def chat(messages: list[dict[str, Any]] | None, response: str, text: str = "2 + 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_ids_are_those_of_transformers(tmp_path, template, messages):
     tokenizer = make_tokenizer(tmp_path, template)
-    renderer = Renderer.load(str(tmp_path))
+    renderer = Renderer(str(tmp_path))
     for response in ["Four.", "", " spaces \n\n", "<think>2 + 2\n= 4</think> It is 4 🙂"]:
         wanted = tokenizer.apply_chat_template(chat(messages, response), return_dict=False)
         assert renderer.ids(seen(response, messages=messages)) == wanted
@@ -90,7 +90,7 @@ def test_ids_are_those_of_transformers(tmp_path, template, messages):
 
 def test_plain_text_is_encoded_with_the_tokens_that_models_expect_at_its_start(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
-    renderer = Renderer.load(str(tmp_path), mode="plain")
+    renderer = Renderer(str(tmp_path), mode="plain")
     ids = renderer.ids(seen("Four.", messages=CHATS["one turn"]))
     assert ids == tokenizer("2 + 2 =Four.")["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
@@ -100,7 +100,7 @@ def test_plain_text_is_encoded_with_the_tokens_that_models_expect_at_its_start(t
 def test_a_response_cannot_end_its_turn(tmp_path, spelled):
     """Special tokens that a policy spells out are text: they are read, and not obeyed."""
     tokenizer = make_tokenizer(tmp_path)
-    renderer = Renderer.load(str(tmp_path))
+    renderer = Renderer(str(tmp_path))
     special = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<|im_start|>", "<|im_end|>"]))
     harmless, hostile = renderer.ids(seen("good")), renderer.ids(seen(f"good {spelled} good"))
     assert [token for token in hostile if token in special] == [token for token in harmless if token in special]
@@ -115,7 +115,7 @@ def test_a_response_cannot_end_its_turn(tmp_path, spelled):
 def test_a_response_cannot_end_its_turn_without_a_template(tmp_path, spelled, mode):
     """The prompt, which the run has made, may; a policy may not, also with a token that the prompt has begun."""
     tokenizer = make_tokenizer(tmp_path, None)
-    renderer = Renderer.load(str(tmp_path), mode=mode)
+    renderer = Renderer(str(tmp_path), mode=mode)
     special = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<|im_start|>", "<|im_end|>"]))
     asked = "<|im_start|>user\n2 + 2?<|im_end|>\n"
     allowed = [token for token in tokenizer(asked)["input_ids"] if token in special]
@@ -126,40 +126,35 @@ def test_a_response_cannot_end_its_turn_without_a_template(tmp_path, spelled, mo
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == f"<s>{asked}{spelled} good"
 
 
-def test_a_token_that_is_not_special_stays_one(tmp_path):
+def test_marks_in_a_response_are_no_way_around_and_a_token_that_is_not_special_stays_one(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
-    ids = Renderer.load(str(tmp_path)).ids(seen("<think>hm</think>"))
-    assert tokenizer.convert_tokens_to_ids("<think>") in ids
-
-
-def test_marks_in_a_response_are_no_way_around(tmp_path):
-    make_tokenizer(tmp_path)
-    renderer = Renderer.load(str(tmp_path))
+    renderer = Renderer(str(tmp_path))
     assert renderer.ids(seen("a\ufdd0<|im_end|>\ufdd1b")) == renderer.ids(seen("a<|im_end|>b"))
     assert renderer.ids(seen("a\ufdd1b\ufdd0")) == renderer.ids(seen("ab"))
+    assert tokenizer.convert_tokens_to_ids("<think>") in renderer.ids(seen("<think>hm</think>"))
 
 
 def test_truncation_and_padding_of_the_file_are_not_ours(tmp_path):
     make_tokenizer(tmp_path)
-    wanted = Renderer.load(str(tmp_path)).ids(seen("a long response " * 50))
+    wanted = Renderer(str(tmp_path)).ids(seen("a long response " * 50))
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     backend.enable_truncation(8)
     backend.enable_padding(length=4096)
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert Renderer.load(str(tmp_path)).ids(seen("a long response " * 50)) == wanted
+    assert Renderer(str(tmp_path)).ids(seen("a long response " * 50)) == wanted
 
 
 def test_the_template_may_be_in_the_settings_or_one_of_several_or_in_a_file_of_the_user(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
-    wanted = Renderer.load(str(tmp_path)).ids(seen())
+    wanted = Renderer(str(tmp_path)).ids(seen())
     (tmp_path / "chat_template.jinja").unlink()
     settings = orjson.loads((tmp_path / "tokenizer_config.json").read_bytes())
     for found in (CHATML, [{"name": "tools", "template": "no"}, {"name": "default", "template": CHATML}]):
         (tmp_path / "tokenizer_config.json").write_bytes(orjson.dumps({**settings, "chat_template": found}))
-        assert Renderer.load(str(tmp_path)).ids(seen()) == wanted
+        assert Renderer(str(tmp_path)).ids(seen()) == wanted
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[-1].content }}")
-    ids = Renderer.load(str(tmp_path), template=own).ids(seen("Four."))
+    ids = Renderer(str(tmp_path), template=own).ids(seen("Four."))
     assert ids == tokenizer("Four.", add_special_tokens=False)["input_ids"]
 
 
@@ -170,54 +165,59 @@ def test_special_tokens_with_flags_reach_the_template(tmp_path):
     (tmp_path / "tokenizer_config.json").write_bytes(orjson.dumps(settings))
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     wanted = backend.encode("<s>|</s>||", add_special_tokens=False).ids
-    assert Renderer.load(str(tmp_path)).ids(seen()) == wanted
+    assert Renderer(str(tmp_path)).ids(seen()) == wanted
 
 
 def test_without_a_template_plain_prompts_are_text_and_messages_are_refused(tmp_path):
     tokenizer = make_tokenizer(tmp_path, None)
-    renderer = Renderer.load(str(tmp_path))
+    renderer = Renderer(str(tmp_path))
     assert renderer.ids(seen("4")) == tokenizer("2 + 2 =4")["input_ids"]
     with pytest.raises(DataError, match=r"line 7 .* has messages, and .* has no chat template") as caught:
         renderer.ids(seen("4", messages=CHATS["one turn"]))
     assert "args.chat_template" in caught.value.hint
     with pytest.raises(ConfigError, match="no chat template"):
-        Renderer.load(str(tmp_path), mode="chat")
+        Renderer(str(tmp_path), mode="chat")
 
 
 def test_what_a_template_refuses_is_an_error_of_the_sample(tmp_path):
     make_tokenizer(
         tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
     )
-    renderer = Renderer.load(str(tmp_path))
+    renderer = Renderer(str(tmp_path))
     assert renderer.ids(seen("4")) == []
     with pytest.raises(DataError, match="refuses the messages: no system, please"):
         renderer.ids(seen("4", messages=CHATS["several turns"]))
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ messages.__class__.__mro__ }}", "{% for x in messages %}{{ x.content.foo.bar }}"]
-)
-def test_a_template_gets_no_further_than_its_sandbox(tmp_path, template):
-    make_tokenizer(tmp_path, template)
-    with pytest.raises((ConfigError, DataError)):
-        Renderer.load(str(tmp_path)).ids(seen("4"))
-
-
-def test_a_broken_template_is_found_at_the_start(tmp_path):
+    make_tokenizer(tmp_path, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(DataError, match=r"refuses the messages: .* unsafe"):
+        Renderer(str(tmp_path)).ids(seen("4"))
     make_tokenizer(tmp_path, "{% for x in %}")
     with pytest.raises(ConfigError, match="cannot be used: Expected an expression"):
-        Renderer.load(str(tmp_path))
+        Renderer(str(tmp_path))
 
 
 def test_a_missing_tokenizer_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json") as caught:
-        Renderer.load(str(tmp_path))
+        Renderer(str(tmp_path))
     assert "args.tokenizer" in caught.value.hint
     with pytest.raises(ConfigError, match="is no directory"):
-        Renderer.load(str(tmp_path / "missing"))
+        Renderer(str(tmp_path / "missing"))
+    make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        make_tokenizer(tmp_path)
-        Renderer.load(str(tmp_path), template=tmp_path / "missing.jinja")
+        Renderer(str(tmp_path), template=tmp_path / "missing.jinja")
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--critic"
+    make_tokenizer(cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert Renderer("some/critic").ids(seen()) == Renderer(str(cached / "snapshots" / "abc")).ids(seen())
+    for name in ("some/judge", "no/name/at all"):
+        with pytest.raises(ConfigError, match=f"no tokenizer of {name}") as caught:
+            Renderer(name)
+        assert "args.tokenizer" in caught.value.hint
 
 
 @pytest.mark.parametrize("package", ["jinja2", "tokenizers"])
@@ -225,7 +225,7 @@ def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch, package
     make_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"needs the package {package}") as caught:
-        Renderer.load(str(tmp_path))
+        Renderer(str(tmp_path))
     assert "pip install 'streamrl[reward-models]'" in caught.value.hint
 
 
@@ -235,7 +235,7 @@ def test_a_reward_worker_gets_no_torch_by_it(tmp_path):
         "import sys\n"
         "from streamrl.consumers.models.rendering import Renderer\n"
         "from streamrl.consumers.models.reward_model import RewardModel\n"
-        f"Renderer.load({str(tmp_path)!r})\n"
+        f"Renderer({str(tmp_path)!r})\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)

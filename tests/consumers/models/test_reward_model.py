@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext, RewardSample
-from streamrl.consumers.models import open_models
+from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.dialects import DIALECTS, UnclearScore, read_score
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.reward_model import RewardModel
+from streamrl.consumers.models.router import PoolServerState
 from streamrl.consumers.models.template import Template
 from streamrl.consumers.plugins import load_rewards
-from streamrl.errors import ConfigError, DataError, PluginError, RewardUnavailable, WireError
+from streamrl.errors import (
+    ConfigError,
+    DataError,
+    PluginError,
+    RewardImpossible,
+    RewardUnavailable,
+    Unreachable,
+    WireError,
+)
 from streamrl.http import BadRequest
-from tests.consumers.models.faulty_server import FaultyServer, score_of, servers, serving
-from tests.consumers.models.test_rendering import make_tokenizer
+from tests.consumers.models.faulty_server import FaultyServer, gone, score_of, servers, serving
 from tests.consumers.samples import seen
+from tests.queues.ledger_kit import until
 
 
 def run_of(args: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> RunConfig:
@@ -31,9 +40,13 @@ def run_of(args: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> R
     return RunConfig.model_validate({"name": "t", "rewards": [spec], "reward_models": models})
 
 
+async def never() -> bool:
+    return False
+
+
 @contextlib.asynccontextmanager
 async def opened(
-    folder: Path, keys: Mapping[str, Any], deadline: float = 60.0, **args: Any
+    keys: Mapping[str, Any], deadline: float = 60.0, scored: Callable[[], Awaitable[bool]] = never, **args: Any
 ) -> AsyncIterator[RewardModel]:
     """The reward, loaded and opened as a worker does it."""
     config = run_of({"model": "critic", **args}, keys)
@@ -42,23 +55,17 @@ async def opened(
         reward = loaded.life
         assert isinstance(reward, RewardModel)
         try:
-            await reward.open(RewardContext(config, folder, models, "reward.0", deadline))
+            await reward.open(RewardContext(config, Path(), models, "reward.0", deadline, scored))
             yield reward
         finally:
             await reward.close()
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    make_tokenizer(tmp_path / "model")
-    return tmp_path / "model"
-
-
-async def test_scores_come_from_the_model_with_its_own_text(tokenizer, tmp_path):
+async def test_scores_come_from_the_model_with_its_own_text(tokenizer):
     async with servers(["well"], ["well"]) as (one, two):
         model = {"url": [one.url, two.url], "model": str(tokenizer)}
-        async with opened(tmp_path, model) as reward:
-            renderer = Renderer.load(str(tokenizer))
+        async with opened(model) as reward:
+            renderer = Renderer(str(tokenizer))
             samples = [seen(f"It is {index}.") for index in range(10)]
             scores = await asyncio.gather(*(reward.score(sample) for sample in samples))
         assert [score.value for score in scores] == [score_of(renderer.ids(sample)) for sample in samples]
@@ -66,22 +73,15 @@ async def test_scores_come_from_the_model_with_its_own_text(tokenizer, tmp_path)
         assert body == {"model": str(tokenizer), "input": body["input"], "use_activation": False, "activation": False}
 
 
-async def test_its_places_are_those_of_the_servers(tokenizer, tmp_path):
-    async with servers(["well"], ["well"]) as (one, two):
-        keys = {"url": [one.url, two.url], "model": str(tokenizer), "concurrency": 3}
-        async with opened(tmp_path, keys) as reward:
-            assert reward.slots() in {3, 6}, "the second server may not have been looked at yet"
-
-
-async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer, tmp_path):
-    async with servers(["well"]) as (one,), opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
+async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer):
+    async with servers(["well"]) as (one,), opened({"url": [one.url], "model": str(tokenizer)}) as reward:
         sample = seen("It is 4. " * 5000)
-        assert (await reward.score(sample)).value == score_of(Renderer.load(str(tokenizer)).ids(sample))
+        assert (await reward.score(sample)).value == score_of(Renderer(str(tokenizer)).ids(sample))
 
 
-async def test_a_server_with_a_template_of_its_own_gets_messages(tmp_path):
+async def test_a_server_with_a_template_of_its_own_gets_messages():
     async with servers(["well"]) as (one,):
-        async with opened(tmp_path, {"url": [one.url], "model": "theirs"}, text="server") as reward:
+        async with opened({"url": [one.url], "model": "theirs"}, text="server") as reward:
             await reward.score(seen("4", messages=[{"role": "user", "content": "2 + 2?"}]))
         body = one.bodies[-1]
         assert body["messages"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -134,74 +134,117 @@ def test_of_numbers_for_each_token_the_last_counts():
     assert read_score(dialect, ANSWERS["vllm", "pooling"]([[0.1], [0.2], [0.9]]), None) == 0.9
 
 
-async def test_what_the_server_refuses_is_the_end_of_this_sample_only(tokenizer, tmp_path):
+async def test_what_the_server_refuses_is_the_end_of_this_sample_only(tokenizer):
     def act(ids: list[int]) -> str:
         return "400" if len(ids) > 100 else "well"
 
-    async with servers([act]) as (one,), opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
+    async with servers([act]) as (one,), opened({"url": [one.url], "model": str(tokenizer)}) as reward:
         with pytest.raises(BadRequest, match="status 400"):
             await reward.score(seen("far too long " * 100))
         await reward.score(seen("4"))
 
 
-async def test_no_server_at_the_start_is_a_warning(tokenizer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 0.2)
-    monkeypatch.setattr("streamrl.consumers.models.client.LOOK_SECONDS", 0.1)
-    one = FaultyServer()
-    async with serving(one):
-        pass
-    async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward:
-        assert "reward model does not answer yet" in caplog.text
-        waiting = asyncio.create_task(reward.score(seen("4")))
-        async with serving(one):
-            assert (await waiting).value == score_of(Renderer.load(str(tokenizer)).ids(seen("4")))
-
-
-async def test_a_reward_gives_up_before_its_deadline_and_names_the_server(tokenizer, tmp_path):
+async def test_a_reward_gives_up_before_its_deadline_and_names_the_server(tokenizer):
     async with (
         servers([lambda ids: "hangs" if len(ids) > 100 else "well"]) as (one,),
-        opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}, deadline=2.0) as reward,
+        opened({"url": [one.url], "model": str(tokenizer)}, deadline=2.0) as reward,
     ):
         with pytest.raises(ConnectionError, match=f"{one.url}/classify: no answer within 1"):
             await reward.score(seen("so long " * 100))
 
 
-async def test_no_server_is_no_failure_of_the_sample(tokenizer, tmp_path):
-    one = FaultyServer()
-    async with serving(one):
-        pass
-    model = {"url": [one.url], "model": str(tokenizer)}
-    async with opened(tmp_path, model, deadline=0.5) as reward:
-        with pytest.raises(RewardUnavailable, match="unchecked"):
+async def test_servers_that_can_never_do_it_end_the_start(tokenizer, monkeypatch):
+    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 2.0)
+
+    async def starts(act: str, says: str) -> None:
+        async with servers([act]) as (one,):
+            with pytest.raises(ConfigError, match=says):
+                async with opened({"url": [one.url], "model": str(tokenizer)}):
+                    pass
+
+    acts = ["404", "400", "401", "501"]
+    await asyncio.gather(starts("several", "2 numbers"), *(starts(act, f"answered {act}") for act in acts))
+
+
+async def test_servers_that_have_a_bad_moment_do_not_end_the_start(tokenizer):
+    async def starts(act: str) -> None:
+        async with (
+            servers([act, "well"]) as (one,),
+            opened({"url": [one.url], "model": str(tokenizer)}) as reward,
+        ):
             await reward.score(seen("4"))
 
-
-@pytest.mark.parametrize(
-    ("act", "says"),
-    [
-        ("several", "2 numbers"),
-        ("404", "answered 404"),
-        ("400", "answered 400"),
-        ("401", "answered 401"),
-        ("501", "501"),
-    ],
-)
-async def test_servers_that_can_never_do_it_end_the_start(tokenizer, tmp_path, act, says, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
-    async with servers([act]) as (one,):
-        with pytest.raises(ConfigError, match=says):
-            async with opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}):
-                pass
+    await asyncio.gather(*map(starts, ["500", "nan", "half json", "busy"]))
 
 
-@pytest.mark.parametrize("act", ["500", "nan", "half json", "busy"])
-async def test_servers_that_have_a_bad_moment_do_not_end_the_start(tokenizer, tmp_path, act, monkeypatch):
-    monkeypatch.setattr("streamrl.consumers.models.reward_model._PROBE_SECONDS", 3.0)
+@contextlib.asynccontextmanager
+async def back(one: FaultyServer, reward: RewardModel) -> AsyncIterator[None]:
+    """The server is there, and the reward knows."""
+    client = reward._model
+    assert isinstance(client, ModelClient)
+    async with serving(one):
+        await until(lambda: any(row.state is PoolServerState.SERVING for row in client.standings()))
+        yield
+
+
+async def always() -> bool:
+    return True
+
+
+@pytest.fixture
+def keys(tokenizer: Path) -> Callable[..., dict[str, Any]]:
+    """Of a reward model with these servers."""
+    return lambda *urls: {"url": urls, "model": str(tokenizer)}
+
+
+@pytest.mark.parametrize(("act", "says"), [("several", "2 numbers"), ("401", "answered 401"), ("404", "answered 404")])
+async def test_servers_that_were_away_at_the_start_end_the_run_with_their_first_answer(keys, act, says, short_looks):
+    async with gone(act) as one, opened(keys(one.url), 2.0) as reward, back(one, reward):
+        with pytest.raises(RewardImpossible, match=f"critic cannot be asked: .*{says}"):
+            await reward.score(seen())
+
+
+@pytest.mark.parametrize("act", ["several", "403"])
+async def test_after_a_score_the_same_answer_is_a_bad_moment(keys, act):
+    async with servers(["well", act]) as (one,), opened(keys(one.url), 2.0) as reward:
+        with pytest.raises((UnclearScore, RewardUnavailable)):
+            await reward.score(seen())
+
+
+@pytest.mark.parametrize("act", ["several", "400", "403"])
+async def test_a_worker_that_starts_in_a_run_that_has_scored_waits(keys, act, caplog, short_looks):
+    async with servers([act]) as (one,), opened(keys(one.url), scored=always) as reward:
+        assert "reward model does not answer yet" in caplog.text
+        one.acts = ["well"]
+        assert isinstance((await reward.score(seen())).value, float)
+
+
+async def test_one_server_that_refuses_says_nothing_of_another_that_is_loading(keys, short_looks):
     async with (
-        servers([act, "well"]) as (one,),
-        opened(tmp_path, {"url": [one.url], "model": str(tokenizer)}) as reward,
+        servers(["401"]) as (one,),
+        gone("well") as two,
+        opened(keys(one.url, two.url)) as reward,
+        back(two, reward),
     ):
-        await reward.score(seen("4"))
+        assert one.asked
+        assert isinstance((await reward.score(seen())).value, float)
+
+
+async def test_while_nobody_knows_whether_the_run_has_scores_nothing_is_decided(keys, short_looks):
+    async def silent() -> bool:
+        raise Unreachable("redis is away")
+
+    async with servers(["401", "well"]) as (one,), opened(keys(one.url), scored=silent) as reward:
+        assert one.asked
+        one.acts = ["well"]
+        assert isinstance((await reward.score(seen())).value, float)
+
+
+async def test_a_text_that_is_refused_is_the_end_of_its_sample_and_decides_nothing(keys, short_looks):
+    async with gone("400") as one, opened(keys(one.url), 2.0) as reward, back(one, reward):
+        with pytest.raises(ConfigError, match="400") as caught:
+            await reward.score(seen())
+        assert not isinstance(caught.value, RewardImpossible)
 
 
 BAD_ARGS = [
@@ -216,7 +259,8 @@ BAD_ARGS = [
     ({"model": "critic", "path": "/s", "body": {"a": "{promt}"}, "value": "x"}, "{promt}"),
     ({"model": "critic", "path": "/s", "body": {"a": "{"}, "value": "x"}, "brace is alone"),
     ({"model": "critic", "path": "/s", "body": {"a": ["{metadata.}"]}, "value": "x"}, "{metadata.}"),
-    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "no way to a number"),
+    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "value 'x..y' leads nowhere"),
+    ({"model": "critic", "path": "/s", "body": {"a": "{respons}"}, "value": "x"}, "did you mean {response}?"),
 ]
 
 
@@ -225,12 +269,6 @@ def test_arguments_that_do_not_fit_are_refused_when_the_reward_is_loaded(args, s
     with pytest.raises(PluginError) as caught:
         load_rewards(run_of(args))
     assert says in str(caught.value)
-
-
-def test_a_place_that_is_almost_known_is_named():
-    with pytest.raises(PluginError) as caught:
-        Template({"a": "{respons}"}, "score")
-    assert "did you mean {response}?" in str(caught.value)
 
 
 URL = "http://127.0.0.1:9"
@@ -249,9 +287,9 @@ BAD_FITS = [
 
 
 @pytest.mark.parametrize(("args", "model", "says"), BAD_FITS)
-async def test_arguments_that_do_not_fit_the_model_end_the_start(tmp_path, args, model, says):
+async def test_arguments_that_do_not_fit_the_model_end_the_start(args, model, says):
     with pytest.raises(ConfigError) as caught:
-        async with opened(tmp_path, model, **args):
+        async with opened(model, **args):
             pass
     assert says in str(caught.value)
 
@@ -326,13 +364,8 @@ def test_a_score_that_is_not_there_is_no_number(answer):
         Template({}, "a.b").read(answer)
 
 
-async def test_a_template_server_is_asked_and_read(tmp_path):
+async def test_a_template_server_is_asked_and_read():
     model = {"url": [URL], "kind": "template"}
     args = {"path": "/classify", "body": {"input": "{prompt}{response}"}, "value": "data.0.probs.0"}
-    async with servers(["well"]) as (one,), opened(tmp_path, {**model, "url": [one.url]}, **args) as reward:
+    async with servers(["well"]) as (one,), opened({**model, "url": [one.url]}, **args) as reward:
         assert (await reward.score(seen("4"))).value == score_of(list(b"2 + 2 =4"))
-
-
-def test_every_kind_of_server_of_the_configuration_is_thought_of():
-    kinds = set(RewardModelConfig.model_fields["kind"].annotation.__args__)
-    assert kinds == {"vllm", "sglang", "openai", "template"}

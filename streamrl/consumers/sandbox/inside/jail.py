@@ -1,4 +1,4 @@
-"""Namespaces, a root directory and limits for one program: what it can reach when it runs.
+"""Namespaces, a root directory, files and limits for one program: what it can reach when it runs.
 
 `build_root` is called in the first process of new namespaces, `confine` in the process that becomes the program, right
 before its exec.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from . import kernel
-from .syscalls import forbid
 
 NOBODY = 65534
 WORK = "/tmp"  # noqa: S108 - of the sandbox's own root
+_REMOVE_SECONDS = 30.0
 _SPARE_PROCESSES = 2  # ours, which the kernel counts with the program's where both have one user id
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": WORK}
 
@@ -33,10 +34,10 @@ def namespaces(network: bool) -> int:
 
 
 def map_ids(pid: int) -> None:
-    """Say which users the new user namespace of `pid` has: `NOBODY`, and the builder 0 where root may map both.
+    """Set the users of the new user namespace of `pid`: `NOBODY`, and the builder 0 where root may map both.
 
-    The program is `NOBODY` inside. Started by root it is a user of no rights outside too; started by anybody else it is
-    that user, who sees nothing but what the new root directory holds.
+    The program is `NOBODY` inside. Started by root, it has no rights outside either. Started by another user, it is
+    that user, and sees only what the new root directory holds.
     """
     folder = Path(f"/proc/{pid}")
     if os.geteuid() == 0:
@@ -50,13 +51,9 @@ def map_ids(pid: int) -> None:
 
 
 def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
-    """Replace the root directory by an empty one in memory, with what the program needs, all read-only but `WORK`.
+    """Replace the root directory by one in memory, all read-only but `WORK`, into which `disk` bytes fit.
 
-    It goes away with the last process of the namespace, whoever kills it.
-
-    Args:
-        visible: pairs of a real path of the host and the path where it is seen.
-        disk: bytes that fit into `WORK`.
+    `visible` are pairs of a real path of the host and the path where it is seen. The root goes with the namespace.
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -64,7 +61,7 @@ def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
     os.mkdir(f"{WORK}/old")  # noqa: PTH102 - paths are text here, as mount(2) has them
     kernel.pivot_root(WORK, f"{WORK}/old")
     os.chdir("/")
-    for path in (*_SYSTEM, *_SYSTEM_FILES):
+    for path in (*SYSTEM, *SYSTEM_FILES):
         _show(f"/old{path}", path)
     Path(WORK).mkdir()
     kernel.mount("tmpfs", WORK, "tmpfs", quiet, f"mode=1777,size={disk},nr_inodes=4096")
@@ -90,14 +87,24 @@ def write_files(folder: str, files: Mapping[str, str]) -> None:
         path.chmod(0o644)
 
 
+def remove_folder(folder: str) -> None:
+    """Remove a directory with all that a program made in it, of any depth, mode, name and link, within 30 seconds."""
+    for command in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
+        process = subprocess.Popen(  # noqa: S603
+            command, env={"PATH": os.defpath}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(_REMOVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> None:
     """Give up all rights and take on the limits; the caller goes on to exec.
 
-    Args:
-        limits: `cpu` (seconds), `address_space` (bytes or None), `disk`, `open_files`, `processes`.
-        privileged: this process is root of its namespace and becomes `NOBODY`.
-        isolation: `namespaces` counts processes apart from those of the user, so their number can be limited; `wrapped`
-            leaves the rest to the program that makes the sandbox.
+    `privileged`: this process is root of its namespace and becomes `NOBODY`. With `namespaces`, processes are counted
+    apart from the user's, so their number can be limited; `wrapped` leaves the rest to the program that isolates.
     """
     if privileged:
         os.setgroups([])
@@ -116,7 +123,7 @@ def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> N
         _limit(resource.RLIMIT_NPROC, limits["processes"] + _SPARE_PROCESSES)
     if isolation != "wrapped":
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        forbid()
+        kernel.refuse_calls()
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
@@ -133,17 +140,17 @@ def _show(source: str, target: str, *, writable: bool = False) -> None:
         mode = os.lstat(source).st_mode
     except FileNotFoundError:
         return
-    place = Path(target)
-    if place.is_symlink() or (place.exists() and not place.is_dir()):
+    shown = Path(target)
+    if shown.is_symlink() or (shown.exists() and not shown.is_dir()):
         return  # it is there already, through one of the system's directories
-    place.parent.mkdir(parents=True, exist_ok=True)
+    shown.parent.mkdir(parents=True, exist_ok=True)
     if stat.S_ISLNK(mode):
-        place.symlink_to(os.readlink(source))  # noqa: PTH115
+        shown.symlink_to(os.readlink(source))  # noqa: PTH115
         return
     if stat.S_ISDIR(mode):
-        place.mkdir(exist_ok=True)
+        shown.mkdir(exist_ok=True)
     else:
-        place.touch()
+        shown.touch()
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     if not writable:
         kernel.read_only(target)

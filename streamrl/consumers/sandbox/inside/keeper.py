@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import folders, jail, kernel, processes
+from . import jail, kernel, processes
 
 _TICK = 0.05
 _KILL_SECONDS = 10.0
@@ -66,13 +66,10 @@ class ParentPipe:
 
 
 class Run:
-    """One run of the program.
+    """One run of the program of an `order` with a text as its standard input, in `folder` unless it has its own root.
 
-    Args:
-        order: `isolation` (namespaces, wrapped or none), `network`, `argv`, `environ`, `files`, `visible`, `limits`.
-        text: its standard input.
-        folder: where it runs, unless it has a root of its own.
-        lifeline: is watched while it runs.
+    The order has `isolation` (namespaces, wrapped or none), `network`, `argv`, `environ`, `files`, `visible`, `limits`.
+    The lifeline is watched while the program runs.
     """
 
     def __init__(self, order: dict[str, Any], text: str, folder: str, lifeline: ParentPipe) -> None:
@@ -220,14 +217,14 @@ class Run:
 
     def _enter(self, ready: int, go: int) -> None:
         """Become, or start, the first process of the sandbox."""
-        _die_with_parent()
+        kernel.die_with_parent()
         if self._jailed:
             kernel.unshare(jail.namespaces(self._order["network"]))
         os.write(ready, b"1")
         if not os.read(go, 1):
             os._exit(1)
         if self._jailed:
-            _die_with_parent()  # new credentials forget it
+            kernel.die_with_parent()  # new credentials forget it
             self._isolate()
             jail.build_root(self._order["visible"], self._limits["disk"])
             self._folder = jail.WORK
@@ -247,7 +244,7 @@ class Run:
             os.waitpid(pid, 0)
             os._exit(0)
         os.close(leash_write)
-        _die_with_parent()
+        kernel.die_with_parent()
         if select.select([leash_read], [], [], 0)[0]:
             os._exit(1)  # its parent had ended before
 
@@ -271,7 +268,7 @@ class Run:
 
     def _become(self) -> None:
         os.setsid()
-        _die_with_parent()
+        kernel.die_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         sources = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for fd in (self._stdin, *self._writes[:3])]
@@ -292,10 +289,6 @@ class Run:
             os._exit(1)
 
 
-def _die_with_parent() -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def serve(lifeline: ParentPipe, order: dict[str, Any]) -> None:
     """Answer requests for runs until the lifeline ends."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
@@ -306,7 +299,7 @@ def serve(lifeline: ParentPipe, order: dict[str, Any]) -> None:
         folder = tempfile.mkdtemp(dir=order["folder"]) if order["folder"] else ""
         _answer(Run(order, request["stdin"], folder, lifeline).finish())
         if folder:
-            folders.remove(folder)
+            jail.remove_folder(folder)
 
 
 def _answer(message: dict[str, Any]) -> None:
@@ -334,4 +327,4 @@ def main() -> None:
             _answer({"error": f"{type(error).__name__}: {error}{where}"})
     finally:
         if order["folder"]:
-            folders.remove(order["folder"])
+            jail.remove_folder(order["folder"])

@@ -14,7 +14,7 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, those that ended and were not waited for among them."""
+    """Return the processes below `pid`, also those that ended and were not waited for."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -36,9 +36,9 @@ def memory(pids: list[int]) -> int:
 
 
 def processor_time(pids: list[int]) -> tuple[float, float]:
-    """Return the seconds that processes have run, and the longest that a thread waited for a processor others had.
+    """Return the seconds that processes have run, and the longest wait of a thread for a processor that others had.
 
-    Those that they have waited for count as run. Both are 0 where the kernel does not keep these figures.
+    Children that ended and were waited for count as well. Both are 0 where the kernel does not keep these figures.
     """
     run = 0.0
     threads: list[tuple[float, float]] = []
@@ -56,13 +56,10 @@ def processor_time(pids: list[int]) -> tuple[float, float]:
 
 
 def kept_waiting(threads: list[tuple[float, float]], run: float) -> float:
-    """Return the longest that a thread waited for a processor that strangers had.
+    """Return the longest time in which a thread waited for a processor that other programs had.
 
-    While the program's other threads ran, it may have been they who kept this one waiting: that is its own fault.
-
-    Args:
-        threads: seconds that each has run, and has waited for a processor.
-        run: seconds that all of the program has run, what has ended included.
+    `threads` are the seconds that each has run and has waited. While other threads of the program `run`, they may have
+    kept this one waiting: that does not count.
     """
     return max((waited - max(run - ran, 0.0) for ran, waited in threads if waited > run - ran), default=0.0)
 
@@ -77,12 +74,9 @@ def starved() -> int:
 
 
 def kill_all(deadline: float) -> bool:
-    """Kill everything below this process, which must be the reaper of orphans; False when some will not die.
+    """Kill everything below this process, the reaper of orphans; False when that takes longer than `deadline` seconds.
 
     All are stopped first: what is stopped does not fork faster than it is killed.
-
-    Args:
-        deadline: seconds from now.
     """
     end = time.monotonic() + deadline
     stopped: set[int] = set()

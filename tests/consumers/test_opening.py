@@ -1,4 +1,4 @@
-"""A sample and a group through several rewards: stages up to gates, parts that failed, opening and closing."""
+"""Rewards are opened, retried while a service is away, and closed; what a worker holds of them."""
 
 import asyncio
 import errno
@@ -10,169 +10,12 @@ from urllib.error import HTTPError
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.consumers import Reward, RewardContext, RewardSample, RewardUnavailable
-from streamrl.consumers.calls import ScoringFailed
+from streamrl.consumers import Reward, RewardContext, RewardUnavailable
 from streamrl.consumers.opening import is_transient, open_scorer
+from streamrl.consumers.worker import width_of
 from streamrl.errors import ConfigError, DeadlineExceeded, PluginError, Unreachable
-from tests.consumers.calls_kit import lease_end, loaded, scorer
-from tests.consumers.samples import prompt, response, seen
-
-
-def group(*texts):
-    return [RewardSample.of(prompt(), response(text), 5, index) for index, text in enumerate(texts)]
-
-
-async def is_formatted(sample):
-    if sample.text == "raise":
-        raise ValueError("the format cannot be told")
-    return float(sample.text != "bad")
-
-
-def counting(name, value=1.0):
-    asked = []
-
-    async def reward(sample):
-        asked.append(sample.index)
-        return value
-
-    reward.__name__ = name
-    return reward, asked
-
-
-async def test_rewards_behind_a_gate_are_saved_when_it_does_not_let_through():
-    before, asked_before = counting("before")
-    behind, asked_behind = counting("behind", 3.0)
-    scoring = scorer(loaded(before), loaded(is_formatted, gate=1), loaded(behind), scoring={"gated": -1})
-    assert (await scoring.score(seen("good"))).value == 4.0
-    score = await scoring.score(seen("bad"))
-    assert (score.value, len(asked_before), len(asked_behind)) == (-1.0, 2, 1)
-    assert score.parts == {"before": 1.0, "is_formatted": 0.0, "is_formatted/passed": 0.0}
-
-
-async def test_two_gates_are_two_stages():
-    first, asked_first = counting("first", 0.0)
-    second, asked_second = counting("second")
-    last, _ = counting("last")
-    scoring = scorer(loaded(first, gate=0.5), loaded(second, gate=0.5), loaded(last))
-    assert (await scoring.score(seen())).value == 0.0
-    assert (asked_first, asked_second) == ([0], [])
-
-
-async def test_rewards_of_a_stage_run_at_the_same_time():
-    both = asyncio.Barrier(2)
-
-    async def left(sample):
-        await both.wait()
-        return 1.0
-
-    async def right(sample):
-        await both.wait()
-        return 1.0
-
-    assert (await scorer(loaded(left), loaded(right)).score(seen())).value == 2.0
-
-
-async def test_one_that_failed_for_good_ends_the_attempts_of_the_others():
-    failed = asyncio.Event()
-    tries = []
-
-    async def fails(sample):
-        failed.set()
-        raise ConfigError("no such rubric")
-
-    async def retries(sample):
-        tries.append(sample.index)
-        await failed.wait()
-        raise ConnectionError("away")
-
-    scoring = scorer(loaded(fails), loaded(retries, on_failure="retry"), backoff=0.001)
-    with pytest.raises(ScoringFailed, match="no such rubric"):
-        await scoring.score(seen())
-    assert tries == [0]
-    assert [calls.figures.dead for calls in scoring.calls] == [1, 0]
-
-
-async def test_values_that_make_no_number_end_as_the_worker_says():
-    async def negative(sample):
-        return -1.0
-
-    scoring = scorer(loaded(negative, weight=0.5), scoring={"combine": "product"}, on_failure="dead")
-    with pytest.raises(ScoringFailed, match=r"has no power 0\.5") as caught:
-        await scoring.score(seen())
-    assert caught.value.fail_group
-
-
-async def compared(samples):
-    if any(sample.text == "poison" for sample in samples):
-        raise RuntimeError("cannot compare these")
-    return [float(len(samples)) for _ in samples]
-
-
-async def test_a_group_is_compared_without_those_that_a_gate_held_back_or_that_failed():
-    scoring = scorer(loaded(is_formatted, gate=1), loaded(compared, group=True), scoring={"gated": -1}, attempts=1)
-    results = await scoring.score_group(group("good", "bad", "raise", "good"))
-    assert [result.value for result in results if not isinstance(result, ScoringFailed)] == [2.0, -1.0, 2.0]
-    assert isinstance(results[2], ScoringFailed)
-    assert "cannot be told" in results[2].message
-
-
-def is_short(sample):
-    if sample.text == "untold":
-        raise ValueError("its length cannot be told")
-    return 1.0
-
-
-async def test_what_an_instant_rule_fails_is_not_compared_although_there_is_no_gate_between():
-    rules = [loaded(compared, group=True), loaded(is_short, instant=True)]
-    scoring = scorer(*rules, attempts=1)
-    results = await scoring.score_group(group("good", "untold", "good"))
-    assert [result.value for result in results if not isinstance(result, ScoringFailed)] == [3.0, 3.0]
-    assert "cannot be told" in results[1].message
-    assert [calls.figures.ok for calls in scoring.calls] == [2, 2], "each was called once for each sample"
-    gone = await scoring.score_group(group("untold", "untold"))
-    assert all(isinstance(result, ScoringFailed) for result in gone)
-    assert scoring.calls[0].figures.ok == 2, "nothing was left to compare"
-
-
-async def test_a_slow_reward_of_the_stage_of_a_comparison_runs_beside_it():
-    """So what it fails may have been compared: the documentation says what to do about it."""
-    both = asyncio.Barrier(2)
-    seen_by_it = []
-
-    async def slow(sample):
-        if sample.text == "late":
-            await both.wait()
-            raise ValueError("too late for the comparison")
-        return 1.0
-
-    async def ranked(samples):
-        seen_by_it.extend(sample.text for sample in samples)
-        await both.wait()
-        return [1.0 for _ in samples]
-
-    results = await scorer(loaded(slow), loaded(ranked, group=True), attempts=1).score_group(group("good", "late"))
-    assert (results[0].value, seen_by_it) == (2.0, ["good", "late"])
-    assert "too late" in results[1].message
-
-
-async def test_a_comparison_that_fails_leaves_no_sample_with_a_score():
-    steady, _ = counting("steady")
-    scoring = scorer(loaded(steady), loaded(compared, group=True, on_failure="dead"), attempts=1)
-    results = await scoring.score_group(group("good", "poison"))
-    assert all(isinstance(result, ScoringFailed) and result.fail_group for result in results)
-
-
-async def test_a_group_of_which_no_sample_goes_on_is_not_compared():
-    scoring = scorer(loaded(is_formatted, gate=1), loaded(compared, group=True))
-    results = await scoring.score_group(group("bad", "bad"))
-    assert [result.value for result in results] == [0.0, 0.0]
-    assert scoring.calls[1].figures.ok == 0
-
-
-async def test_a_single_sample_is_a_group_of_one_for_what_compares():
-    scoring = scorer(loaded(compared, group=True))
-    assert scoring.group_scored
-    assert (await scoring.score(seen())).value == 1.0
+from tests.consumers.calls_kit import lease_end, loaded
+from tests.consumers.samples import seen
 
 
 class Lives(Reward):
@@ -320,11 +163,11 @@ async def test_a_worker_that_is_stopped_before_another_attempt_closes_once_what_
 async def test_a_service_that_stays_away_ends_the_worker_which_comes_back_when_the_run_had_scores(
     tmp_path, scored, kind
 ):
-    config, about = context(tmp_path, supervisor={"start_deadline": 0.2})
+    config, about = context(tmp_path)
     about = replace(about, scored=AsyncMock(return_value=scored))
     refused = living([], "a", error=ConnectionRefusedError("judge:8000"))
     with pytest.raises(kind, match=r"reward a cannot be opened, \d+ times within .* s: ConnectionRefusedError: judge"):
-        async with open_scorer(config, about, [refused]):
+        async with open_scorer(config, about, [refused], patience=0.2):
             pass
 
 
@@ -345,3 +188,57 @@ async def test_an_error_of_close_ends_nothing_and_is_said(tmp_path, caplog):
         broken.life.error = RuntimeError("socket is gone")
     assert log[-2:] == ["close b", "close a"]
     assert "a reward did not close" in caplog.text
+
+
+class Asks(Reward):
+    """Its servers take two calls at a time."""
+
+    most = 2
+    deadline = 10.0
+
+    def slots(self):
+        return self.most
+
+    async def score(self, sample):
+        return 1.0
+
+
+def config_of(use, max_hold=900, **keys):
+    rewards = [{"use": f"{__name__}:{use}", **keys}]
+    return RunConfig.model_validate({"name": "t", "rewards": rewards, "lease": {"max_hold": max_hold, "seconds": 1}})
+
+
+async def test_slots_are_those_of_its_servers_now_and_bound_what_a_worker_holds(tmp_path):
+    config = config_of("Asks", concurrency=50)
+    async with open_scorer(config, RewardContext(config, tmp_path)) as opened:
+        (calls,) = opened.calls
+        assert calls.slots == 2
+        assert width_of(opened, config) == 8
+        calls.reward.life.most = 5
+        assert calls.slots == 5
+        assert width_of(opened, config) == 20
+        calls.reward.life.most = 1000
+        assert calls.slots == 50
+        short = config_of("Asks", max_hold=22)
+        assert width_of(opened, short) == 64, "never more than the worker's own concurrency"
+        calls.reward.life.most = 5
+        assert width_of(opened, short) == 10, "the third in line would be too late"
+
+
+class Plain:
+    """A reward of no base class, with a life."""
+
+    async def open(self, context):
+        self.opened = context.deadline
+
+    async def close(self):
+        pass
+
+    async def score(self, sample):
+        return self.opened
+
+
+async def test_a_class_of_its_own_may_have_a_life(tmp_path):
+    config = config_of("Plain", deadline=7)
+    async with open_scorer(config, RewardContext(config, tmp_path)) as opened:
+        assert (await opened.score(seen(), lease_end())).value == 7.0
