@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -21,11 +22,16 @@ from streamrl.cli import COMMANDS, load_command
 from streamrl.config import RunConfig, base
 from streamrl.config.presets import PRESETS
 from streamrl.consumers.plugins import BUILT_IN
+from streamrl.learner.algorithms.advantages import ESTIMATORS
+from streamrl.learner.algorithms.corrections import GATES
+from streamrl.learner.algorithms.losses import LOSSES
+from streamrl.learner.algorithms.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 LUA = ROOT / "streamrl" / "queues" / "lua"
 MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
-PROOF = re.compile(r"`(tests/[\w/]+\.py(?:::\w+)?)`")
+PROOFS = re.compile(r"`test_\w+(?:\.py)?`(?: `test_\w+(?:\.py)?`)*")
+CODE = re.compile(r"(`[^`]*`)")
 PARTS = ("KEYS", "ARGV", "returns", "repeat", "full")
 
 
@@ -38,11 +44,15 @@ def on_config(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Fill the marks of a page; the names of tests become short, with the whole name on hovering."""
+    """Fill the marks of a page; names of tests become their number, with the names on hovering."""
     text = MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
     if page.file.src_uri in {"reference/faults.md", "internals/holes.md"}:
-        text = PROOF.sub(lambda proof: f'<abbr title="{proof[1]}">test</abbr>', text)
+        text = PROOFS.sub(lambda found: _number_of(found[0].replace("`", "").split()), text)
     return text
+
+
+def _number_of(tests: list[str]) -> str:
+    return f'<abbr title="{", ".join(tests)}">{len(tests)} test{"s" * (len(tests) > 1)}</abbr>'
 
 
 def every_command() -> Iterator[tuple[str, Any]]:
@@ -68,16 +78,29 @@ def commands() -> str:
     for name, command in every_command():
         context = command.context_class(command, info_name=f"streamrl {name}")
         usage = " ".join([f"streamrl {name}", *command.collect_usage_pieces(context)])
-        parts += [f"### {name}\n", f"`{usage}`\n", inspect.cleandoc(command.help or "") + "\n"]
+        parts += [f"### {name}\n", f"`{usage}`\n", marked(inspect.cleandoc(command.help or "")) + "\n"]
         records = [found.get_help_record(context) for found in command.params if found.name != "help"]
-        if rows := [f"| `{cell(option)}` | {cell(meaning)} |" for option, meaning in filter(None, records)]:
+        if rows := [f"| `{option}` | {cell(marked(meaning))} |" for option, meaning in filter(None, records)]:
             parts += ["| option | meaning |", "|---|---|", *rows, ""]
     return "\n".join(parts)
 
 
+def outside_code(text: str, pattern: str, replacement: str) -> str:
+    """Replace a pattern everywhere but in `code`."""
+    parts = CODE.split(text)
+    parts[::2] = [re.sub(pattern, replacement, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def marked(text: str) -> str:
+    """Text of a help message as Markdown: options become code, pages become links."""
+    text = outside_code(text, r"(?<![\w-])--[a-z][a-z-]*", r"`\g<0>`")
+    return outside_code(text, r"docs/([\w/-]+\.md)", r"[\g<0>](../\1)")
+
+
 def cell(text: str) -> str:
-    """Text as one cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """Text as one cell of a table; a pipe in code needs no backslash there, and would show it."""
+    return outside_code(" ".join(text.split()), r"\|", r"\\|")
 
 
 KINDS = {
@@ -95,8 +118,7 @@ def keys() -> str:
 
 
 def _section(path: str, section: type[base.Section]) -> Iterator[str]:
-    said = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0]
-    yield f"## {path}\n\n{said}\n" if path else "## Top level\n"
+    yield f"## {path}\n\n{marked(_said(section))}\n" if path else "## Top level\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     below: list[tuple[str, type[base.Section]]] = []
     hints = get_type_hints(section, include_extras=True)
@@ -104,13 +126,21 @@ def _section(path: str, section: type[base.Section]) -> Iterator[str]:
         kind, inner = _kind(hints[name]), _inner(hints[name])
         if inner is not None:
             below.append((f"{path}.{name}".lstrip("."), inner))
-        default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
-        if kind == "section":
-            kind, default = f"section [{below[-1][0]}](#{below[-1][0].replace('.', '')})", ""
-        yield f"| `{name}` | {cell(kind)} | {default} | {cell(field.description or '')} |"
+        default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True), kind)
+        meaning = field.description or ""
+        if inner is not None:
+            link = f"[{below[-1][0]}](#{below[-1][0].replace('.', '')})"
+            kind = f"map of {link}" if kind == "map" else kind.replace("section", link)
+            meaning = meaning or _said(inner)
+            default = "" if kind == link else default
+        yield f"| `{name}` | {cell(kind)} | {default} | {cell(marked(meaning))} |"
     yield ""
     for inner_path, inner in below:
         yield from _section(inner_path, inner)
+
+
+def _said(section: type[base.Section]) -> str:
+    return inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0]
 
 
 def _inner(hint: Any) -> type[base.Section] | None:
@@ -139,9 +169,14 @@ def _kind(hint: Any) -> str:
     return names[(origin or hint).__name__]
 
 
-def _default(value: Any) -> str:
-    if value is None or value in ((), {}) or isinstance(value, base.Section):
+def _default(value: Any, kind: str) -> str:
+    if value is None or value in ((), {}, "") or isinstance(value, base.Section):
         return ""
+    if kind == "duration":
+        return f"`{value:g}s`"
+    if kind == "size":
+        power = next((power for power in (3, 2, 1) if value and value % 1024**power == 0), 0)
+        return f"`{value // 1024**power}{('', 'KiB', 'MiB', 'GiB')[power]}`"
     if isinstance(value, tuple):
         items = [item.model_dump(exclude_defaults=True) if isinstance(item, base.Section) else item for item in value]
         return f"`{items}`"
@@ -152,20 +187,70 @@ def arguments(name: str) -> str:
     """What a built-in reward does, and its arguments, from its docstring."""
     module, _, kind = BUILT_IN[name].partition(":")
     reward = getattr(import_module(module), kind)
-    said, _, rest = inspect.cleandoc(reward.__doc__).partition("Args:\n")
-    signature = inspect.signature(reward.__init__).parameters
-    rows = ["| argument | default | meaning |", "|---|---|---|"]
+    return "\n\n".join(documented(reward.__doc__, reward.__init__))
+
+
+def documented(docstring: str, function: Callable[..., Any]) -> tuple[str, str]:
+    """The text of a docstring, and a table of its arguments that can be chosen; empty without any."""
+    said, _, rest = inspect.cleandoc(docstring).partition("Args:\n")
+    parameters = inspect.signature(function).parameters
+    rows = []
     for argument, meaning in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", rest.partition("Raises:")[0], re.MULTILINE):
-        default = signature[argument].default
-        shown = "required" if default is inspect.Parameter.empty else f"`{default}`"
-        rows.append(f"| `{argument}` | {cell(shown)} | {cell(meaning)} |")
-    return "\n".join([said.strip(), "", *rows, ""])
+        parameter = parameters[argument]
+        if function.__name__ == "__init__" or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            required = parameter.default is inspect.Parameter.empty
+            default = "required" if required else _default(parameter.default, "")
+            rows.append(f"| `{argument}` | {default} | {cell(meaning.replace('None:', 'empty:'))} |")
+    head = ["| argument | default | meaning |", "|---|---|---|"]
+    return marked(said.strip()), "\n".join([*head, *rows, ""]) if rows else ""
 
 
 def rules() -> str:
     """Every rule that comes along."""
     names = [name for name, place in BUILT_IN.items() if ".rules." in place and name != "code"]
     return "\n".join(f"### {name}\n\n{arguments(name)}" for name in names)
+
+
+def registered(registry: Registry[Any]) -> Iterator[tuple[str, Any, str, str]]:
+    """Name, function, text and table of arguments of everything that a registry has."""
+    for name in registry.names:
+        function = registry.resolve(name, {}).func
+        yield name, function, *documented(function.__doc__, function)
+
+
+def losses() -> str:
+    """Every policy loss."""
+    found = list(registered(LOSSES))
+    free = [f"`{name}`" for name, function, _, _ in found if not function.uses_ratio]
+    parts = [f"### {name}\n\n{said}\n\n{table}" for name, _, said, table in found]
+    return "\n".join([f"`uses_ratio` is false for {' and '.join(free)}, true for all others.\n", *parts])
+
+
+def estimators() -> str:
+    """Every advantage estimator."""
+    rows, tables = [], []
+    for name, function, said, table in registered(ESTIMATORS):
+        step = "" if function.normalise == "none" else f"`{function.normalise}`"
+        rows.append(f"| `{name}` | {cell(said)} | {step} | {', '.join(sorted(function.needs))} |")
+        if table:
+            tables.append(f"Arguments of `{name}`:\n\n{table}")
+    return "\n".join(["| `use` | A of response i | over the step | needs |", "|---|---|---|---|", *rows, "", *tables])
+
+
+def gates() -> str:
+    """Every gate."""
+    rows, tables = [], []
+    for name, function, said, table in registered(GATES):
+        known = function.traits.ranges.items() if function.traits.bounds else ()
+        bounds = (
+            (level, f"{low:.3g} to {high:.3g}" if high < inf else f"from {low:.3g}") for level, (low, high) in known
+        )
+        levels = "; ".join(map(" ".join, bounds)) or "token"
+        rows.append(f"| `{name}` | {cell(said)} | {levels} |")
+        if table:
+            tables.append(f"Arguments of `{name}`:\n\n{table}")
+    head = ["| gate | does | levels (first: default), with low to high |", "|---|---|---|"]
+    return "\n".join([*head, *rows, "", *tables])
 
 
 def script_header(text: str) -> dict[str, str]:
@@ -189,12 +274,12 @@ def script_header(text: str) -> dict[str, str]:
 
 def scripts() -> str:
     """The table of all Lua scripts, from their headers."""
-    lines = ["| script | does | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 2) + "|"]
+    lines = ["| script | does | called with, returns |", "|---|---|---|"]
     for path in sorted(LUA.glob("[!_]*.lua")):
         parts = script_header(path.read_text())
         does = parts["does"].removeprefix(f"{path.stem}: ")
-        cells = [f"`{path.stem}`", does, *(parts.get(name, "") for name in PARTS)]
-        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+        details = "<br>".join(f"**{name}** {cell(parts[name])}" for name in PARTS if name in parts)
+        lines.append(f"| `{path.stem}` | {cell(does)} | {details} |")
     return "\n".join(lines) + "\n"
 
 
@@ -215,7 +300,10 @@ def staleness() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "commands": commands,
+    "estimators": estimators,
+    "gates": gates,
     "keys": keys,
+    "losses": losses,
     "rules": rules,
     "scripts": scripts,
     "staleness": staleness,
