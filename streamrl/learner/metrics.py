@@ -22,8 +22,9 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.critic import CriticStats
+from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.groups import TrainGroup
+from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
 
 
@@ -128,18 +129,18 @@ def _learnt(stats: StepStats) -> dict[str, Any]:
     }
 
 
-def _criticised(critic: Sequence[CriticStats]) -> dict[str, Any]:
+def _criticised(critic: Sequence[UpdateStats[ValueSums]]) -> dict[str, Any]:
     """What the updates of the critic did; means over the updates."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(critic)
 
     return {
-        "critic_loss": mean(stats.sums.mean("loss") for stats in critic),
-        "critic_clip_fraction": mean(stats.sums.mean("clipped") for stats in critic),
-        "critic_explained_variance": mean(stats.sums.explained_variance for stats in critic),
-        "critic_value": mean(stats.sums.mean("values") for stats in critic),
-        "critic_return": mean(stats.sums.mean("returns") for stats in critic),
+        "critic_loss": mean(stats.trained.mean("loss") for stats in critic),
+        "critic_clip_fraction": mean(stats.trained.mean("clipped") for stats in critic),
+        "critic_explained_variance": mean(stats.trained.explained_variance for stats in critic),
+        "critic_value": mean(stats.trained.mean("values") for stats in critic),
+        "critic_return": mean(stats.trained.mean("returns") for stats in critic),
         "critic_grad_norm": mean(stats.grad_norm for stats in critic),
         "critic_lr": mean(stats.lr for stats in critic),
     }

@@ -12,15 +12,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
+from streamrl.learner.algorithms.tokens import Sums
 from streamrl.learner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+SumsT = TypeVar("SumsT", bound=Sums)
 
 
 class Offload:
@@ -122,22 +125,24 @@ _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Applied:
-    """One update of a sharded model; the same on all ranks.
+class UpdateStats(Generic[SumsT]):
+    """What one update of a model did; the same on all ranks.
 
     Attributes:
         update: updates applied so far, this one included unless it was skipped.
-        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        loss: sum of the loss over the tokens of the update, divided by its size.
+        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
         lr: learning rate of this update.
         skipped: the gradient norm was not finite, so weights and optimizer are as before.
-        sums: what was added up over the ranks, float64, on the CPU.
+        trained: sums over the tokens that had a gradient, of all ranks.
     """
 
     update: int
+    loss: float
     grad_norm: float
     lr: float
     skipped: bool
-    sums: torch.Tensor
+    trained: SumsT
 
 
 class ShardedAdamW:
@@ -189,27 +194,29 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(
-        self, normaliser: float, sums: torch.Tensor, lr_factor: Callable[[torch.Tensor], float] | None = None
-    ) -> Applied:
+        self, size: int, sums: torch.Tensor, kind: type[SumsT], lr_factor: Callable[[SumsT], float]
+    ) -> UpdateStats[SumsT]:
         """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
 
-        The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
-        update is skipped and reported.
+        The gradient is divided by `size` and clipped to `learner.clip_norm`. When its norm is not finite, the update is
+        skipped and reported.
 
         Args:
-            normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
-            sums: float64, shape (any,): statistics that are added up over the ranks on the way.
-            lr_factor: factor of the learning rate of this update by the sums of all ranks; None: 1.
+            size: of the whole update over all ranks, above 0 and the same on all ranks.
+            sums: of this rank, float64, in the order of `kind.names()`; added up over the ranks on the way.
+            kind: how the sums are read.
+            lr_factor: factor of the learning rate of this update, by the sums of all ranks.
         """
         packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
+        trained = kind.from_tensor(packet[1:])
         # FSDP averages over ranks, but the loss is a sum over all of them.
-        scale = self._ranks.world / normaliser
+        scale = self._ranks.world / size
         norm = math.sqrt(float(packet[0])) * scale
         rate, skipped = self.lr, not math.isfinite(norm)
         if skipped:
             logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
         else:
-            rate *= 1.0 if lr_factor is None else lr_factor(packet[1:])
+            rate *= lr_factor(trained)
             clipped = scale * min(1.0, self._config.clip_norm / norm) if norm > 0 else scale
             torch._foreach_mul_(self._gradients(), clipped)
             self._adamw.param_groups[0]["lr"] = rate
@@ -219,7 +226,9 @@ class ShardedAdamW:
                     torch._foreach_lerp_(list(self._average.values()), list(self._shards.values()), 1 - self._decay)
             self.updates += 1
         self.zero()
-        return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])
+        return UpdateStats(
+            update=self.updates, loss=trained.loss / size, grad_norm=norm, lr=rate, skipped=skipped, trained=trained
+        )
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.

@@ -80,7 +80,7 @@ class Frozen(RowModel, Reference):
             # No update will ever need more digits than the forward pass has. Buffers keep theirs.
             parameter.data = parameter.data.to(dtype)
         shard(model, ranks.mesh, dtype, small=small)
-        super().__init__(model, ranks, limits, vocabulary=model.vocabulary)
+        super().__init__(model, ranks, limits)
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.
         self._offloads = learner.reference.offload and ranks.device.type != "cpu"

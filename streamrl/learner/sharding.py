@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSample, dummy, layout, work_of_prompt
 from streamrl.learner.model import Backbone, decoder_layers
-from streamrl.learner.optimizer import Offload, ShardedAdamW
+from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -116,19 +116,13 @@ class RowModel:
     """A module over rows of tokens.
 
     Args:
-        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,).
+        module: sharded by `shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,).
         ranks: the ranks of this learner.
         limits: of rows and micro-batches.
-        vocabulary: token ids are below.
-
-    Attributes:
-        limits: of rows and micro-batches.
-        vocabulary: token ids are below.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, limits: Limits, *, vocabulary: int) -> None:
-        self.ranks = ranks
-        self.limits, self.vocabulary = limits, vocabulary
+    def __init__(self, module: Backbone, ranks: Ranks, limits: Limits) -> None:
+        self.ranks, self.limits, self.vocabulary = ranks, limits, module.vocabulary
         self._module = module
         with torch.no_grad():
             # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
@@ -259,31 +253,24 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-class TrainableModel(RowModel):
+class TrainableModel(RowModel, Generic[SumsT]):
     """A module over rows of tokens, with its optimizer.
 
     Args:
-        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,). Its
-            Hugging Face model is below `model.`.
-        config: learning rate and the other settings of the optimizer, clip norm.
+        module: as of `RowModel`.
+        config: settings of the optimizer.
         ranks: the ranks of this learner.
         limits: of rows and micro-batches.
-        vocabulary: token ids are below.
+        kind: statistics that `_backward` adds up in `_sums`.
         whole: the module is one FSDP unit that stays whole between forward and backward.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        config: LearnerConfig,
-        ranks: Ranks,
-        limits: Limits,
-        *,
-        vocabulary: int,
-        whole: bool,
+        self, module: Backbone, config: LearnerConfig, ranks: Ranks, limits: Limits, *, kind: type[SumsT], whole: bool
     ) -> None:
-        super().__init__(module, ranks, limits, vocabulary=vocabulary)
-        self._whole = whole
+        super().__init__(module, ranks, limits)
+        self._whole, self._kind = whole, kind
+        self._sums = torch.zeros(len(kind.names()), dtype=torch.float64, device=ranks.device)
         self._fsdp.set_reshard_after_backward(not whole)
         named = {
             self._name_of(name.removeprefix(_PREFIX)): parameter
@@ -309,9 +296,28 @@ class TrainableModel(RowModel):
         """Sharded parameters that are trained, by Hugging Face name; tied ones appear once."""
         return dict(self._parameters)
 
+    def apply_update(self, size: int) -> UpdateStats[SumsT]:
+        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+
+        The gradient is clipped to `learner.clip_norm`. When its norm is not finite, the update is skipped and reported.
+        Without any accumulated gradient the gradient is zero, and AdamW moves on its momentum.
+
+        Args:
+            size: what the accumulated sum is divided by, at least 1 and the same on all ranks. For the actor it is
+                `Recipe.normaliser`: with `token_mean` the sampled tokens of all ranks, those of zero-advantage samples
+                included. For a critic it is the sampled tokens of all ranks.
+        """
+        if size < 1:
+            raise ValueError(f"an update needs the token count of its step, got {size}")
+        stats = self._optimizer.step(size, self._sums, self._kind, self._lr_factor)
+        self._reshard()
+        self._sums.zero_()
+        return stats
+
     def discard(self) -> None:
         """Forget the accumulated gradient."""
         self._optimizer.zero()
+        self._sums.zero_()
 
     def to_host(self) -> None:
         """Give the device's memory of weights and moments back; nothing else may be called until `to_device`.
@@ -341,6 +347,11 @@ class TrainableModel(RowModel):
         self._optimizer.load(tensors)
         self._reshard()
         self.discard()
+
+    def _lr_factor(self, trained: SumsT) -> float:
+        """Factor of the learning rate of an update with these statistics."""
+        del trained
+        return 1.0
 
     def _name_of(self, name: str) -> str:
         """Name of a parameter in versions and checkpoints; `name` is the one it has in the model."""

@@ -24,12 +24,14 @@ from streamrl.config import RunConfig
 from streamrl.learner.algorithms.advantages import normalise
 from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.kl import KlController, penalties
+from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.algorithms.tokens import TokenSums
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.critic import Critic, CriticStats, make_critic
+from streamrl.learner.critic import Critic, make_critic
 from streamrl.learner.groups import group_data
-from streamrl.learner.policy import Actor, UpdateStats
+from streamrl.learner.optimizer import UpdateStats
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Reference, make_reference
 from streamrl.wire import Float32Array
@@ -120,15 +122,15 @@ class StepStats:
     lr: float
     kl_coefficient: float
     trained: TokenSums
-    critic: tuple[CriticStats, ...]
+    critic: tuple[UpdateStats[ValueSums], ...]
 
     @classmethod
     def of(
         cls,
-        updates: Sequence[UpdateStats],
+        updates: Sequence[UpdateStats[TokenSums]],
         *,
         kl_coefficient: float,
-        critic: Sequence[CriticStats] = (),
+        critic: Sequence[UpdateStats[ValueSums]] = (),
         failed: bool = False,
     ) -> StepStats:
         """Put the updates of a step together.
@@ -203,8 +205,8 @@ def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence
         return StepStats.of([], kl_coefficient=coefficient, failed=True)
     limits = _limits(models, estimated, step)
     counts = _counts(actor.ranks, group_ids, estimated)
-    policy_updates: list[UpdateStats] = []
-    critic_updates: list[CriticStats] = []
+    policy_updates: list[UpdateStats[TokenSums]] = []
+    critic_updates: list[UpdateStats[ValueSums]] = []
     for chosen in _mini_batches(recipe, group_ids, step):
         batch = [sample for sample in estimated if sample.group_id in chosen]
         tokens, responses = (int(count) for count in counts[[group_id in chosen for group_id in group_ids]].sum(axis=0))

@@ -65,7 +65,7 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
             worker.train([0, 1, 2, 3], share(first, ranks), idle=False)
             worker.train([4, 5], rest if ranks.rank == 0 else [], idle=False)
             stats = worker.apply(*sizes(batch))
-            critic = [one.sums.loss for one in stats.critic]
+            critic = [one.trained.loss for one in stats.critic]
             records.append([stats.loss, stats.grad_norm, stats.lr, stats.kl_coefficient, stats.trained.masked, *critic])
         found[name] = records
         save_file(weights(actor), out / f"{number}-{ranks.rank}.safetensors")

@@ -92,8 +92,8 @@ def test_one_update_equals_plain_adamw(make, model_of, share):
     torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0).step()
     stats = critic.update_critic(batch)
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-    assert stats.sums.mean("loss") == pytest.approx(total.item() / count_tokens(batch), rel=1e-5)
-    assert 0 < stats.sums.clipped < stats.sums.tokens == count_tokens(batch)
+    assert stats.trained.mean("loss") == pytest.approx(total.item() / count_tokens(batch), rel=1e-5)
+    assert 0 < stats.trained.clipped < stats.trained.tokens == count_tokens(batch)
     expected = dict(model.named_parameters()) | {f"value_head.{name}": p for name, p in head.named_parameters()}
     found = full_tensors(critic)
     assert found.keys() == expected.keys()
@@ -105,7 +105,7 @@ def test_it_learns_a_small_known_value_function(make):
     critic = make("Qwen2", lr=1e-3, critic={"lr": 5e-3, "clip": 0})
     for step in range(40):
         stats = critic.update_critic(value_batch(step))
-    assert stats.sums.mean("loss") < 0.02
+    assert stats.trained.mean("loss") < 0.02
     fresh = value_batch(999)
     found, expected = np.concatenate(critic.compute_values(fresh)), np.concatenate([item.returns for item in fresh])
     assert np.abs(found - expected).mean() < 0.25
@@ -119,7 +119,7 @@ def test_pieces_and_order_do_not_matter(make):
         for part in (batch[10:], [], batch[:3], batch[3:10]):
             pieces.accumulate(part)
         second = pieces.apply_update(count_tokens(batch))
-        assert first.sums.loss == pytest.approx(second.sums.loss, rel=1e-5)
+        assert first.trained.loss == pytest.approx(second.trained.loss, rel=1e-5)
         assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
 
 
@@ -151,9 +151,9 @@ def test_bfloat16_with_a_head_in_float32(make):
     found = np.concatenate(critic.compute_values(batch))
     rounded = torch.from_numpy(found).bfloat16().float().numpy()
     assert (found != rounded).mean() > 0.5, "the head rounds to bfloat16"
-    before = critic.update_critic(batch).sums.loss
+    before = critic.update_critic(batch).trained.loss
     for _ in range(10):
-        after = critic.update_critic(batch).sums.loss
+        after = critic.update_critic(batch).trained.loss
     assert after < before / 2
 
 

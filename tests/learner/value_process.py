@@ -60,7 +60,7 @@ def play(model: Path, out: Path, ranks: Ranks) -> None:
         for step in range(STEPS):
             batch = mine(value_batch(step), rank, world)
             stats = critic.update_critic(batch)
-            norms += [stats.grad_norm, stats.sums.loss]
+            norms += [stats.grad_norm, stats.trained.loss]
         last = value_batch(STEPS)
         own = mine(last, rank, world)
         found |= {

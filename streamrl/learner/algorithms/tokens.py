@@ -92,10 +92,12 @@ class Sums:
     """Numbers summed over tokens, which travel as a tensor and add up over micro-batches and ranks.
 
     Attributes:
-        tokens: number of tokens, the first of all.
+        tokens: number of tokens.
+        loss: sum of what is differentiated.
     """
 
     tokens: float = 0.0
+    loss: float = 0.0
     _WIDTH: ClassVar[str] = "tokens"
     """Number of tokens that a field is summed over, where `_WIDTHS` does not name another."""
     _WIDTHS: ClassVar[Mapping[str, str]] = {}
@@ -133,9 +135,9 @@ class TokenSums(Sums):
 
     Attributes:
         tokens: number of tokens, measured or not.
+        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
         measured: number of measured tokens.
         responses: number of measured responses.
-        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
         weight: sum of w.
         weight_squared: sum of w^2.
         response_weight: sum over responses of the product of their w.
@@ -156,7 +158,6 @@ class TokenSums(Sums):
 
     measured: float = 0.0
     responses: float = 0.0
-    loss: float = 0.0
     weight: float = 0.0
     weight_squared: float = 0.0
     response_weight: float = 0.0
