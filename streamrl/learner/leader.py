@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 from streamrl.archive.writer import Archive
@@ -175,7 +176,14 @@ class Leader:
                 asyncio.TaskGroup() as tasks,
             ):
                 self._saver = Saver(
-                    self._config, self._role.run_dir, start, self._buffer, ranks=self._ranks, tasks=tasks
+                    self._config,
+                    self._role.run_dir,
+                    start,
+                    self._buffer,
+                    trained=self._worker,
+                    copy=partial(self._ranks.order, Command.SAVE),
+                    progress=partial(self._ranks.order, Command.SAVED),
+                    tasks=tasks,
                 )
                 self._publishing = Publishing(
                     publisher,
