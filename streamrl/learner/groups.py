@@ -77,20 +77,16 @@ class TrainGroup:
         return Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
 
-Misfit = Callable[[Sequence[TrainSample]], ValueError | None]
-"""Says why samples do not fit the model (`Actor.misfit`), None when they do."""
-
-
 class GroupOpener:
     """Decodes and checks closed groups.
 
     Args:
         recipe: the algorithm.
-        misfit: of the model.
+        check: raises a ValueError when samples do not fit the model (`Actor.check_samples`).
     """
 
-    def __init__(self, recipe: Recipe, misfit: Misfit) -> None:
-        self._recipe, self._misfit = recipe, misfit
+    def __init__(self, recipe: Recipe, check: Callable[[Sequence[TrainSample]], None]) -> None:
+        self._recipe, self._check = recipe, check
 
     def __call__(self, closed: ClosedGroup, step_of: Callable[[int], int]) -> TrainGroup:
         """Open one group. Advantages that need more than the group have to be computed later; they are 0 here.
@@ -109,8 +105,7 @@ class GroupOpener:
                 version: step_of(version) for sample, _ in responses if not sample.greedy for _, version in sample.runs
             }
             samples = _train_samples(closed, responses, versions)
-            if (reason := self._misfit(samples)) is not None:
-                raise reason
+            self._check(samples)
             train = self._estimated(samples)
         except (WireError, ValueError) as error:
             raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error

@@ -164,7 +164,7 @@ class Leader:
         start = self._start
         if start.meta is not None:
             await self._ranks.order(Command.LOAD, *start.meta.position)
-        opener = GroupOpener(self._worker.recipe, self._worker.misfit)
+        opener = GroupOpener(self._worker.recipe, self._worker.actor.check_samples)
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         sinks = self._sinks = Sinks(self._config, self._role.run_dir)

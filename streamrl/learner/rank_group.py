@@ -131,7 +131,7 @@ class RankWorker:
         actor, weights = models.actor, config.weights
         self.step = 0
         self.digest = TrainedDigest()
-        self.ranks, self.recipe = ranks, models.recipe
+        self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
         self._checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
         parts: dict[str, Part] = {"actor": actor}
@@ -276,14 +276,6 @@ class RankWorker:
         for model in self._models.movable:
             model.to_device()
 
-    def work(self, samples: Sequence[TrainSample]) -> int:
-        """What the samples of one group cost, in arbitrary units; not collective."""
-        return self._models.actor.work(samples)
-
-    def misfit(self, samples: Sequence[TrainSample]) -> ValueError | None:
-        """Why samples do not fit the model, None when they do; not collective."""
-        return self._models.actor.misfit(samples)
-
     def close(self) -> None:
         """End the thread that writes versions; not collective."""
         if self._parts is not None:
@@ -420,7 +412,7 @@ class RankGroup:
     async def train(self, groups: Sequence[TrainGroup]) -> bool:
         """Have the ranks share a micro-batch. False when a rank could not: then none did anything."""
         all_read = self.worker.recipe.reads_all
-        owners = share(groups, self.worker.ranks.world, self.worker.work, all_read=all_read)
+        owners = share(groups, self.worker.ranks.world, self.worker.actor.work, all_read=all_read)
         order = MicrobatchOrder(
             {group.group_id: owner for group, owner in zip(groups, owners, strict=True)},
             {version: step for group in groups for version, step in group.versions.items()},
@@ -452,7 +444,7 @@ async def follow(worker: RankWorker, torch: TorchThread, ledger: Ledger) -> None
         DeadlineExceeded: rank 0 said nothing for `learner.collective_deadline`.
         Unreachable: another rank is gone.
     """
-    opener = GroupOpener(worker.recipe, worker.misfit)
+    opener = GroupOpener(worker.recipe, worker.actor.check_samples)
     try:
         while True:
             command, *arguments = await torch.run(worker.ranks.broadcast_ints)

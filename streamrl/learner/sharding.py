@@ -129,22 +129,21 @@ class RowModel:
             self._forward(dummy())
         self._reshard()
 
-    def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
-        """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
+    def check_samples(self, batch: Sequence[TrainSample]) -> None:
+        """Raise a ValueError when a sample does not fit the model: unknown token, too long. Not collective."""
         if not batch:
-            return None
+            return
         # One look at all token ids first: it is what every good batch costs.
         ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
         known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
             if sample.width > self.limits.longest:
-                return ValueError(
+                raise ValueError(
                     f"group {sample.group_id}: {sample.width} tokens, the model takes {self.limits.longest}"
                 )
             both = () if known else np.concatenate([sample.prompt, sample.tokens])
             if any(token < 0 or token >= self.vocabulary for token in both):
-                return ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
-        return None
+                raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
 
     def _reshard(self) -> None:
         """Give the gathered parameters back: afterwards the shards are all there is."""
@@ -173,11 +172,13 @@ class RowModel:
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
-        error = self.misfit(batch)
-        parts = [] if error else layout(batch, self.limits)
-        passes, refused = self.ranks.all_max(len(parts), int(error is not None))
-        if error:
-            raise error
+        try:
+            self.check_samples(batch)
+        except ValueError:
+            self.ranks.all_max(0, 1)
+            raise
+        parts = layout(batch, self.limits)
+        passes, refused = self.ranks.all_max(len(parts), 0)
         if refused:
             raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
         return parts + [dummy()] * (passes - len(parts))

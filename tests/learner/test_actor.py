@@ -402,7 +402,7 @@ def test_a_sample_that_does_not_fit_the_model_is_refused_before_anything_is_adde
     policy = make("Qwen2")
     with pytest.raises(ValueError, match=f"group 0.*{message}"):
         policy.accumulate([good, change(good)])
-    assert policy.misfit([good]) is None
+    policy.check_samples([good])
     assert policy.apply_update(1).grad_norm == 0
 
 

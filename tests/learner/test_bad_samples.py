@@ -38,9 +38,9 @@ def response(tokens, logprobs):
     return wire.Sample(tokens=wire.pack_int32(tokens), logprobs=wire.pack_float32(logprobs), runs=runs, finish="length")
 
 
-def opened(group, misfit=lambda _: None):
+def opened(group, check=lambda _: None):
     recipe = Recipe.of(RunConfig.model_validate({"model": {"path": "none"}}))
-    return GroupOpener(recipe, misfit)(group, {1: 0}.__getitem__)
+    return GroupOpener(recipe, check)(group, {1: 0}.__getitem__)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -54,7 +54,7 @@ def test_a_sample_longer_than_the_model_is_a_dead_letter_of_its_group(one_rank, 
     actor = Actor(run_config(model_of("Qwen2")), one_rank)
     long = response([3] * 130, [-1.0] * 130)
     with pytest.raises(Unusable, match=r"group 9 .*131 tokens, the model takes 128"):
-        opened(closed((0, long), (1, response([3], [-1]))), actor.misfit)
+        opened(closed((0, long), (1, response([3], [-1]))), actor.check_samples)
 
 
 def test_a_sample_longer_than_a_micro_batch_is_trained_alone_and_said_so(one_rank, model_of, caplog):

@@ -42,9 +42,9 @@ class Table:
         section = self.config.learner.model_copy(update=learner)
         self.config = self.config.model_copy(update={"learner": section})
 
-    async def buffer(self, misfit=lambda _: None) -> TrainBuffer:
+    async def buffer(self, check=lambda _: None) -> TrainBuffer:
         start = await self.start()
-        opener = GroupOpener(Recipe.of(self.config), misfit)
+        opener = GroupOpener(Recipe.of(self.config), check)
         return TrainBuffer(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
 
     async def start(self) -> Start:
@@ -287,8 +287,13 @@ async def test_a_foreign_message_is_a_dead_letter(table, payload):
     assert ids(buffer.choose(2, 0, last=False)) == [1, 2]
 
 
+def refuse_1(samples) -> None:
+    if samples[0].group_id == 1:
+        raise ValueError("too long")
+
+
 async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
-    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].group_id == 1 else None)
+    buffer = await table.buffer(refuse_1)
     await table.play()
     await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
@@ -297,7 +302,7 @@ async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
 
 async def test_dead_groups_that_are_to_be_replayed_are_more_data(table):
     table.player.end = 2
-    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].group_id == 1 else None)
+    buffer = await table.buffer(refuse_1)
     await table.play()
     assert await buffer.ended()
     ended = Finished(reason="data", step=1, version=1, epoch=1, epochs=1)
