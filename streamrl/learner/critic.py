@@ -24,9 +24,6 @@ class ValueHead(nn.Linear):
     """One number for each hidden state, computed in float32 whatever the type of the model is.
 
     It begins at 0, so the first values are 0 on every rank and the first gradients go into the head alone.
-
-    Args:
-        width: of the hidden states.
     """
 
     def __init__(self, width: int) -> None:
@@ -41,11 +38,7 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(Backbone):
-    """Values of the states in which tokens were sampled.
-
-    Args:
-        model: a causal language model; its output layer is left out.
-    """
+    """Values of the states in which tokens were sampled: a causal language model without its output layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.base_model)
@@ -74,11 +67,6 @@ class Critic(TrainableModel[ValueSums]):
 
     It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
     the actor: shared prompts, buckets or packed. It has the schedule of the actor with a learning rate of its own.
-
-    Args:
-        config: the run.
-        ranks: the ranks of this learner; every rank makes a critic with the same configuration.
-        small: models with fewer parameters than this are one FSDP unit.
 
     Raises:
         ConfigError: the model is missing, or is no causal language model.

@@ -81,7 +81,6 @@ class GroupOpener:
     """Decodes and checks closed groups.
 
     Args:
-        recipe: the algorithm.
         check: raises a ValueError when samples do not fit the model (`Actor.check_samples`).
     """
 
@@ -171,12 +170,9 @@ def group_data(
     *,
     texts: TokenTexts | None = None,
 ) -> GroupData:
-    """What an estimator of advantages knows of a group.
+    """What an estimator of advantages knows of a group: of all its usable responses, at least one.
 
-    Args:
-        samples: all usable responses of one group, at least one.
-        penalties: KL in the reward per token, times its coefficient; None: none.
-        texts: `Recipe.texts`.
+    `penalties` are the KL in the reward per token, times its coefficient; None without one.
     """
     values = [sample.values for sample in samples if sample.values is not None]
     entropy = [sample.entropy for sample in samples if sample.entropy is not None]

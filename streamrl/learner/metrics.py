@@ -55,14 +55,10 @@ class StepMeter:
         busy: Sequence[tuple[float, float]],
         read: Sequence[int],
     ) -> dict[str, Any]:
-        """Close the step and describe it (docs/reference/metrics.md).
+        """Close the step and describe it (docs/reference/metrics.md); steps count from 1.
 
-        Args:
-            groups: of the step.
-            stats: of its updates.
-            step: its number, from 1.
-            busy: intervals of computing since the last line, pairs of `time.monotonic()`.
-            read: lengths of the responses that were read since the last line, trained or not.
+        `busy` has the intervals of computing since the last line, as pairs of `time.monotonic()`, and `read` the
+        lengths of the responses that were read since then, trained or not.
         """
         now = time.monotonic()
         seconds, self._since = now - self._since, now
@@ -209,10 +205,7 @@ class TensorBoard(Sink):
 class Tracker(Sink):
     """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
 
-    Args:
-        library: the imported module.
-        config: of the run; settings of the learner are sent along, addresses and paths are not.
-        options: further arguments of `init`.
+    Settings of the learner are sent along, addresses and paths are not.
     """
 
     def __init__(self, library: Any, config: RunConfig, **options: Any) -> None:
@@ -252,10 +245,6 @@ _MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
 
 class Sinks:
     """All sinks of a run (`learner.sinks`).
-
-    Args:
-        config: of the run.
-        run_dir: of the run.
 
     Raises:
         ConfigError: a library that is named is not installed.

@@ -94,15 +94,12 @@ def updates_per_step(config: LearnerConfig) -> int:
 
 
 def learning_rate(config: LearnerConfig, updates: int) -> float:
-    """Rate of the next update, linear warm-up first, then the schedule.
+    """Rate of the next update after so many, linear warm-up first, then the schedule.
 
     The warm-up rises from `lr / warmup` to `lr`. After it, with x from 0 at its end to 1 after `steps` steps, the rate
     is `lr` (constant), `lr (1 - (1 - floor) x)` (linear), or `lr (floor + (1 - floor) (1 + cos(pi x)) / 2)` (cosine,
-    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor.
-
-    Args:
-        config: `lr`, `schedule`, `lr_floor`, `warmup_steps` and `steps`; steps are turned into updates.
-        updates: made so far, at least 0.
+    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor. Steps of the
+    configuration count as `updates_per_step` updates each.
     """
     each = updates_per_step(config)
     warmup = config.warmup_steps * each
@@ -153,8 +150,6 @@ class ShardedAdamW:
 
     Args:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
-        config: learning rate and its schedule, betas, weight decay, clip norm, decay of the average.
-        ranks: the ranks of this learner.
         offload: moments and average lie on the host but for the time of an update.
 
     Attributes:

@@ -65,8 +65,6 @@ class Actor(TrainableModel[TokenSums]):
     """A causal language model in training, sharded over the ranks of the learner.
 
     Args:
-        config: the run. Float32 matmul precision and CPU threads of this process are set from it.
-        ranks: the ranks of this learner; every rank makes an actor with the same configuration.
         small: models with fewer parameters than this are one FSDP unit.
 
     Attributes:

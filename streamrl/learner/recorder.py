@@ -65,13 +65,7 @@ async def run_recorder(role: Role) -> None:
 
 
 class Recorder:
-    """One life of the recorder.
-
-    Args:
-        role: its role.
-        checkpoints: of the run.
-        start: where it goes on.
-    """
+    """One life of the recorder."""
 
     def __init__(self, role: Role, checkpoints: Checkpoints, start: Start) -> None:
         config, run_dir = role.config, role.run_dir

@@ -64,10 +64,6 @@ class Saver:
         newest: meta data of the newest checkpoint that this learner wrote or loaded; None: there is none.
 
     Args:
-        config: of the run.
-        run_dir: of the run.
-        start: where this learner went on.
-        buffer: retires.
         trained: what is saved.
         copy: has all ranks copy their state and begin to write it, for the checkpoint of (epoch, step).
         progress: how far the slowest rank is with that.
@@ -113,10 +109,8 @@ class Saver:
 
         Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
         most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
-        the next learner removes, or a finished checkpoint, whose groups the next learner retires.
-
-        Args:
-            version: greatest version number used so far.
+        the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
+        greatest number used so far.
 
         Raises:
             Fenced: a newer learner has begun its log. Redis may have forgotten it, the disk has not.

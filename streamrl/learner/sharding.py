@@ -46,9 +46,7 @@ while each unit costs a gather and a scatter."""
 def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
     """Load the causal language model of a run in float32 on the CPU: the master weights.
 
-    Args:
-        config: path and attention implementation.
-        key: of the run's configuration that names the path, for messages.
+    `key` of the run's configuration names the path, for messages.
 
     Raises:
         ConfigError: the directory is missing or holds no causal language model, a file of it is cut off, or a weight is
@@ -113,13 +111,7 @@ def shard(
 
 
 class RowModel:
-    """A module over rows of tokens.
-
-    Args:
-        module: sharded by `shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,).
-        ranks: the ranks of this learner.
-        limits: of rows and micro-batches.
-    """
+    """A module over rows of tokens: sharded by `shard`, it takes a `Microbatch` and returns arrays of shape (n,)."""
 
     def __init__(self, module: Backbone, ranks: Ranks, limits: Limits) -> None:
         self.ranks, self.limits, self.vocabulary = ranks, limits, module.vocabulary
@@ -205,12 +197,7 @@ _PROBE = "Two plus 34 is thirty-six; naïve?"
 def check_fit(key: str, path: str, module: RowModel, actor: RowModel, model: ModelConfig) -> None:
     """Refuse a second model that takes shorter sequences, fewer token ids or other ones than the policy.
 
-    Args:
-        key: of the configuration, that names the second model.
-        path: of the second model.
-        module: the second model.
-        actor: the policy.
-        model: of the policy, as configured.
+    `key` of the configuration names the `path` of the second model; `model` is the section of the policy.
 
     Raises:
         ConfigError: it does not fit.
@@ -258,10 +245,6 @@ class TrainableModel(RowModel, Generic[SumsT]):
     """A module over rows of tokens, with its optimizer.
 
     Args:
-        module: as of `RowModel`.
-        config: settings of the optimizer.
-        ranks: the ranks of this learner.
-        limits: of rows and micro-batches.
         kind: statistics that `_backward` adds up in `_sums`.
         whole: the module is one FSDP unit that stays whole between forward and backward.
     """
@@ -359,11 +342,9 @@ class TrainableModel(RowModel, Generic[SumsT]):
         return name
 
     def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:
-        """Add the gradient of the loss of all parts.
+        """Add the gradient of the loss of all parts that `_agree` returned.
 
-        Args:
-            parts: as `_agree` returned them.
-            loss: sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
+        The loss is a sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
         """
         for place, part in enumerate(parts):
             # A whole model keeps its gradients unsharded between the passes and reduces them once.

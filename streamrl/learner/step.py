@@ -42,14 +42,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(kw_only=True, slots=True)
 class Models:
-    """What one rank computes with.
-
-    Attributes:
-        actor: the policy.
-        critic: the value function, None without one.
-        reference: the reference policy, None without one.
-        kl: coefficient of the KL term.
-    """
+    """What one rank computes with; critic and reference are None where the algorithm has none."""
 
     actor: Actor
     critic: Critic | None = None
@@ -133,14 +126,7 @@ class StepStats:
         critic: Sequence[UpdateStats[ValueSums]] = (),
         failed: bool = False,
     ) -> StepStats:
-        """Put the updates of a step together.
-
-        Args:
-            updates: of the actor, applied or not; none while only the critic learns.
-            kl_coefficient: factor of the KL term.
-            critic: updates of the critic, applied or not.
-            failed: the step could not be computed.
-        """
+        """Put the updates of a step together, applied or not; `failed`: the step could not be computed."""
         applied = [stats for stats in updates if not stats.skipped]
         learnt = tuple(stats for stats in critic if not stats.skipped)
         count = max(1, len(applied))
@@ -170,10 +156,7 @@ def stream(models: Models, batch: Sequence[TrainSample], step: int) -> None:
 def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats:
     """Update the actor with all micro-batches of the step.
 
-    Args:
-        models: of this rank.
-        tokens: sampled tokens of the step on all ranks, those of groups that no rank computes included.
-        responses: of the step, likewise.
+    Tokens and responses are those of the step on all ranks, those of groups that no rank computes included.
     """
     size = models.recipe.normaliser(tokens=tokens, responses=responses)
     return StepStats.of([models.actor.apply_update(size)], kl_coefficient=models.kl_coefficient)
@@ -193,11 +176,8 @@ def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
 def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence[TrainSample], step: int) -> StepStats:
     """All updates of a step. When advantages cannot be computed on some rank, none is applied: `skipped`.
 
-    Args:
-        models: of this rank.
-        group_ids: of all groups of the step on all ranks; the same order everywhere.
-        samples: this rank's share, as `collect` returned them.
-        step: of the learner, before the update.
+    `group_ids` are all groups of the step on all ranks, in the same order everywhere; `samples` are this rank's, as
+    `collect` returned them; `step` is that of the learner, before the update.
     """
     actor, critic, recipe, coefficient = models.actor, models.critic, models.recipe, models.kl_coefficient
     estimated = _estimate(models, samples)

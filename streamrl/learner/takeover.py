@@ -53,12 +53,8 @@ class Start:
     ) -> Meta:
         """Meta data of a checkpoint of this learner: the lineage of the loaded one, and what was added since.
 
-        Args:
-            step: updates in the weights.
-            version: greatest number used so far.
-            digest: of all groups whose gradients are in the weights.
-            links: what `Lineage.mark` says.
-            model: `model.path` of the run.
+        `version` is the greatest number used so far, `digest` is of all groups whose gradients are in the weights, and
+        `links` are what `Lineage.mark` says.
         """
         before = self.meta
         return Meta(
@@ -80,12 +76,6 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
 
     Before `resume` it writes only the fence, and the cursor of a Redis that lost its data. Each call is another
     learner with a new epoch.
-
-    Args:
-        ledger: the training ledger.
-        checkpoints: of the run.
-        kind: of checkpoints that this learner writes.
-        model: `model.path` of the run.
 
     Raises:
         Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do

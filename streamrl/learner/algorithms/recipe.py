@@ -176,13 +176,9 @@ class Recipe:
     """What a learner does with a step; the same on all ranks.
 
     Attributes:
-        estimator: of advantages.
         loss: the policy loss with its arguments bound.
-        corrections: base and gates.
-        kl: the section `learner.kl`.
         entropy: coefficient of the entropy bonus.
         aggregate: how tokens become one number.
-        max_new_tokens: most sampled tokens of a response.
         passes: times a step goes over its groups.
         mini_batches: updates per pass.
         zero_variance: what becomes of a group with equal rewards.
@@ -309,11 +305,8 @@ class Recipe:
 def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
     """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
 
-    Args:
-        learner: the section of the configuration.
-        corrections: its correction, resolved.
-        loss: its policy loss, resolved. Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no
-            ratio, because something else in it keeps the policy near the one that sampled, as in `kimi`.
+    Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no ratio, because something else in it
+    keeps the policy near the one that sampled, as in `kimi`.
 
     Raises:
         ConfigError: what is counted twice or not at all, and what to write instead.

@@ -233,16 +233,8 @@ def token_sums(
 ) -> torch.Tensor:
     """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
 
-    Args:
-        tokens: n tokens of whole responses.
-        log_ratio: log w, shape (n,).
-        loss: of each token, as it is differentiated, shape (n,).
-        clipped: bool, shape (n,).
-        cut: bool, shape (n,).
-        keep: bool, shape (n,).
-        kl_reference: estimate of each token, shape (n,); None without a reference.
-        kl_whole: the KL is summed over all tokens, not over the measured ones.
-        measure_all: all tokens are measured, not only those of responses with an advantage.
+    The arrays have shape (n,); the loss is as it is differentiated. With `kl_whole` the KL is summed over all tokens,
+    not over the measured ones; with `measure_all` all tokens are measured, not only those of responses with an advantage.
     """
     wide = log_ratio.detach().double()
     bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -289,8 +281,6 @@ def token_sums(
 def skipped_sums(tokens: int, age: int) -> torch.Tensor:
     """The sums of responses that were not computed, on the CPU: they have no advantage, so nothing is measured.
 
-    Args:
-        tokens: of these responses.
-        age: sum of their staleness in steps.
+    `age` is the sum of the staleness of their tokens in steps.
     """
     return torch.tensor([{"tokens": tokens, "age": age}.get(name, 0) for name in TOKEN_SUMS], dtype=torch.float64)
