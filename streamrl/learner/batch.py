@@ -89,8 +89,8 @@ def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Li
     """Give each response its place: micro-batches of rows.
 
     `prompts` has the indices of the samples of each prompt; every sample to be trained is in one of them, and has
-    sampled tokens. Rows with several responses are never in one micro-batch with rows above `limits.shared`, whose windows of
-    attention are the model's own.
+    sampled tokens. Rows with several responses are never in one micro-batch with rows above `limits.shared`, whose
+    windows of attention are the model's own.
     """
     blocks = [block for members in prompts for block in _blocks(extents, members, limits)]
     if limits.alone:

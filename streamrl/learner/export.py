@@ -85,7 +85,7 @@ def export_checkpoint(
     average: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Exported:
-    """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole, in place of one that is there.
+    """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole, and replaces another.
 
     An adapter is merged into the base model, which is loaded for that, and stands by itself in the folder `adapter`.
     With `average` it is the average of the weights (`learner.ema`) that is written.

@@ -51,8 +51,8 @@ class Frozen(RowModel, Reference):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
     It is a copy of `learner.reference.path`, or of the model that training started from: after a restart as well,
-    whatever has been learned since. With `learner.reference.offload` its weights are in the host's memory but for the time of
-    `compute_ref_log_prob`.
+    whatever has been learned since. With `learner.reference.offload` its weights are in the host's memory but for the
+    time of `compute_ref_log_prob`.
 
     Raises:
         ConfigError: the model is missing, or is no causal language model.

@@ -234,7 +234,8 @@ def token_sums(
     """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
 
     The arrays have shape (n,); the loss is as it is differentiated. With `kl_whole` the KL is summed over all tokens,
-    not over the measured ones; with `measure_all` all tokens are measured, not only those of responses with an advantage.
+    not over the measured ones; with `measure_all` all tokens are measured, not only those of responses with an
+    advantage.
     """
     wide = log_ratio.detach().double()
     bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
