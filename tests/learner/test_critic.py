@@ -1,7 +1,5 @@
 """The critic on one rank: against plain transformers and plain AdamW, and that it learns."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,7 @@ from value_kit import plain_values, value_batch
 from weights_kit import full_tensors
 
 from streamrl.errors import ConfigError
-from streamrl.learner.critic import Critic, make_critic
-from streamrl.learner.policy import Actor
+from streamrl.learner.critic import Critic
 
 
 @pytest.fixture
@@ -135,15 +132,6 @@ def test_state_goes_on_bit_for_bit_and_discard_forgets(make):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_said(make):
-    critic = make()
-    before = critic.shard_state()
-    batch = [replace(sample, returns=np.full(len(sample.tokens), np.inf, np.float32)) for sample in value_batch(5)]
-    assert critic.update_critic(batch).skipped
-    after = critic.shard_state()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_bfloat16_with_a_head_in_float32(make):
     critic = make("Llama", dtype="bfloat16", critic={"lr": 5e-3}, lr=1e-3)
     put_head(critic)
@@ -155,25 +143,6 @@ def test_bfloat16_with_a_head_in_float32(make):
     for _ in range(10):
         after = critic.update_critic(batch).trained.loss
     assert after < before / 2
-
-
-def test_it_goes_to_the_host_and_back(make):
-    critic = make()
-    put_head(critic)
-    batch = value_batch(8)
-    before = critic.compute_values(batch)
-    for _ in range(2):
-        critic.to_host()
-    for _ in range(2):
-        critic.to_device()
-    assert all(np.array_equal(a, b) for a, b in zip(before, critic.compute_values(batch), strict=True))
-
-
-def test_a_critic_that_does_not_fit_the_policy_is_refused(one_rank, model_of):
-    settings = {"advantage": {"use": "gae"}, "critic": {"kind": "model", "path": str(model_of("GPT2"))}}
-    config = run_config(model_of("Qwen2"), **settings)
-    with pytest.raises(ConfigError, match=r"learner.critic.path .* takes 70 tokens, the policy 128"):
-        make_critic(config, one_rank, Actor(config, one_rank))
 
 
 def test_a_critic_that_is_not_there_is_named_by_its_key(make, tmp_path):
