@@ -10,17 +10,15 @@ from playing import Player, make_config, reward
 
 from streamrl import wire
 from streamrl.archive.writer import Archive
-from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, is_over, write_finished
-from streamrl.learner.groups import GroupOpener, Unusable
-from streamrl.learner.lineage import Branch, EpochFile, TrainedDigest, trained_file
+from streamrl.learner.groups import GroupOpener
+from streamrl.learner.lineage import EpochFile, TrainedDigest, trained_file
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import Stage, TrainBuffer
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.queues.records import ClosedGroup
 
 
 @pytest.fixture
@@ -405,52 +403,6 @@ async def test_the_doorbell_rings(table):
             await asyncio.wait_for(buffer.changed.wait(), 10)
     finally:
         following.cancel()
-
-
-def opened(closed, branch, **advantage):
-    config = RunConfig.model_validate({"model": {"path": "none"}, "learner": {"advantage": advantage}})
-    return GroupOpener(Recipe.of(config), lambda _: None)(closed, branch.step)
-
-
-def test_a_group_is_opened_with_its_numbers():
-    sample = wire.Sample(
-        tokens=wire.pack_int32([4, 5, 6]),
-        logprobs=wire.pack_float32([-1, -2, -3]),
-        runs=[(0, 3), (1, 5)],
-        finish="stop",
-    )
-    other = wire.Sample(tokens=wire.pack_int32([7]), logprobs=wire.pack_float32([-1]), runs=[(0, 5)], finish="stop")
-    closed = ClosedGroup(
-        group_id=9, size=3, attempt=0, version=3, crashes=0, causes={1: "engine"},
-        prompt=wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]))),
-        samples={
-            0: (wire.encode(sample), wire.encode(wire.SampleScore(value=1.0))),
-            2: (wire.encode(other), wire.encode(wire.SampleScore(value=0.0))),
-        },
-    )  # fmt: skip
-    branch = Branch([], [], 1, 0)
-    branch.note(3, 10)
-    branch.note(5, 20)
-    group = opened(closed, branch, use="dr_grpo")
-    assert (group.tokens, group.prompt_tokens, group.mixed_version) == (4, 4, 1)
-    assert [sample.steps.tolist() for sample in group.samples] == [[10, 20, 20], [20]]
-    assert group.staleness(22) == {12: 1, 2: 3}
-    assert group.staleness(15) == {5: 1, 0: 3}
-    assert [sample.advantages.tolist() for sample in group.samples] == [[0.5] * 3, [-0.5]]
-    assert group.cost == 4 + 2  # prompt and response, without the last token, of each
-    # 0.1 + 0.2 is not 0.3 to a computer.
-    equal = iter([0.1 + 0.2, 0.3])
-    same = {
-        number: (payload, wire.encode(wire.SampleScore(value=next(equal))))
-        for number, (payload, _) in closed.samples.items()
-    }
-    flat = opened(ClosedGroup(**{**vars(closed), "samples": same}), branch)
-    assert flat.zero_gradient
-    assert flat.zero_variance
-    assert flat.cost == 0
-    broken = ClosedGroup(**{**vars(closed), "prompt": wire.encode(wire.Prompt(tokens=b""))})
-    with pytest.raises(Unusable, match="prompt"):
-        opened(broken, branch)
 
 
 def test_played_rewards_have_both_kinds():
