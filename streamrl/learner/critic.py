@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
-from streamrl.learner.model import Backbone, set_up_layers
+from streamrl.learner.loading import SMALL, load_model, prepare
+from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharding import SMALL, RowModel, TrainableModel, check_fit, load_model, shard
+from streamrl.learner.sharding import RowModel, TrainableModel, check_fit
 from streamrl.wire import Float32Array
 
 
@@ -76,13 +76,9 @@ class Critic(TrainableModel[ValueSums]):
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
         model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
-        limits = row_limits(config, model)
         # A value head is no output layer: it is in float32 anyway.
-        set_up_layers(model.model, learner.model_copy(update={"head_float32": False}))
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        offload = "parameters" in learner.offload
-        whole = shard(model, ranks.mesh, dtype, small=small, exact=(model.value_head,), offload=offload)
-        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
+        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
+        limits, whole = prepare(model, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip
         super().__init__(model, own, ranks, limits, kind=ValueSums, whole=whole)
 

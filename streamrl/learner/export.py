@@ -18,7 +18,7 @@ from streamrl.atomic import whole_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
-from streamrl.learner.sharding import load_model
+from streamrl.learner.loading import load_model
 from streamrl.learner.shards import ShardReader, open_shards
 from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter

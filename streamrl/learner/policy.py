@@ -17,11 +17,11 @@ from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
-from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.loading import SMALL, load_model, prepare
+from streamrl.learner.model import LogProbModel
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
+from streamrl.learner.sharding import TrainableModel
 from streamrl.learner.snapshot import Rows
 from streamrl.weight_sync.manifest import Adapter
 from streamrl.wire import Float32Array
@@ -92,14 +92,10 @@ class Actor(TrainableModel[TokenSums]):
             self.lora = Lora(base, config)
         model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
         model.check()
-        limits = row_limits(config, model)
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
             logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
         torch.set_float32_matmul_precision(learner.matmul_precision)
-        set_up_layers(base, learner)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        offload = "parameters" in learner.offload
-        whole = shard(model, ranks.mesh, dtype, small=small, offload=offload)
+        limits, whole = prepare(model, config, learner, ranks, small=small)
         super().__init__(model, learner, ranks, limits, kind=TokenSums, whole=whole)
 
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:

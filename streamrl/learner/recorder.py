@@ -103,7 +103,7 @@ class Recorder:
 
     async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
         """The model of the run is its only version."""
-        from streamrl.learner.sharding import load_model
+        from streamrl.learner.loading import load_model
 
         def write() -> bytes:
             import torch

@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.loading import SMALL, load_model, prepare
+from streamrl.learner.model import LogProbModel
 from streamrl.learner.optimizer import Offload
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote
-from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharding import SMALL, RowModel, check_fit, load_model, shard
+from streamrl.learner.sharding import RowModel, check_fit
 from streamrl.wire import Float32Array
 
 
@@ -61,21 +61,16 @@ class Frozen(RowModel, Reference):
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, path = config.learner, config.learner.reference.path or config.model.path
         key = "learner.reference.path" if learner.reference.path else "model.path"
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
         model = LogProbModel(
             load_model(config.model.model_copy(update={"path": path}), key),
             temperature=config.sampling.temperature,
             chunk=learner.logprob_chunk,
         )
         model.check()
-        limits = row_limits(config, model)
-        # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
-        set_up_layers(model.model, learner.model_copy(update={"checkpoint_activations": False}))
         model.requires_grad_(requires_grad=False)
-        for parameter in model.parameters():
-            # No update will ever need more digits than the forward pass has. Buffers keep theirs.
-            parameter.data = parameter.data.to(dtype)
-        shard(model, ranks.mesh, dtype, small=small)
+        # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
+        own = learner.model_copy(update={"checkpoint_activations": False, "offload": ()})
+        limits, _ = prepare(model, config, own, ranks, small=small)
         super().__init__(model, ranks, limits)
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from weights_kit import export, full_tensors
 
 from streamrl.errors import ConfigError, Refused
+from streamrl.learner.loading import load_model
 from streamrl.learner.lora import Lora
 from streamrl.learner.policy import Actor
-from streamrl.learner.sharding import load_model
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import read_manifest
