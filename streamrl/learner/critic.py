@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -94,11 +93,7 @@ class Critic(TrainableModel[ValueSums]):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
-        values = [np.zeros(0, dtype=np.float32) for _ in batch]
-        for part in self._agree(batch):
-            with torch.no_grad():
-                part.deal_out(self._forward(part).cpu().numpy(), values)
-        return values
+        return self._compute(batch)[0]
 
     def accumulate(self, batch: Sequence[TrainSample]) -> None:
         """Add the gradient of the value loss of these samples, summed over tokens. Collective.

@@ -108,14 +108,7 @@ class Actor(TrainableModel[TokenSums]):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
-        logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
-        entropy = [np.zeros(0, dtype=np.float32) for _ in batch]
-        for part in self._agree(batch):
-            with torch.no_grad():
-                logprob, spread = self._forward(part, entropy=calculate_entropy)
-            for target, values in ((logprobs, logprob), (entropy, spread)):
-                if values is not None:
-                    part.deal_out(values.cpu().numpy(), target)
+        logprobs, entropy = self._compute(batch, 2, entropy=calculate_entropy)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
 
     def accumulate(

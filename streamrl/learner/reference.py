@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -81,19 +79,13 @@ class Frozen(RowModel, Reference):
 
     @override
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
-        parts = self._agree(batch)
         self._offload.to_device()
         try:
-            for part in parts:
-                with torch.no_grad():
-                    values, _ = self._forward(part)
-                part.deal_out(values.cpu().numpy(), logprobs)
+            return self._compute(batch)[0]
         finally:
             self._reshard()
             if self._offloads:
                 self._offload.to_host()
-        return logprobs
 
     @override
     def to_host(self) -> None:

@@ -31,6 +31,7 @@ from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSam
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
+from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,17 @@ class RowModel:
             targets=self._to_device(part.targets),
             **options,
         )
+
+    @torch.no_grad()
+    def _compute(self, batch: Sequence[TrainSample], results: int = 1, **options: Any) -> list[list[Float32Array]]:
+        """So many results of the module: for each an array per sample, with a number per sampled token. Collective."""
+        found = [[np.zeros(0, dtype=np.float32) for _ in batch] for _ in range(results)]
+        for part in self._agree(batch):
+            values = self._forward(part, **options)
+            for array, column in zip(values if isinstance(values, tuple) else (values,), found, strict=False):
+                if array is not None:
+                    part.deal_out(array.cpu().numpy(), column)
+        return found
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)

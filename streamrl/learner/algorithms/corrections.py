@@ -418,19 +418,9 @@ class Gate:
         Raises:
             ConfigError: it fails, or returns something else than one number per token.
         """
-        zeros, ones = torch.zeros(3), torch.ones(3)
-        tokens = Tokens(
-            logprobs=zeros,
-            old=zeros,
-            proximal=zeros,
-            behaviour=zeros,
-            advantages=ones,
-            sequence=torch.tensor([0, 0, 1]),
-            counts=torch.tensor([2, 1]),
-            ages=torch.zeros(3, dtype=torch.int64),
-        )
+        zeros = torch.zeros(3)
         try:
-            shapes = [part.shape for part in self(zeros, tokens, None)]
+            shapes = [part.shape for part in self(zeros, Tokens.trial(1.0, 1.0, 1.0), None)]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 f"learner.correction.gates: {self.config.use} fails: {error}", "check its args"
