@@ -264,6 +264,7 @@ class _Trial:
     """Runs a model, on the CPU and in float32, on the same sequences in several layouts.
 
     Attributes:
+        longest: tokens of the longest sequence that is tried.
         why: ": " and the error of the model in the last layout that failed; empty when the numbers differed instead.
     """
 
@@ -271,15 +272,12 @@ class _Trial:
         self._model, self._longest, self.why = model, longest, ""
         self._tries = _TRIES if any("expert" in name for name in model.model.config.get_text_config().to_dict()) else 1
         self._windows = sorted(window for window in windows if window <= _MOST)
+        below = max((window for window in self._windows if window < longest), default=0)
+        self.longest = min(longest, max(_LEAST, below + min(below, _LEAST)))
         if not_tried := [window for window in windows if _MOST < window < longest]:
             logger.warning(
                 "the trial of rows is shorter than a window of the model", extra={"windows": sorted(not_tried)}
             )
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that is tried."""
-        return self._length(self._longest)
 
     def sees_later_tokens(self) -> bool:
         """Whether the hidden states of a beginning change when the sequence goes on, or the model fails on it."""
@@ -354,10 +352,6 @@ class _Trial:
             return close(together, torch.cat(parts))
 
         return self._agrees(2 * width + prompt * len(responses), same)
-
-    def _length(self, limit: int) -> int:
-        below = max((window for window in self._windows if window < limit), default=0)
-        return min(limit, max(_LEAST, below + min(below, _LEAST)))
 
     def _alone(self, row: torch.Tensor) -> torch.Tensor:
         """Hidden states of one sequence with nothing beside it, shape (tokens, hidden)."""

@@ -97,17 +97,15 @@ class Lora:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Within the block the model is the base: the reference policy of a run with LoRA. Not collective."""
-        self._disable(disabled=True)
-        try:
-            yield
-        finally:
-            self._disable(disabled=False)
-
-    def _disable(self, *, disabled: bool) -> None:
         # Not by peft's enable_adapters: it changes requires_grad too, of the sharded parameters on the way in and of
         # the gathered ones on the way out, and FSDP would never train the adapter again.
         for layer in self._layers.values():
-            layer._disable_adapters = disabled  # noqa: SLF001
+            layer._disable_adapters = True  # noqa: SLF001
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer._disable_adapters = False  # noqa: SLF001
 
     @torch.no_grad()
     def merged_rows(self, adapter: Mapping[str, DTensor]) -> Rows:

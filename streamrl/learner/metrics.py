@@ -6,6 +6,7 @@ fails is left out from then on, and the log says so.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import time
@@ -167,7 +168,7 @@ def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> di
 
 
 logger = logging.getLogger(__name__)
-PROJECT: Final = "streamrl"
+_PROJECT: Final = "streamrl"
 _MOST_WAITING: Final = 256
 """Lines that wait for slow sinks; further ones are left out."""
 _CLOSE_SECONDS: Final = 20.0
@@ -208,10 +209,11 @@ class Tracker(Sink):
     Settings of the learner are sent along, addresses and paths are not.
     """
 
-    def __init__(self, library: Any, config: RunConfig, **options: Any) -> None:
+    def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
         about = config.learner.model_dump(mode="json", exclude={"reference", "critic", "device"})
-        self._library = library
-        library.init(project=PROJECT, name=config.name, config=about, **options)
+        self._library: Any = importlib.import_module(name)
+        options = {"dir": str(run_dir)} if name == "wandb" else {}
+        self._library.init(project=_PROJECT, name=config.name, config=about, **options)
 
     @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -223,23 +225,10 @@ class Tracker(Sink):
         self._library.finish()
 
 
-def _wandb(config: RunConfig, run_dir: Path) -> Sink:
-    import wandb
-
-    return Tracker(wandb, config, dir=str(run_dir))
-
-
-def _trackio(config: RunConfig, run_dir: Path) -> Sink:
-    import trackio
-
-    del run_dir
-    return Tracker(trackio, config)
-
-
 _MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
     "tensorboard": TensorBoard,
-    "wandb": _wandb,
-    "trackio": _trackio,
+    "wandb": partial(Tracker, "wandb"),
+    "trackio": partial(Tracker, "trackio"),
 }
 
 

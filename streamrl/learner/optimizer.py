@@ -49,11 +49,6 @@ class Offload:
         """Whether the tensors are on the host."""
         return self._copies is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that move."""
-        return sum(storage.nbytes() for storage in self._copies or self._storages)
-
     def to_host(self) -> None:
         """Copy everything to the host, then free the device. Whole or not at all; a repeat does nothing."""
         if self._copies is not None:
@@ -285,7 +280,8 @@ class ShardedAdamW:
             for name in expected:
                 live[name].copy_(tensors[name])
             if begins:
-                self._begin_average()
+                for name, tensor in self._average.items():
+                    tensor.copy_(self._shards[name])
         self.updates, self._skipped = int(tensors["updates"]), int(tensors.get(_SKIPPED, 0))
         for shard in self._shards.values():
             # The bias correction counts the updates that the moments have seen.
@@ -302,10 +298,6 @@ class ShardedAdamW:
         finally:
             if away:
                 self._offload.to_host()
-
-    def _begin_average(self) -> None:
-        for name, tensor in self._average.items():
-            tensor.copy_(self._shards[name])
 
     def live(self) -> dict[str, torch.Tensor]:
         """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""

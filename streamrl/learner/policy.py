@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,15 +195,9 @@ class Actor(TrainableModel[TokenSums]):
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """The policy without its adapter as a `Reference` (`learner.reference.kind: base`): no copy of any weight."""
-        with self.adapter_disabled():
-            return self.compute_log_prob(batch).logprobs
-
-    @contextmanager
-    def adapter_disabled(self) -> Iterator[None]:
-        """Within the block log-probabilities are those of the base (LoRA only). Every rank does the same."""
         assert self.lora is not None, "no adapter is trained"
         with self.lora.disabled():
-            yield
+            return self.compute_log_prob(batch).logprobs
 
     @property
     def _merges(self) -> bool:

@@ -263,7 +263,7 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     batch = pieces(0, ranks.world)[0][ranks.rank]
     fresh = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
     records = train(actor, range(2))
-    with actor.adapter_disabled():
+    with actor.lora.disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
     worker = RankWorker(actor.config, ranks, Models(actor=actor), out)
     deliver(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)

@@ -99,7 +99,7 @@ def test_without_its_adapter_the_model_is_the_base_and_goes_on_learning_afterwar
     base, actor = make(lora={"rank": 0}), make(small=small)
     train(actor)
     before = logprobs(actor, batch)
-    with actor.adapter_disabled():
+    with actor.lora.disabled():
         assert np.array_equal(logprobs(actor, batch), logprobs(base, batch))
     assert np.array_equal(logprobs(actor, batch), before)
     twin = make(small=small)

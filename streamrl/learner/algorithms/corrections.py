@@ -171,12 +171,6 @@ def traits(**known: Any) -> Callable[[_G], _G]:
     return add
 
 
-def traits_of(function: GateFunction) -> Traits:
-    """Return the traits of a gate."""
-    found: Traits = getattr(function, "traits", _PLUGIN)
-    return found
-
-
 def at_level(log_ratio: torch.Tensor, tokens: Tokens, level: Level) -> torch.Tensor:
     """Return the log ratio of each token's response at a level, given back to each token, shape (n,).
 
@@ -374,7 +368,7 @@ class Gate:
         """
         function = GATES.resolve(config.use, config.args)
         assert isinstance(function, partial)
-        traits = traits_of(function.func)
+        traits: Traits = getattr(function.func, "traits", _PLUGIN)
         level: Level = next(iter(traits.ranges)) if config.level is None else config.level
         where = f"learner.correction.gates: {config.use}"
         if level not in traits.ranges:
