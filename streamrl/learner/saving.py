@@ -163,11 +163,7 @@ class Saver:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
     async def _complete(self, saving: _Saving) -> None:
-        """See a checkpoint through, from the copies on the host to the removal of older ones.
-
-        Raises:
-            DeadlineExceeded: it was not written within `checkpoint.deadline`: a disk hangs, and a thread with it.
-        """
+        """See a checkpoint through, from the copies on the host to the removal of older ones."""
         meta, deadline = saving.meta, self._config.checkpoint.deadline
         try:
             async with asyncio.timeout(deadline):

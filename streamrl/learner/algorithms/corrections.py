@@ -407,11 +407,7 @@ class Gate:
         return weight, ~none if result.keep is None else result.keep, none if result.cut is None else result.cut
 
     def try_out(self) -> None:
-        """Run the gate on three tokens, so that a wrong argument shows when the run starts.
-
-        Raises:
-            ConfigError: it fails, or returns something else than one number per token.
-        """
+        """Run the gate on three tokens, so that a wrong argument shows when the run starts."""
         zeros = torch.zeros(3)
         try:
             shapes = [part.shape for part in self(zeros, Tokens.trial(1.0, 1.0, 1.0), None)]

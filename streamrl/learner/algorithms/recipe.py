@@ -345,11 +345,7 @@ def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Ca
 
 
 def _check_needs(estimator: Estimator, config: RunConfig) -> None:
-    """Refuse an estimator (of a user) that needs what the run does not have; ours are checked with the configuration.
-
-    Raises:
-        ConfigError: it needs values without a critic, or a baseline without a greedy response.
-    """
+    """Refuse an estimator of a user that needs what the run does not have; the configuration checks ours."""
     if "values" in estimator.needs and config.learner.critic.kind == "none":
         raise ConfigError(f"learner.advantage.use {estimator.name} needs values", "set learner.critic.kind")
     if "baseline" in estimator.needs and not config.sampling.greedy_baseline:
@@ -360,11 +356,7 @@ def _check_needs(estimator: Estimator, config: RunConfig) -> None:
 
 
 def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
-    """Refuse to leave groups with equal rewards out where they have a gradient.
-
-    Raises:
-        ConfigError: the estimator gives such a group advantages, or the KL in the reward does.
-    """
+    """Refuse to leave groups with equal rewards out where they have a gradient."""
     what = learner.advantage.zero_variance
     if what == "keep":
         return
@@ -389,11 +381,7 @@ def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
 
 
 def _try_out(name: str, loss: Callable[..., LossResult]) -> None:
-    """Run a loss on three tokens, so that a wrong argument shows when the run starts.
-
-    Raises:
-        ConfigError: it fails, or does not return one number per token.
-    """
+    """Run a loss on three tokens, so that a wrong argument shows when the run starts."""
     tokens = Tokens.trial(1.0, 1.0, -1.0)
     try:
         result = loss(tokens)
