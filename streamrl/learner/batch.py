@@ -86,17 +86,11 @@ def row_width(extents: Sequence[Extent], row: Row) -> int:
 
 
 def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Limits) -> list[list[Row]]:
-    """Give each response its place.
+    """Give each response its place: micro-batches of rows.
 
-    Args:
-        extents: of all samples.
-        prompts: indices of the samples of each prompt; every sample to be trained is in one of them, and has sampled
-            tokens.
-        limits: sizes to keep.
-
-    Returns:
-        Micro-batches of rows. Rows with several responses are never in one with rows above `limits.shared`, whose
-        windows of attention are the model's own.
+    `prompts` has the indices of the samples of each prompt; every sample to be trained is in one of them, and has
+    sampled tokens. Rows with several responses are never in one micro-batch with rows above `limits.shared`, whose
+    windows of attention are the model's own.
     """
     blocks = [block for members in prompts for block in _blocks(extents, members, limits)]
     if limits.alone:
@@ -119,17 +113,10 @@ def work_of_prompt(extents: Sequence[Extent], limits: Limits) -> int:
 
 
 def split(widths: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut rows into micro-batches, widest first.
+    """Cut rows into micro-batches, widest first; returns indices into `widths`, one list per micro-batch.
 
     A micro-batch holds at most `cap` tokens, padding included, or a single row. A narrower row joins the micro-batch
     of a wider one only as long as all padding of that micro-batch costs less than one more pass.
-
-    Args:
-        widths: tokens of each row before padding.
-        cap: most tokens of a micro-batch, padding included.
-
-    Returns:
-        Indices into `widths`, one list per micro-batch.
     """
     parts: list[list[int]] = []
     width = spare = 0
@@ -246,24 +233,19 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """Rows of one forward pass, and the places in them where sampled tokens are predicted.
+    """Rows of one forward pass, and the places in them where sampled tokens are predicted; n tokens in all.
 
     Attributes:
         samples: index in the batch of each sample, shape (samples,), row by row.
-        counts: sampled tokens of each sample, shape (samples,), their sum is n.
+        counts: sampled tokens of each sample, shape (samples,).
         input_ids: shape (rows, width), zeros to the right.
-        segments: shape (rows, width), see `rows.BLOCK`; `PADDING` to the right.
+        segments: shape (rows, width), see `BLOCK`; `PADDING` to the right.
         position_ids: shape (rows, width), place of each token in its own sequence, 0 for padding.
         shared: some row holds more than one response.
         positions: flat index (row * width + column) of the place that predicts each sampled token, shape (n,).
         targets: sampled token ids, shape (n,).
-        behaviour: `TrainSample.logprobs`, shape (n,).
-        steps: shape (n,).
-        advantages: shape (n,).
-        proximal: shape (n,); None when some sample has none. So are the following.
-        reference: see `TrainSample`.
-        values: see `TrainSample`.
-        returns: see `TrainSample`.
+        behaviour: `TrainSample.logprobs`, shape (n,). The arrays that follow have this shape too and are those of
+            `TrainSample`; an optional one is None when some sample has none.
     """
 
     samples: Int64Array

@@ -110,7 +110,6 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: the run's `checkpoints` directory.
         make: make the directory when it is missing; False: read only.
     """
 

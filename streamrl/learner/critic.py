@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.losses import VALUE_SUMS, ValueSums, clipped_value_loss
+from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
-from streamrl.learner.model import Backbone, set_up_layers
+from streamrl.learner.loading import SMALL, load_model, prepare
+from streamrl.learner.model import Backbone
+from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharding import SMALL, RowModel, TrainableModel, check_fit, load_model, shard
+from streamrl.learner.sharding import RowModel, TrainableModel, check_fit
 from streamrl.wire import Float32Array
 
 
@@ -25,9 +23,6 @@ class ValueHead(nn.Linear):
     """One number for each hidden state, computed in float32 whatever the type of the model is.
 
     It begins at 0, so the first values are 0 on every rank and the first gradients go into the head alone.
-
-    Args:
-        width: of the hidden states.
     """
 
     def __init__(self, width: int) -> None:
@@ -42,11 +37,7 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(Backbone):
-    """Values of the states in which tokens were sampled.
-
-    Args:
-        model: a causal language model; its output layer is left out.
-    """
+    """Values of the states in which tokens were sampled: a causal language model without its output layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.base_model)
@@ -70,33 +61,11 @@ class ValueModel(Backbone):
         return values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CriticStats:
-    """One update of the critic; the same on all ranks.
-
-    Attributes:
-        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
-        lr: learning rate of this update.
-        skipped: the gradient norm was not finite, so weights and optimizer are as before.
-        sums: over the tokens of the batch, of all ranks.
-    """
-
-    grad_norm: float
-    lr: float
-    skipped: bool
-    sums: ValueSums
-
-
-class Critic(TrainableModel):
+class Critic(TrainableModel[ValueSums]):
     """A value function of its own, sharded over the ranks of the learner (`learner.critic.kind: model`).
 
     It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
     the actor: shared prompts, buckets or packed. It has the schedule of the actor with a learning rate of its own.
-
-    Args:
-        config: the run.
-        ranks: the ranks of this learner; every rank makes a critic with the same configuration.
-        small: models with fewer parameters than this are one FSDP unit.
 
     Raises:
         ConfigError: the model is missing, or is no causal language model.
@@ -106,16 +75,11 @@ class Critic(TrainableModel):
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
         model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
-        limits = row_limits(config, model)
         # A value head is no output layer: it is in float32 anyway.
-        set_up_layers(model.model, learner.model_copy(update={"head_float32": False}))
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        offload = "parameters" in learner.offload
-        whole = shard(model, ranks.mesh, dtype, small=small, exact=(model.value_head,), offload=offload)
-        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0})
+        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
+        limits, whole = prepare(model, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip
-        self._sums = torch.zeros(len(VALUE_SUMS), dtype=torch.float64, device=ranks.device)
-        super().__init__(model, own, ranks, limits, vocabulary=model.vocabulary, whole=whole)
+        super().__init__(model, own, ranks, limits, kind=ValueSums, whole=whole)
 
     def compute_values(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """Return the value of the state before each sampled token, under the present weights. Collective.
@@ -129,11 +93,7 @@ class Critic(TrainableModel):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
-        values = [np.zeros(0, dtype=np.float32) for _ in batch]
-        for part in self._agree(batch):
-            with torch.no_grad():
-                part.deal_out(self._forward(part).cpu().numpy(), values)
-        return values
+        return self._compute(batch)[0]
 
     def accumulate(self, batch: Sequence[TrainSample]) -> None:
         """Add the gradient of the value loss of these samples, summed over tokens. Collective.
@@ -146,25 +106,7 @@ class Critic(TrainableModel):
         """
         self._backward(self._agree(batch), self._loss)
 
-    def apply_update(self, tokens: int) -> CriticStats:
-        """Update the weights with the accumulated gradient of the mean loss per token. Collective, one all-reduce.
-
-        A gradient norm that is not finite skips the update, which is reported.
-
-        Args:
-            tokens: sampled tokens of the batch over all ranks, at least 1 and the same on all ranks.
-        """
-        applied = self._optimizer.step(tokens, self._sums)
-        self._reshard()
-        self._sums.zero_()
-        return CriticStats(
-            grad_norm=applied.grad_norm,
-            lr=applied.lr,
-            skipped=applied.skipped,
-            sums=ValueSums.from_tensor(applied.sums),
-        )
-
-    def update_critic(self, batch: Sequence[TrainSample], *, tokens: int | None = None) -> CriticStats:
+    def update_critic(self, batch: Sequence[TrainSample], *, tokens: int | None = None) -> UpdateStats[ValueSums]:
         """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
 
         Args:
@@ -176,11 +118,6 @@ class Critic(TrainableModel):
             count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
             tokens = max(1, int(self.ranks.all_sum(count)))
         return self.apply_update(tokens)
-
-    @override
-    def discard(self) -> None:
-        super().discard()
-        self._sums.zero_()
 
     def _loss(self, part: Microbatch) -> torch.Tensor:
         values: torch.Tensor = self._forward(part)

@@ -73,12 +73,7 @@ def write_finished(run_dir: Path, finished: Finished) -> None:
 
 
 class Ending:
-    """Looks for the end between steps.
-
-    Args:
-        config: of the run.
-        roles: where the feeder shows the newest held-out `accuracy`.
-    """
+    """Looks for the end between steps; the feeder shows the newest held-out accuracy in `roles`."""
 
     def __init__(self, config: RunConfig, roles: RoleRegistry) -> None:
         self.accuracy: float | None = None

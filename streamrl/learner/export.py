@@ -18,7 +18,7 @@ from streamrl.atomic import whole_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
-from streamrl.learner.sharding import load_model
+from streamrl.learner.loading import load_model
 from streamrl.learner.shards import ShardReader, open_shards
 from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter
@@ -43,9 +43,7 @@ class Exported:
 def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
     """The meta data of a checkpoint that can be exported, read whole and compared with its checksums.
 
-    Args:
-        checkpoints: of the run.
-        step: of the checkpoint; None: the newest.
+    Without a step it is the newest one.
 
     Raises:
         ConfigError: there is none, or none of this step.
@@ -70,16 +68,7 @@ def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
 
 
 def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
-    """Write the model at the end of a run to `RUN_DIR/model`, with `learner.ema` its average to `model-ema` as well.
-
-    Args:
-        config: of the run.
-        run_dir: of the run.
-        meta: of the last checkpoint.
-
-    Raises:
-        StreamrlError: as of `export_checkpoint`.
-    """
+    """Write the model at the end of a run to `RUN_DIR/model`, with `learner.ema` its average to `model-ema` as well."""
     checkpoints = Checkpoints(run_dir / "checkpoints")
     folder = checkpoints.path(meta.position)
     export_checkpoint(config, folder, meta, run_dir / "model")
@@ -96,17 +85,10 @@ def export_checkpoint(
     average: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Exported:
-    """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole under its name.
+    """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole, and replaces another.
 
     An adapter is merged into the base model, which is loaded for that, and stands by itself in the folder `adapter`.
-
-    Args:
-        config: of the run.
-        folder: of the checkpoint.
-        meta: of the checkpoint.
-        out: directory to write; one that is there is replaced.
-        average: export the average of the weights (`learner.ema`) instead of the weights.
-        on_progress: told after every file.
+    With `average` it is the average of the weights (`learner.ema`) that is written.
 
     Raises:
         ConfigError: `model.path` cannot be read any more, or no average was kept.
@@ -146,14 +128,7 @@ def _skeleton(config: RunConfig) -> PreTrainedModel:
 
 
 class _Source:
-    """Whole parameters out of a checkpoint, by Hugging Face name.
-
-    Args:
-        config: of the run.
-        shards: of the checkpoint.
-        meta: of the checkpoint.
-        kind: `weight`, or `ema` for the average.
-    """
+    """Whole parameters out of a checkpoint, by Hugging Face name; `kind` is `weight`, or `ema` for the average."""
 
     def __init__(self, config: RunConfig, shards: ShardReader, meta: Meta, kind: str) -> None:
         self._config, self._shards, self._meta = config, shards, meta

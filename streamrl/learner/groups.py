@@ -77,20 +77,15 @@ class TrainGroup:
         return Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
 
-Misfit = Callable[[Sequence[TrainSample]], ValueError | None]
-"""Says why samples do not fit the model (`Actor.misfit`), None when they do."""
-
-
 class GroupOpener:
     """Decodes and checks closed groups.
 
     Args:
-        recipe: the algorithm.
-        misfit: of the model.
+        check: raises a ValueError when samples do not fit the model (`Actor.check_samples`).
     """
 
-    def __init__(self, recipe: Recipe, misfit: Misfit) -> None:
-        self._recipe, self._misfit = recipe, misfit
+    def __init__(self, recipe: Recipe, check: Callable[[Sequence[TrainSample]], None]) -> None:
+        self._recipe, self._check = recipe, check
 
     def __call__(self, closed: ClosedGroup, step_of: Callable[[int], int]) -> TrainGroup:
         """Open one group. Advantages that need more than the group have to be computed later; they are 0 here.
@@ -109,8 +104,7 @@ class GroupOpener:
                 version: step_of(version) for sample, _ in responses if not sample.greedy for _, version in sample.runs
             }
             samples = _train_samples(closed, responses, versions)
-            if (reason := self._misfit(samples)) is not None:
-                raise reason
+            self._check(samples)
             train = self._estimated(samples)
         except (WireError, ValueError) as error:
             raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error
@@ -176,12 +170,9 @@ def group_data(
     *,
     texts: TokenTexts | None = None,
 ) -> GroupData:
-    """What an estimator of advantages knows of a group.
+    """What an estimator of advantages knows of a group: of all its usable responses, at least one.
 
-    Args:
-        samples: all usable responses of one group, at least one.
-        penalties: KL in the reward per token, times its coefficient; None: none.
-        texts: `Recipe.texts`.
+    `penalties` are the KL in the reward per token, times its coefficient; None without one.
     """
     values = [sample.values for sample in samples if sample.values is not None]
     entropy = [sample.entropy for sample in samples if sample.entropy is not None]

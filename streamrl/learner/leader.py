@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 from streamrl.archive.writer import Archive
@@ -163,7 +164,7 @@ class Leader:
         start = self._start
         if start.meta is not None:
             await self._ranks.order(Command.LOAD, *start.meta.position)
-        opener = GroupOpener(self._worker.recipe, self._worker.misfit)
+        opener = GroupOpener(self._worker.recipe, self._worker.actor.check_samples)
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         sinks = self._sinks = Sinks(self._config, self._role.run_dir)
@@ -175,7 +176,14 @@ class Leader:
                 asyncio.TaskGroup() as tasks,
             ):
                 self._saver = Saver(
-                    self._config, self._role.run_dir, start, self._buffer, ranks=self._ranks, tasks=tasks
+                    self._config,
+                    self._role.run_dir,
+                    start,
+                    self._buffer,
+                    trained=self._worker,
+                    copy=partial(self._ranks.order, Command.SAVE),
+                    progress=partial(self._ranks.order, Command.SAVED),
+                    tasks=tasks,
                 )
                 self._publishing = Publishing(
                     publisher,

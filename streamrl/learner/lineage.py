@@ -103,10 +103,6 @@ class EpochFile:
     Bytes stay in memory until `sync`: without a checkpoint they have no meaning, so a full disk delays both. A write
     that failed half way is repeated at the same offset. One thread may add while another one syncs.
 
-    Args:
-        folder: where the file lies.
-        file: its name, which carries the epoch.
-
     Raises:
         CannotCreate: the file is there already (another learner used this epoch) or cannot be made.
     """
@@ -166,15 +162,7 @@ class EpochFile:
 
 
 class Lineage:
-    """The two files of this learner's epoch: ids of trained groups, and what is known of each.
-
-    Args:
-        run_dir: of the run; it has a folder `checkpoints`.
-        epoch: of this learner.
-
-    Raises:
-        CannotCreate: as of `EpochFile`.
-    """
+    """The two files of this learner's epoch: ids of trained groups, and what is known of each."""
 
     def __init__(self, run_dir: Path, epoch: int) -> None:
         self._ids = EpochFile(run_dir / "checkpoints", trained_file(epoch))
@@ -191,11 +179,7 @@ class Lineage:
         return self._ids.mark(), self._groups.mark()
 
     def sync(self) -> tuple[Link, Link]:
-        """Make all durable; returns the links of ids and of groups.
-
-        Raises:
-            OSError: as of `EpochFile.sync`.
-        """
+        """Make all durable; returns the links of ids and of groups. Fails as `EpochFile.sync` does."""
         return self._ids.sync(), self._groups.sync()
 
     def close(self) -> None:
@@ -227,13 +211,7 @@ def read_versions(folder: Path) -> list[VersionNote]:
 
 
 class VersionsLog:
-    """Appends to `versions.log`, which all learners of a run share.
-
-    Args:
-        folder: the run's `checkpoints` directory.
-        epoch: this learner's epoch.
-        nonce: this learner's nonce.
-    """
+    """Appends to `versions.log`, which all learners of a run share."""
 
     def __init__(self, folder: Path, epoch: int, nonce: str) -> None:
         self._epoch, self._nonce = epoch, nonce
@@ -265,10 +243,7 @@ class Branch:
     weights know, because the log-probabilities of sampling are stored with the tokens.)
 
     Args:
-        notes: the version log.
         surviving: epochs in the chain of the checkpoint that was loaded.
-        epoch: this learner's epoch.
-        step: step of the checkpoint that was loaded.
     """
 
     def __init__(self, notes: Sequence[VersionNote], surviving: Iterable[int], epoch: int, step: int) -> None:

@@ -42,7 +42,6 @@ class Lora:
 
     Args:
         model: whole, on the CPU; its targets are adapted in place, all other parameters are frozen.
-        config: the run; `learner.lora.rank` is above 0.
 
     Attributes:
         about: what versions that are this adapter alone say of it.
@@ -86,11 +85,7 @@ class Lora:
 
     @staticmethod
     def name_of(name: str) -> str:
-        """Name of a parameter in versions and checkpoints: that of peft, or of Hugging Face for one of the base.
-
-        Args:
-            name: in the adapted model.
-        """
+        """Name of a parameter of the adapted model in versions and checkpoints: that of peft, or of the base model."""
         if ".lora_" not in name:
             return name.replace(_BASE, ".")
         module, _, rest = name.partition(".lora_")
@@ -102,26 +97,22 @@ class Lora:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Within the block the model is the base: the reference policy of a run with LoRA. Not collective."""
-        self._disable(disabled=True)
-        try:
-            yield
-        finally:
-            self._disable(disabled=False)
-
-    def _disable(self, *, disabled: bool) -> None:
         # Not by peft's enable_adapters: it changes requires_grad too, of the sharded parameters on the way in and of
         # the gathered ones on the way out, and FSDP would never train the adapter again.
         for layer in self._layers.values():
-            layer._disable_adapters = disabled  # noqa: SLF001
+            layer._disable_adapters = True  # noqa: SLF001
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer._disable_adapters = False  # noqa: SLF001
 
     @torch.no_grad()
     def merged_rows(self, adapter: Mapping[str, DTensor]) -> Rows:
         """Gather what merging needs; return what merges this rank's rows of one parameter of the base. Collective.
 
-        The rows are float32 where the module is adapted, and the given ones elsewhere.
-
-        Args:
-            adapter: parameters by `name_of`; used until the next update, which makes what is returned invalid.
+        The rows are float32 where the module is adapted, and the given ones elsewhere. `adapter` has its parameters by
+        `name_of`; the next update makes what is returned invalid.
         """
         low = {module: _whole(adapter[names_of(module, dora=False).low]) for module in self._layers}
 

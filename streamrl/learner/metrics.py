@@ -6,6 +6,7 @@ fails is left out from then on, and the log says so.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import time
@@ -22,8 +23,9 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.critic import CriticStats
+from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.groups import TrainGroup
+from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
 
 
@@ -54,14 +56,10 @@ class StepMeter:
         busy: Sequence[tuple[float, float]],
         read: Sequence[int],
     ) -> dict[str, Any]:
-        """Close the step and describe it (docs/reference/metrics.md).
+        """Close the step and describe it (docs/reference/metrics.md); steps count from 1.
 
-        Args:
-            groups: of the step.
-            stats: of its updates.
-            step: its number, from 1.
-            busy: intervals of computing since the last line, pairs of `time.monotonic()`.
-            read: lengths of the responses that were read since the last line, trained or not.
+        `busy` has the intervals of computing since the last line, as pairs of `time.monotonic()`, and `read` the
+        lengths of the responses that were read since then, trained or not.
         """
         now = time.monotonic()
         seconds, self._since = now - self._since, now
@@ -128,18 +126,18 @@ def _learnt(stats: StepStats) -> dict[str, Any]:
     }
 
 
-def _criticised(critic: Sequence[CriticStats]) -> dict[str, Any]:
+def _criticised(critic: Sequence[UpdateStats[ValueSums]]) -> dict[str, Any]:
     """What the updates of the critic did; means over the updates."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(critic)
 
     return {
-        "critic_loss": mean(stats.sums.mean("loss") for stats in critic),
-        "critic_clip_fraction": mean(stats.sums.mean("clipped") for stats in critic),
-        "critic_explained_variance": mean(stats.sums.explained_variance for stats in critic),
-        "critic_value": mean(stats.sums.mean("values") for stats in critic),
-        "critic_return": mean(stats.sums.mean("returns") for stats in critic),
+        "critic_loss": mean(stats.trained.mean("loss") for stats in critic),
+        "critic_clip_fraction": mean(stats.trained.mean("clipped") for stats in critic),
+        "critic_explained_variance": mean(stats.trained.explained_variance for stats in critic),
+        "critic_value": mean(stats.trained.mean("values") for stats in critic),
+        "critic_return": mean(stats.trained.mean("returns") for stats in critic),
         "critic_grad_norm": mean(stats.grad_norm for stats in critic),
         "critic_lr": mean(stats.lr for stats in critic),
     }
@@ -170,7 +168,7 @@ def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> di
 
 
 logger = logging.getLogger(__name__)
-PROJECT: Final = "streamrl"
+_PROJECT: Final = "streamrl"
 _MOST_WAITING: Final = 256
 """Lines that wait for slow sinks; further ones are left out."""
 _CLOSE_SECONDS: Final = 20.0
@@ -208,16 +206,14 @@ class TensorBoard(Sink):
 class Tracker(Sink):
     """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
 
-    Args:
-        library: the imported module.
-        config: of the run; settings of the learner are sent along, addresses and paths are not.
-        options: further arguments of `init`.
+    Settings of the learner are sent along, addresses and paths are not.
     """
 
-    def __init__(self, library: Any, config: RunConfig, **options: Any) -> None:
+    def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
         about = config.learner.model_dump(mode="json", exclude={"reference", "critic", "device"})
-        self._library = library
-        library.init(project=PROJECT, name=config.name, config=about, **options)
+        self._library: Any = importlib.import_module(name)
+        options = {"dir": str(run_dir)} if name == "wandb" else {}
+        self._library.init(project=_PROJECT, name=config.name, config=about, **options)
 
     @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -229,32 +225,15 @@ class Tracker(Sink):
         self._library.finish()
 
 
-def _wandb(config: RunConfig, run_dir: Path) -> Sink:
-    import wandb
-
-    return Tracker(wandb, config, dir=str(run_dir))
-
-
-def _trackio(config: RunConfig, run_dir: Path) -> Sink:
-    import trackio
-
-    del run_dir
-    return Tracker(trackio, config)
-
-
 _MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
     "tensorboard": TensorBoard,
-    "wandb": _wandb,
-    "trackio": _trackio,
+    "wandb": partial(Tracker, "wandb"),
+    "trackio": partial(Tracker, "trackio"),
 }
 
 
 class Sinks:
     """All sinks of a run (`learner.sinks`).
-
-    Args:
-        config: of the run.
-        run_dir: of the run.
 
     Raises:
         ConfigError: a library that is named is not installed.

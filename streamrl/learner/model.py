@@ -18,7 +18,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -34,14 +33,6 @@ _LOG_ZERO = -1e4
 """Stands for log 0: finite, and its `exp` is 0."""
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states of shape (n, hidden) to logits of shape (n, vocabulary)."""
-
-
-class _Entropy(Enum):
-    """Whether the entropy is computed, and with a gradient."""
-
-    NONE = 0
-    VALUE = 1
-    GRADIENT = 2
 
 
 def token_logprobs(
@@ -69,26 +60,13 @@ def token_logprobs(
         Two float32 tensors of shape (n,); the second is None without `entropy`. The softmax is taken in float32.
     """
     count = hidden.shape[0]
-    want = _Entropy.NONE if not entropy else _Entropy.GRADIENT if entropy_gradient else _Entropy.VALUE
-    if count <= chunk or not torch.is_grad_enabled():
-        parts = [
-            _chunk(head, hidden[start : start + chunk], targets[start : start + chunk], temperature, want)
-            for start in range(0, count, chunk)
-        ]
-    else:
-        parts = [
-            checkpoint(
-                _chunk,
-                head,
-                hidden[start : start + chunk],
-                targets[start : start + chunk],
-                temperature,
-                want,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for start in range(0, count, chunk)
-        ]
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = functools.partial(
+        _chunk, head, temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient
+    )
+    if count > chunk and torch.is_grad_enabled():
+        compute = functools.partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    starts = range(0, count, chunk)
+    parts = [compute(hidden[start : start + chunk], targets[start : start + chunk]) for start in starts]
     if len(parts) == 1:
         return parts[0]
     logprobs = torch.cat([logprob for logprob, _ in parts])
@@ -96,7 +74,13 @@ def token_logprobs(
 
 
 def _chunk(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, want: _Entropy
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    entropy: bool,
+    entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logits = head(hidden).float()
     if temperature != 1:
@@ -104,9 +88,9 @@ def _chunk(
     logprobs = torch.log_softmax(logits, dim=-1)
     # Not a gather and a view of it: FSDP hangs its backward hook on the result, and an in-place change would lose it.
     chosen = -torch.nn.functional.nll_loss(logprobs, targets, reduction="none")
-    if want is _Entropy.NONE:
+    if not entropy:
         return chosen, None
-    known = logprobs if want is _Entropy.GRADIENT else logprobs.detach()
+    known = logprobs if entropy_gradient else logprobs.detach()
     # 0 * log 0 would be undefined for a token that the model rules out.
     return chosen, -(known.exp() * known.clamp(min=_LOG_ZERO)).sum(dim=-1)
 
@@ -343,16 +327,9 @@ class LogProbModel(Backbone):
         Returns:
             float32 of shape (n,), and the same or None.
         """
-        states = self.states(input_ids, segments, position_ids, positions)
-        return self.score(states, targets, entropy=entropy, entropy_gradient=entropy_gradient)
-
-    def score(
-        self, states: torch.Tensor, targets: torch.Tensor, *, entropy: bool, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `forward`, from the hidden states that predict the targets, shape (n, hidden)."""
         return token_logprobs(
             self.logits,
-            states,
+            self.states(input_ids, segments, position_ids, positions),
             targets,
             temperature=self.temperature,
             chunk=self.chunk,

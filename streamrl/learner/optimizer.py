@@ -12,15 +12,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
+from streamrl.learner.algorithms.tokens import Sums
 from streamrl.learner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+SumsT = TypeVar("SumsT", bound=Sums)
 
 
 class Offload:
@@ -45,11 +48,6 @@ class Offload:
     def away(self) -> bool:
         """Whether the tensors are on the host."""
         return self._copies is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that move."""
-        return sum(storage.nbytes() for storage in self._copies or self._storages)
 
     def to_host(self) -> None:
         """Copy everything to the host, then free the device. Whole or not at all; a repeat does nothing."""
@@ -91,15 +89,12 @@ def updates_per_step(config: LearnerConfig) -> int:
 
 
 def learning_rate(config: LearnerConfig, updates: int) -> float:
-    """Rate of the next update, linear warm-up first, then the schedule.
+    """Rate of the next update after so many, linear warm-up first, then the schedule.
 
     The warm-up rises from `lr / warmup` to `lr`. After it, with x from 0 at its end to 1 after `steps` steps, the rate
     is `lr` (constant), `lr (1 - (1 - floor) x)` (linear), or `lr (floor + (1 - floor) (1 + cos(pi x)) / 2)` (cosine,
-    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor.
-
-    Args:
-        config: `lr`, `schedule`, `lr_floor`, `warmup_steps` and `steps`; steps are turned into updates.
-        updates: made so far, at least 0.
+    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor. Steps of the
+    configuration count as `updates_per_step` updates each.
     """
     each = updates_per_step(config)
     warmup = config.warmup_steps * each
@@ -122,22 +117,24 @@ _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Applied:
-    """One update of a sharded model; the same on all ranks.
+class UpdateStats(Generic[SumsT]):
+    """What one update of a model did; the same on all ranks.
 
     Attributes:
         update: updates applied so far, this one included unless it was skipped.
-        grad_norm: norm of the gradient before clipping; may be infinite or nan when skipped.
+        loss: sum of the loss over the tokens of the update, divided by its size.
+        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
         lr: learning rate of this update.
         skipped: the gradient norm was not finite, so weights and optimizer are as before.
-        sums: what was added up over the ranks, float64, on the CPU.
+        trained: sums over the tokens that had a gradient, of all ranks.
     """
 
     update: int
+    loss: float
     grad_norm: float
     lr: float
     skipped: bool
-    sums: torch.Tensor
+    trained: SumsT
 
 
 class ShardedAdamW:
@@ -148,8 +145,6 @@ class ShardedAdamW:
 
     Args:
         parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
-        config: learning rate and its schedule, betas, weight decay, clip norm, decay of the average.
-        ranks: the ranks of this learner.
         offload: moments and average lie on the host but for the time of an update.
 
     Attributes:
@@ -189,27 +184,29 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(
-        self, normaliser: float, sums: torch.Tensor, lr_factor: Callable[[torch.Tensor], float] | None = None
-    ) -> Applied:
+        self, size: int, sums: torch.Tensor, kind: type[SumsT], lr_factor: Callable[[SumsT], float]
+    ) -> UpdateStats[SumsT]:
         """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
 
-        The gradient is divided by `normaliser` and clipped to `learner.clip_norm`. When its norm is not finite, the
-        update is skipped and reported.
+        The gradient is divided by `size` and clipped to `learner.clip_norm`. When its norm is not finite, the update is
+        skipped and reported.
 
         Args:
-            normaliser: of the whole step over all ranks, above 0 and the same on all ranks.
-            sums: float64, shape (any,): statistics that are added up over the ranks on the way.
-            lr_factor: factor of the learning rate of this update by the sums of all ranks; None: 1.
+            size: of the whole update over all ranks, above 0 and the same on all ranks.
+            sums: of this rank, float64, in the order of `kind.names()`; added up over the ranks on the way.
+            kind: how the sums are read.
+            lr_factor: factor of the learning rate of this update, by the sums of all ranks.
         """
         packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
+        trained = kind.from_tensor(packet[1:])
         # FSDP averages over ranks, but the loss is a sum over all of them.
-        scale = self._ranks.world / normaliser
+        scale = self._ranks.world / size
         norm = math.sqrt(float(packet[0])) * scale
         rate, skipped = self.lr, not math.isfinite(norm)
         if skipped:
             logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
         else:
-            rate *= 1.0 if lr_factor is None else lr_factor(packet[1:])
+            rate *= lr_factor(trained)
             clipped = scale * min(1.0, self._config.clip_norm / norm) if norm > 0 else scale
             torch._foreach_mul_(self._gradients(), clipped)
             self._adamw.param_groups[0]["lr"] = rate
@@ -219,7 +216,9 @@ class ShardedAdamW:
                     torch._foreach_lerp_(list(self._average.values()), list(self._shards.values()), 1 - self._decay)
             self.updates += 1
         self.zero()
-        return Applied(update=self.updates, grad_norm=norm, lr=rate, skipped=skipped, sums=packet[1:])
+        return UpdateStats(
+            update=self.updates, loss=trained.loss / size, grad_norm=norm, lr=rate, skipped=skipped, trained=trained
+        )
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.
@@ -281,7 +280,8 @@ class ShardedAdamW:
             for name in expected:
                 live[name].copy_(tensors[name])
             if begins:
-                self._begin_average()
+                for name, tensor in self._average.items():
+                    tensor.copy_(self._shards[name])
         self.updates, self._skipped = int(tensors["updates"]), int(tensors.get(_SKIPPED, 0))
         for shard in self._shards.values():
             # The bias correction counts the updates that the moments have seen.
@@ -298,10 +298,6 @@ class ShardedAdamW:
         finally:
             if away:
                 self._offload.to_host()
-
-    def _begin_average(self) -> None:
-        for name, tensor in self._average.items():
-            tensor.copy_(self._shards[name])
 
     def live(self) -> dict[str, torch.Tensor]:
         """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""

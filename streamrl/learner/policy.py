@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +14,13 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
-from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums, skipped_sums
+from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
-from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.loading import SMALL, load_model, prepare
+from streamrl.learner.model import LogProbModel
+from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharding import SMALL, TrainableModel, load_model, shard
+from streamrl.learner.sharding import TrainableModel
 from streamrl.learner.snapshot import Rows
 from streamrl.weight_sync.manifest import Adapter
 from streamrl.wire import Float32Array
@@ -48,27 +48,6 @@ class MicroStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateStats:
-    """What one `apply_update` did; the same on all ranks.
-
-    Attributes:
-        update: updates applied so far, this one included unless it was skipped.
-        loss: sum of the loss over the tokens of the step, divided by their global number.
-        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
-        lr: learning rate of this update.
-        skipped: the gradient norm was not finite, so weights and optimizer are as before.
-        trained: sums over the tokens that had a gradient, of all ranks.
-    """
-
-    update: int
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    trained: TokenSums
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbs:
     """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
 
@@ -81,12 +60,10 @@ class LogProbs:
     entropy: list[Float32Array] | None
 
 
-class Actor(TrainableModel):
+class Actor(TrainableModel[TokenSums]):
     """A causal language model in training, sharded over the ranks of the learner.
 
     Args:
-        config: the run. Float32 matmul precision and CPU threads of this process are set from it.
-        ranks: the ranks of this learner; every rank makes an actor with the same configuration.
         small: models with fewer parameters than this are one FSDP unit.
 
     Attributes:
@@ -114,16 +91,11 @@ class Actor(TrainableModel):
             self.lora = Lora(base, config)
         model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
         model.check()
-        limits = row_limits(config, model)
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
             logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
         torch.set_float32_matmul_precision(learner.matmul_precision)
-        set_up_layers(base, learner)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        offload = "parameters" in learner.offload
-        whole = shard(model, ranks.mesh, dtype, small=small, offload=offload)
-        self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=ranks.device)
-        super().__init__(model, learner, ranks, limits, vocabulary=model.vocabulary, whole=whole)
+        limits, whole = prepare(model, config, learner, ranks, small=small)
+        super().__init__(model, learner, ranks, limits, kind=TokenSums, whole=whole)
 
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:
         """Return log-probabilities of the sampled tokens under the present weights. Collective, without gradients.
@@ -135,14 +107,7 @@ class Actor(TrainableModel):
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
-        logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
-        entropy = [np.zeros(0, dtype=np.float32) for _ in batch]
-        for part in self._agree(batch):
-            with torch.no_grad():
-                logprob, spread = self._forward(part, entropy=calculate_entropy)
-            for target, values in ((logprobs, logprob), (entropy, spread)):
-                if values is not None:
-                    part.deal_out(values.cpu().numpy(), target)
+        logprobs, entropy = self._compute(batch, 2, entropy=calculate_entropy)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
 
     def accumulate(
@@ -186,34 +151,6 @@ class Actor(TrainableModel):
             passes=len(parts),
         )
 
-    def apply_update(self, size: int) -> UpdateStats:
-        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
-
-        The gradient is clipped to `learner.clip_norm`. When its norm is not finite, the update is skipped and reported.
-        Without any accumulated gradient the gradient is zero, and AdamW moves on its momentum as it would have if
-        every zero-advantage sample had been computed.
-
-        Args:
-            size: what the accumulated sum is divided by (`Recipe.normaliser`), at least 1 and the same on all ranks:
-                with `token_mean` the sampled tokens of all ranks, those of zero-advantage samples included.
-        """
-        if size < 1:
-            raise ValueError(f"an update needs the token count of its step, got {size}")
-        applied = self._optimizer.step(
-            size, self._sums, lambda sums: self.recipe.lr_factor(TokenSums.from_tensor(sums))
-        )
-        self._reshard()
-        trained = TokenSums.from_tensor(applied.sums)
-        self._sums.zero_()
-        return UpdateStats(
-            update=applied.update,
-            loss=trained.loss / size,
-            grad_norm=applied.grad_norm,
-            lr=applied.lr,
-            skipped=applied.skipped,
-            trained=trained,
-        )
-
     def update_policy(
         self,
         batch: Sequence[TrainSample],
@@ -222,7 +159,7 @@ class Actor(TrainableModel):
         step: int = 0,
         kl_coefficient: float = 0.0,
         limits: Sequence[float | None] | None = None,
-    ) -> tuple[MicroStats, UpdateStats]:
+    ) -> tuple[MicroStats, UpdateStats[TokenSums]]:
         """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
 
         Args:
@@ -238,11 +175,6 @@ class Actor(TrainableModel):
             tokens, responses = self.ranks.all_sum(counts).tolist()
             size = self.recipe.normaliser(tokens=tokens, responses=responses)
         return stats, self.apply_update(size)
-
-    @override
-    def discard(self) -> None:
-        super().discard()
-        self._sums.zero_()
 
     @property
     def published(self) -> dict[str, DTensor]:
@@ -263,19 +195,17 @@ class Actor(TrainableModel):
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """The policy without its adapter as a `Reference` (`learner.reference.kind: base`): no copy of any weight."""
-        with self.adapter_disabled():
-            return self.compute_log_prob(batch).logprobs
-
-    @contextmanager
-    def adapter_disabled(self) -> Iterator[None]:
-        """Within the block log-probabilities are those of the base (LoRA only). Every rank does the same."""
         assert self.lora is not None, "no adapter is trained"
         with self.lora.disabled():
-            yield
+            return self.compute_log_prob(batch).logprobs
 
     @property
     def _merges(self) -> bool:
         return self.lora is not None and not self.config.learner.lora.alone
+
+    @override
+    def _lr_factor(self, trained: TokenSums) -> float:
+        return self.recipe.lr_factor(trained)
 
     @override
     def _name_of(self, name: str) -> str:

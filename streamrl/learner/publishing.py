@@ -39,12 +39,6 @@ class Publishing:
             `publish_kind` and `publish_density` (share of values that changed; None when nobody compared).
 
     Args:
-        publisher: used by the thread of this object only.
-        weight_server: is told of each version.
-        log: every version is noted there before it is published.
-        buffer: writes the manifest into the ledger.
-        epoch: of this learner.
-        world: ranks of this learner.
         deadline: seconds without a version that could be written, after which the learner gives up.
         tasks: owns the background task; an error there ends the learner.
     """
@@ -86,11 +80,7 @@ class Publishing:
     async def start(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> None:
         """Begin to publish a version; waits first for the one before it.
 
-        Args:
-            version: its number.
-            step: of the weights.
-            base: answer of `next_base` that all ranks were told.
-            snapshot: this rank's share of the weights.
+        `base` is the answer of `next_base` that all ranks were told, `snapshot` this rank's share of the weights.
         """
         await self.settle()
         publish = self._publish(version, step, base, snapshot)

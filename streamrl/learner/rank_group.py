@@ -114,15 +114,8 @@ class RankWorker:
     All methods but those that say otherwise are collective: every rank calls the same one in the same order, in its
     torch thread. A step goes one of two ways, as its recipe says: streamed or collected (step.py).
 
-    Args:
-        config: the run.
-        ranks: the ranks of this learner.
-        models: of this rank.
-        run_dir: of the run.
-
     Attributes:
         step: steps applied so far.
-        recipe: the algorithm.
         digest: groups whose gradients are in the weights.
         state: this rank's share of checkpoints.
     """
@@ -131,7 +124,7 @@ class RankWorker:
         actor, weights = models.actor, config.weights
         self.step = 0
         self.digest = TrainedDigest()
-        self.ranks, self.recipe = ranks, models.recipe
+        self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
         self._checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
         parts: dict[str, Part] = {"actor": actor}
@@ -153,13 +146,7 @@ class RankWorker:
     def execute(  # noqa: PLR0911  (one line for each order)
         self, command: Command, arguments: Sequence[int] = (), samples: Sequence[TrainSample] | None = None
     ) -> Any:
-        """Carry out an order of rank 0.
-
-        Args:
-            command: what to do.
-            arguments: of the command.
-            samples: this rank's share of a micro-batch; None when it could not be read, and for all other commands.
-        """
+        """Carry out an order of rank 0; `samples` are those of `train`."""
         match command:
             case Command.LOAD:
                 return self.load(*arguments)
@@ -207,12 +194,7 @@ class RankWorker:
         return True
 
     def apply(self, tokens: int, responses: int) -> StepStats:
-        """Apply the updates of the step.
-
-        Args:
-            tokens: sampled tokens of the step on all ranks.
-            responses: of the step on all ranks.
-        """
+        """Apply the updates of the step, which has so many sampled tokens and responses on all ranks."""
         with self.ranks.computing("update"):
             if self._streams:
                 stats = update_streamed(self._models, tokens=tokens, responses=responses)
@@ -276,14 +258,6 @@ class RankWorker:
         for model in self._models.movable:
             model.to_device()
 
-    def work(self, samples: Sequence[TrainSample]) -> int:
-        """What the samples of one group cost, in arbitrary units; not collective."""
-        return self._models.actor.work(samples)
-
-    def misfit(self, samples: Sequence[TrainSample]) -> ValueError | None:
-        """Why samples do not fit the model, None when they do; not collective."""
-        return self._models.actor.misfit(samples)
-
     def close(self) -> None:
         """End the thread that writes versions; not collective."""
         if self._parts is not None:
@@ -294,11 +268,6 @@ class PartWriter:
     """Writes this rank's files of one version after the other, in a thread of its own.
 
     Nobody waits for it but rank 0's thread that puts the version together, and that one has a deadline.
-
-    Args:
-        config: how versions are written.
-        run_dir: of the run.
-        rank: of the learner, above 0.
     """
 
     def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
@@ -370,8 +339,6 @@ class RankGroup:
     """Rank 0 with the other ranks behind it.
 
     Args:
-        worker: rank 0's share of the work.
-        torch: rank 0's torch thread.
         devices: shared with engines; orders that need them take them. None: they are the learner's own.
     """
 
@@ -397,11 +364,6 @@ class RankGroup:
 
         Broadcast and execution are one piece of work of the torch thread: a caller that is cancelled between them would
         leave the other ranks in a collective that this one never joins.
-
-        Args:
-            command: what to do.
-            arguments: of the command.
-            samples: of a micro-batch, those of this rank.
         """
         if self._devices is not None and command not in _NEEDS_NO_DEVICE:
             await self._devices.take()
@@ -420,7 +382,7 @@ class RankGroup:
     async def train(self, groups: Sequence[TrainGroup]) -> bool:
         """Have the ranks share a micro-batch. False when a rank could not: then none did anything."""
         all_read = self.worker.recipe.reads_all
-        owners = share(groups, self.worker.ranks.world, self.worker.work, all_read=all_read)
+        owners = share(groups, self.worker.ranks.world, self.worker.actor.work, all_read=all_read)
         order = MicrobatchOrder(
             {group.group_id: owner for group, owner in zip(groups, owners, strict=True)},
             {version: step for group in groups for version, step in group.versions.items()},
@@ -443,16 +405,11 @@ class RankGroup:
 async def follow(worker: RankWorker, torch: TorchThread, ledger: Ledger) -> None:
     """Execute the orders of rank 0 on another rank until `STOP`; rank 0 alone decides when, also on SIGTERM.
 
-    Args:
-        worker: this rank's share of the work.
-        torch: this rank's torch thread.
-        ledger: the training ledger, only read.
-
     Raises:
         DeadlineExceeded: rank 0 said nothing for `learner.collective_deadline`.
         Unreachable: another rank is gone.
     """
-    opener = GroupOpener(worker.recipe, worker.misfit)
+    opener = GroupOpener(worker.recipe, worker.actor.check_samples)
     try:
         while True:
             command, *arguments = await torch.run(worker.ranks.broadcast_ints)
@@ -492,13 +449,8 @@ def share(
 ) -> list[int]:
     """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
 
-    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
-
-    Args:
-        groups: of one micro-batch.
-        world: ranks.
-        work: of the samples of a group, in any unit (`RowModel.work`).
-        all_read: every group needs a rank that reads it, also one without a gradient (`Recipe.reads_all`).
+    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum. With
+    `all_read` (`Recipe.reads_all`) a group without a gradient has an owner too.
     """
     loads = [(0, rank) for rank in range(world)]
     owners = [NOBODY] * len(groups)

@@ -65,13 +65,7 @@ async def run_recorder(role: Role) -> None:
 
 
 class Recorder:
-    """One life of the recorder.
-
-    Args:
-        role: its role.
-        checkpoints: of the run.
-        start: where it goes on.
-    """
+    """One life of the recorder."""
 
     def __init__(self, role: Role, checkpoints: Checkpoints, start: Start) -> None:
         config, run_dir = role.config, role.run_dir
@@ -109,7 +103,7 @@ class Recorder:
 
     async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
         """The model of the run is its only version."""
-        from streamrl.learner.sharding import load_model
+        from streamrl.learner.loading import load_model
 
         def write() -> bytes:
             import torch

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.model import LogProbModel, set_up_layers
+from streamrl.learner.loading import SMALL, load_model, prepare
+from streamrl.learner.model import LogProbModel
 from streamrl.learner.optimizer import Offload
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote
-from streamrl.learner.row_limits import row_limits
-from streamrl.learner.sharding import SMALL, RowModel, check_fit, load_model, shard
+from streamrl.learner.sharding import RowModel, check_fit
 from streamrl.wire import Float32Array
 
 
@@ -50,13 +48,9 @@ class Reference(Protocol):
 class Frozen(RowModel, Reference):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
-    With `learner.reference.offload` its weights are in the host's memory but for the time of `compute_ref_log_prob`.
-
-    Args:
-        config: the run. The copy is of `learner.reference.path`, or of the model that training started from: after a
-            restart as well, whatever has been learned since.
-        ranks: the ranks of this learner.
-        small: models with fewer parameters than this are one FSDP unit.
+    It is a copy of `learner.reference.path`, or of the model that training started from: after a restart as well,
+    whatever has been learned since. With `learner.reference.offload` its weights are in the host's memory but for the
+    time of `compute_ref_log_prob`.
 
     Raises:
         ConfigError: the model is missing, or is no causal language model.
@@ -65,22 +59,17 @@ class Frozen(RowModel, Reference):
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, path = config.learner, config.learner.reference.path or config.model.path
         key = "learner.reference.path" if learner.reference.path else "model.path"
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
         model = LogProbModel(
             load_model(config.model.model_copy(update={"path": path}), key),
             temperature=config.sampling.temperature,
             chunk=learner.logprob_chunk,
         )
         model.check()
-        limits = row_limits(config, model)
-        # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
-        set_up_layers(model.model, learner.model_copy(update={"checkpoint_activations": False}))
         model.requires_grad_(requires_grad=False)
-        for parameter in model.parameters():
-            # No update will ever need more digits than the forward pass has. Buffers keep theirs.
-            parameter.data = parameter.data.to(dtype)
-        shard(model, ranks.mesh, dtype, small=small)
-        super().__init__(model, ranks, limits, vocabulary=model.vocabulary)
+        # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
+        own = learner.model_copy(update={"checkpoint_activations": False, "offload": ()})
+        limits, _ = prepare(model, config, own, ranks, small=small)
+        super().__init__(model, ranks, limits)
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.
         self._offloads = learner.reference.offload and ranks.device.type != "cpu"
@@ -90,19 +79,13 @@ class Frozen(RowModel, Reference):
 
     @override
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        logprobs = [np.zeros(0, dtype=np.float32) for _ in batch]
-        parts = self._agree(batch)
         self._offload.to_device()
         try:
-            for part in parts:
-                with torch.no_grad():
-                    values, _ = self._forward(part)
-                part.deal_out(values.cpu().numpy(), logprobs)
+            return self._compute(batch)[0]
         finally:
             self._reshard()
             if self._offloads:
                 self._offload.to_host()
-        return logprobs
 
     @override
     def to_host(self) -> None:

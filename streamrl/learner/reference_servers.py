@@ -147,11 +147,9 @@ class _Server:
     """One server, as this rank knows it.
 
     Attributes:
-        url: of it.
         about: what it says of itself; None before it was reached.
         load: requests of this rank that wait for its answer.
-        failed_at: monotonic time of its last failure; minus infinity after a success.
-        failure: what went wrong then.
+        failed_at: monotonic time of its last failure, for the reason `failure`; minus infinity after a success.
     """
 
     url: str
@@ -171,10 +169,6 @@ class Remote:
 
     Each rank asks for its own samples, over HTTP. A server that fails or is silent is left, and the response goes to
     another one; what has no answer within `learner.reference.deadline` fails, on all ranks.
-
-    Args:
-        config: the run.
-        ranks: the ranks of this learner.
 
     Raises:
         ConfigError: a server is none of vLLM and SGLang, its context is too short, or the key cannot be read.

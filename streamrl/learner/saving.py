@@ -14,19 +14,18 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
-from streamrl.learner.lineage import Lineage, greatest_logged_epoch
-from streamrl.learner.rank_group import Command, RankGroup
-from streamrl.learner.shards import WriteProgress, take_notes
+from streamrl.learner.lineage import Lineage, TrainedDigest, greatest_logged_epoch
+from streamrl.learner.shards import RankState, WriteProgress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 
@@ -47,6 +46,14 @@ class _Saving:
     started: float
 
 
+class Trained(Protocol):
+    """What a checkpoint is of: the worker of rank 0."""
+
+    step: int
+    digest: TrainedDigest
+    state: RankState
+
+
 class Saver:
     """The checkpoints of one learner, one at a time.
 
@@ -57,11 +64,9 @@ class Saver:
         newest: meta data of the newest checkpoint that this learner wrote or loaded; None: there is none.
 
     Args:
-        config: of the run.
-        run_dir: of the run.
-        start: where this learner went on.
-        buffer: retires.
-        ranks: of the learner.
+        trained: what is saved.
+        copy: has all ranks copy their state and begin to write it, for the checkpoint of (epoch, step).
+        progress: how far the slowest rank is with that.
         tasks: owns the background task; an error there ends the learner.
 
     Raises:
@@ -75,11 +80,13 @@ class Saver:
         start: Start,
         buffer: TrainBuffer,
         *,
-        ranks: RankGroup,
+        trained: Trained,
+        copy: Callable[[int, int], Awaitable[None]],
+        progress: Callable[[], Awaitable[WriteProgress]],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._config, self._start, self._buffer = config, start, buffer
-        self._ranks, self._worker, self._tasks = ranks, ranks.worker, tasks
+        self._trained, self._copy, self._progress, self._tasks = trained, copy, progress, tasks
         self._checkpoints = Checkpoints(run_dir / "checkpoints")
         self._lineage = Lineage(run_dir, start.epoch)
         self.newest = start.meta
@@ -94,7 +101,7 @@ class Saver:
     @property
     def due(self) -> bool:
         """Whether a checkpoint should be begun now."""
-        due = self._config.checkpoint_due(self._worker.step - self._begun, self._buffer.unretired)
+        due = self._config.checkpoint_due(self._trained.step - self._begun, self._buffer.unretired)
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:
@@ -102,10 +109,8 @@ class Saver:
 
         Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
         most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
-        the next learner removes, or a finished checkpoint, whose groups the next learner retires.
-
-        Args:
-            version: greatest version number used so far.
+        the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
+        greatest number used so far.
 
         Raises:
             Fenced: a newer learner has begun its log. Redis may have forgotten it, the disk has not.
@@ -121,8 +126,8 @@ class Saver:
         except OSError as error:
             self._failed(saving.meta, error)
             return
-        await self._ranks.order(Command.SAVE, *place)
-        self._begun = self._worker.step
+        await self._copy(*place)
+        self._begun = self._trained.step
         self._running = self._tasks.create_task(self._complete(saving), name=f"checkpoint {saving.meta.name}")
         if not self._config.checkpoint.background:
             await self.settle()
@@ -144,13 +149,13 @@ class Saver:
 
     def _describe(self, version: int) -> Meta:
         meta = self._start.next_checkpoint(
-            step=self._worker.step,
+            step=self._trained.step,
             version=version,
-            digest=self._worker.digest,
+            digest=self._trained.digest,
             links=self._lineage.mark(),
             model=self._config.model.path,
         )
-        return self._worker.state.describe(meta)
+        return self._trained.state.describe(meta)
 
     def _check_alone(self) -> None:
         newer = greatest_logged_epoch(self._checkpoints.folder)
@@ -158,11 +163,7 @@ class Saver:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
     async def _complete(self, saving: _Saving) -> None:
-        """See a checkpoint through, from the copies on the host to the removal of older ones.
-
-        Raises:
-            DeadlineExceeded: it was not written within `checkpoint.deadline`: a disk hangs, and a thread with it.
-        """
+        """See a checkpoint through, from the copies on the host to the removal of older ones."""
         meta, deadline = saving.meta, self._config.checkpoint.deadline
         try:
             async with asyncio.timeout(deadline):
@@ -191,7 +192,7 @@ class Saver:
         await self._buffer.archive.sync()
         await asyncio.to_thread(self._lineage.sync)
         pause = _ASK_SECONDS
-        while (progress := await self._ranks.order(Command.SAVED)) is WriteProgress.WRITING:
+        while (progress := await self._progress()) is WriteProgress.WRITING:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_ASK, 2 * pause)
         if progress is not WriteProgress.WRITTEN:

@@ -1,8 +1,8 @@
-"""A model whose parameters are spread over the ranks of the learner (FSDP2): from a directory to updated weights.
+"""A model whose parameters are spread over the ranks of the learner (FSDP2): from samples to updated weights.
 
 ```
-load_model -> shard -> RowModel         lays samples out in rows and runs them: the reference policy
-                       TrainableModel   with gradients and an optimizer: the actor and a critic
+loading.prepare -> RowModel         lays samples out in rows and runs them: the reference policy
+                   TrainableModel   with gradients and an optimizer: the actor and a critic
 ```
 A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
 is a sum over tokens; the division by the size of the step comes with the update, when that size is known. So a step
@@ -14,143 +14,56 @@ Every method marked collective must be called by all ranks in the same order, fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSample, dummy, layout, work_of_prompt
-from streamrl.learner.model import Backbone, decoder_layers
-from streamrl.learner.optimizer import Offload, ShardedAdamW
+from streamrl.learner.model import Backbone
+from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
+from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "model."
-SMALL = 1 << 26
-"""Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
-while each unit costs a gather and a scatter."""
-
-
-def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
-    """Load the causal language model of a run in float32 on the CPU: the master weights.
-
-    Args:
-        config: path and attention implementation.
-        key: of the run's configuration that names the path, for messages.
-
-    Raises:
-        ConfigError: the directory is missing or holds no causal language model, a file of it is cut off, or a weight is
-            not finite. Code that comes with a model is never executed.
-    """
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, attn_implementation=config.attention
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        hint = f"set {key} to a directory of a Hugging Face causal language model"
-        where = "exists" if Path(config.path).exists() else "does not exist"
-        raise ConfigError(f"{key} {config.path} ({where}) cannot be loaded: {error}", hint) from error
-    broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
-    if broken:
-        raise ConfigError(
-            f"{key} {config.path}: {', '.join(broken[:3])} has values that are not finite",
-            "take another checkpoint of this model: nothing can be sampled or learned from this one",
-        )
-    return model
-
-
-def shard(
-    model: Backbone,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    *,
-    small: int = SMALL,
-    exact: Iterable[nn.Module] = (),
-    offload: bool = False,
-) -> bool:
-    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
-
-    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
-
-    Args:
-        model: on the CPU or on the device of the mesh; its parameters move there.
-        mesh: one dimension, all ranks.
-        dtype: type of forward and backward.
-        small: models with fewer parameters than this become one unit.
-        exact: modules of the model that run in float32 whatever `dtype` is; they do not overlap.
-        offload: shards and gradients lie on the host, and each unit is on the device only while it computes. On a CPU
-            there is no other memory to go to, and nothing changes.
-
-    Returns:
-        True when the model became one unit that stays whole between forward and backward.
-    """
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    offload = offload and mesh.device_type != "cpu"
-    place = CPUOffloadPolicy() if offload else OffloadPolicy()
-    whole = not offload and sum(parameter.numel() for parameter in model.parameters()) < small
-    if not whole:
-        for layer in reversed(decoder_layers(model.model)):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
-    if dtype != torch.float32:
-        float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        for module in exact:
-            fully_shard(module, mesh=mesh, mp_policy=float32, offload_policy=place, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
-    assert isinstance(model, FSDPModule)
-    return whole
 
 
 class RowModel:
-    """A module over rows of tokens.
+    """A module over rows of tokens: sharded by `shard`, it takes a `Microbatch` and returns arrays of shape (n,)."""
 
-    Args:
-        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,).
-        ranks: the ranks of this learner.
-        limits: of rows and micro-batches.
-        vocabulary: token ids are below.
-
-    Attributes:
-        limits: of rows and micro-batches.
-        vocabulary: token ids are below.
-    """
-
-    def __init__(self, module: nn.Module, ranks: Ranks, limits: Limits, *, vocabulary: int) -> None:
-        self.ranks = ranks
-        self.limits, self.vocabulary = limits, vocabulary
+    def __init__(self, module: Backbone, ranks: Ranks, limits: Limits) -> None:
+        self.ranks, self.limits, self.vocabulary = ranks, limits, module.vocabulary
         self._module = module
         with torch.no_grad():
             # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
             self._forward(dummy())
         self._reshard()
 
-    def misfit(self, batch: Sequence[TrainSample]) -> ValueError | None:
-        """Why samples do not fit the model (unknown token, too long), None when they do. Not collective."""
+    def check_samples(self, batch: Sequence[TrainSample]) -> None:
+        """Raise a ValueError when a sample does not fit the model: unknown token, too long. Not collective."""
         if not batch:
-            return None
+            return
         # One look at all token ids first: it is what every good batch costs.
         ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
         known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
             if sample.width > self.limits.longest:
-                return ValueError(
+                raise ValueError(
                     f"group {sample.group_id}: {sample.width} tokens, the model takes {self.limits.longest}"
                 )
             both = () if known else np.concatenate([sample.prompt, sample.tokens])
             if any(token < 0 or token >= self.vocabulary for token in both):
-                return ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
-        return None
+                raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
 
     def _reshard(self) -> None:
         """Give the gathered parameters back: afterwards the shards are all there is."""
@@ -179,11 +92,13 @@ class RowModel:
         Raises:
             ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
-        error = self.misfit(batch)
-        parts = [] if error else layout(batch, self.limits)
-        passes, refused = self.ranks.all_max(len(parts), int(error is not None))
-        if error:
-            raise error
+        try:
+            self.check_samples(batch)
+        except ValueError:
+            self.ranks.all_max(0, 1)
+            raise
+        parts = layout(batch, self.limits)
+        passes, refused = self.ranks.all_max(len(parts), 0)
         if refused:
             raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
         return parts + [dummy()] * (passes - len(parts))
@@ -200,6 +115,17 @@ class RowModel:
             **options,
         )
 
+    @torch.no_grad()
+    def _compute(self, batch: Sequence[TrainSample], results: int = 1, **options: Any) -> list[list[Float32Array]]:
+        """So many results of the module: for each an array per sample, with a number per sampled token. Collective."""
+        found = [[np.zeros(0, dtype=np.float32) for _ in batch] for _ in range(results)]
+        for part in self._agree(batch):
+            values = self._forward(part, **options)
+            for array, column in zip(values if isinstance(values, tuple) else (values,), found, strict=False):
+                if array is not None:
+                    part.deal_out(array.cpu().numpy(), column)
+        return found
+
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
 
@@ -210,12 +136,7 @@ _PROBE = "Two plus 34 is thirty-six; naïve?"
 def check_fit(key: str, path: str, module: RowModel, actor: RowModel, model: ModelConfig) -> None:
     """Refuse a second model that takes shorter sequences, fewer token ids or other ones than the policy.
 
-    Args:
-        key: of the configuration, that names the second model.
-        path: of the second model.
-        module: the second model.
-        actor: the policy.
-        model: of the policy, as configured.
+    `key` of the configuration names the `path` of the second model; `model` is the section of the policy.
 
     Raises:
         ConfigError: it does not fit.
@@ -259,31 +180,20 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-class TrainableModel(RowModel):
+class TrainableModel(RowModel, Generic[SumsT]):
     """A module over rows of tokens, with its optimizer.
 
     Args:
-        module: sharded by `sharding.shard`; takes the arrays of a `Microbatch` and returns tensors of shape (n,). Its
-            Hugging Face model is below `model.`.
-        config: learning rate and the other settings of the optimizer, clip norm.
-        ranks: the ranks of this learner.
-        limits: of rows and micro-batches.
-        vocabulary: token ids are below.
+        kind: statistics that `_backward` adds up in `_sums`.
         whole: the module is one FSDP unit that stays whole between forward and backward.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        config: LearnerConfig,
-        ranks: Ranks,
-        limits: Limits,
-        *,
-        vocabulary: int,
-        whole: bool,
+        self, module: Backbone, config: LearnerConfig, ranks: Ranks, limits: Limits, *, kind: type[SumsT], whole: bool
     ) -> None:
-        super().__init__(module, ranks, limits, vocabulary=vocabulary)
-        self._whole = whole
+        super().__init__(module, ranks, limits)
+        self._whole, self._kind = whole, kind
+        self._sums = torch.zeros(len(kind.names()), dtype=torch.float64, device=ranks.device)
         self._fsdp.set_reshard_after_backward(not whole)
         named = {
             self._name_of(name.removeprefix(_PREFIX)): parameter
@@ -309,9 +219,28 @@ class TrainableModel(RowModel):
         """Sharded parameters that are trained, by Hugging Face name; tied ones appear once."""
         return dict(self._parameters)
 
+    def apply_update(self, size: int) -> UpdateStats[SumsT]:
+        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+
+        The gradient is clipped to `learner.clip_norm`. When its norm is not finite, the update is skipped and reported.
+        Without any accumulated gradient the gradient is zero, and AdamW moves on its momentum.
+
+        Args:
+            size: what the accumulated sum is divided by, at least 1 and the same on all ranks. For the actor it is
+                `Recipe.normaliser`: with `token_mean` the sampled tokens of all ranks, those of zero-advantage samples
+                included. For a critic it is the sampled tokens of all ranks.
+        """
+        if size < 1:
+            raise ValueError(f"an update needs the token count of its step, got {size}")
+        stats = self._optimizer.step(size, self._sums, self._kind, self._lr_factor)
+        self._reshard()
+        self._sums.zero_()
+        return stats
+
     def discard(self) -> None:
         """Forget the accumulated gradient."""
         self._optimizer.zero()
+        self._sums.zero_()
 
     def to_host(self) -> None:
         """Give the device's memory of weights and moments back; nothing else may be called until `to_device`.
@@ -342,16 +271,19 @@ class TrainableModel(RowModel):
         self._reshard()
         self.discard()
 
+    def _lr_factor(self, trained: SumsT) -> float:
+        """Factor of the learning rate of an update with these statistics."""
+        del trained
+        return 1.0
+
     def _name_of(self, name: str) -> str:
         """Name of a parameter in versions and checkpoints; `name` is the one it has in the model."""
         return name
 
     def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:
-        """Add the gradient of the loss of all parts.
+        """Add the gradient of the loss of all parts that `_agree` returned.
 
-        Args:
-            parts: as `_agree` returned them.
-            loss: sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
+        The loss is a sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
         """
         for place, part in enumerate(parts):
             # A whole model keeps its gradients unsharded between the passes and reduces them once.

@@ -43,9 +43,7 @@ def rows_of(size: int, rank: int, world: int) -> slice:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointShard:
     """Write one rank's tensors durably, read the file back, and describe it in a note beside it (`NAME.json`).
 
-    Args:
-        path: file to write; it may exist from an attempt that failed.
-        tensors: this rank's tensors, on the CPU. Nobody may write to them meanwhile.
+    The tensors lie on the CPU, and nobody may write to them meanwhile. A file of an attempt that failed is replaced.
 
     Raises:
         OSError: the disk is full or broken.
@@ -139,15 +137,7 @@ class WriteProgress(IntEnum):
 
 
 class RankState:
-    """This rank's share of the checkpoints of a learner.
-
-    Attributes:
-        parts: what is saved and loaded, by name; the same names on every rank.
-
-    Args:
-        ranks: the ranks of this learner.
-        parts: as the attribute.
-    """
+    """This rank's share of the checkpoints of a learner: `parts` by name, the same names on every rank."""
 
     def __init__(self, ranks: Ranks, parts: Mapping[str, Part]) -> None:
         self.parts: dict[str, Part] = dict(parts)
@@ -239,11 +229,7 @@ def _written(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 class ShardReader:
-    """The state in the files of a checkpoint, tensor by tensor.
-
-    Args:
-        shards: open files, by rank.
-    """
+    """The state in the open files of a checkpoint, tensor by tensor."""
 
     def __init__(self, shards: Sequence[Any]) -> None:
         self._holders: dict[str, list[Any]] = {}

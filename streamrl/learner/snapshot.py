@@ -38,10 +38,7 @@ class Copies:
     """Memory of the host that snapshots are copied into, again and again: fresh memory costs six times the copy.
 
     Args:
-        parameters: sharded parameters by Hugging Face name.
-        dtype: what they are cast to.
         sets: snapshots that somebody may still read: a snapshot is overwritten by the one that comes `sets` after it.
-        adapter: the parameters are those of this adapter alone.
     """
 
     def __init__(
@@ -59,11 +56,7 @@ class Copies:
 
     @torch.no_grad()
     def take(self, changed: Rows | None = None) -> PolicySnapshot:
-        """Copy this rank's rows. Not collective: nothing travels between ranks.
-
-        Args:
-            changed: makes the rows that are copied of this rank's own; None: they are copied as they are.
-        """
+        """Copy this rank's rows, or what `changed` makes of them. Not collective: nothing travels between ranks."""
         started = time.monotonic()
         rows = {name: parameter.to_local().detach() for name, parameter in self._rows.items()}
         copies = self._sets.popleft() if len(self._sets) == self._most else [self._room(row) for row in rows.values()]

@@ -24,12 +24,14 @@ from streamrl.config import RunConfig
 from streamrl.learner.algorithms.advantages import normalise
 from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.kl import KlController, penalties
+from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.algorithms.tokens import TokenSums
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.critic import Critic, CriticStats, make_critic
+from streamrl.learner.critic import Critic, make_critic
 from streamrl.learner.groups import group_data
-from streamrl.learner.policy import Actor, UpdateStats
+from streamrl.learner.optimizer import UpdateStats
+from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Reference, make_reference
 from streamrl.wire import Float32Array
@@ -40,14 +42,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(kw_only=True, slots=True)
 class Models:
-    """What one rank computes with.
-
-    Attributes:
-        actor: the policy.
-        critic: the value function, None without one.
-        reference: the reference policy, None without one.
-        kl: coefficient of the KL term.
-    """
+    """What one rank computes with; critic and reference are None where the algorithm has none."""
 
     actor: Actor
     critic: Critic | None = None
@@ -120,25 +115,18 @@ class StepStats:
     lr: float
     kl_coefficient: float
     trained: TokenSums
-    critic: tuple[CriticStats, ...]
+    critic: tuple[UpdateStats[ValueSums], ...]
 
     @classmethod
     def of(
         cls,
-        updates: Sequence[UpdateStats],
+        updates: Sequence[UpdateStats[TokenSums]],
         *,
         kl_coefficient: float,
-        critic: Sequence[CriticStats] = (),
+        critic: Sequence[UpdateStats[ValueSums]] = (),
         failed: bool = False,
     ) -> StepStats:
-        """Put the updates of a step together.
-
-        Args:
-            updates: of the actor, applied or not; none while only the critic learns.
-            kl_coefficient: factor of the KL term.
-            critic: updates of the critic, applied or not.
-            failed: the step could not be computed.
-        """
+        """Put the updates of a step together, applied or not; `failed`: the step could not be computed."""
         applied = [stats for stats in updates if not stats.skipped]
         learnt = tuple(stats for stats in critic if not stats.skipped)
         count = max(1, len(applied))
@@ -168,10 +156,7 @@ def stream(models: Models, batch: Sequence[TrainSample], step: int) -> None:
 def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats:
     """Update the actor with all micro-batches of the step.
 
-    Args:
-        models: of this rank.
-        tokens: sampled tokens of the step on all ranks, those of groups that no rank computes included.
-        responses: of the step, likewise.
+    Tokens and responses are those of the step on all ranks, those of groups that no rank computes included.
     """
     size = models.recipe.normaliser(tokens=tokens, responses=responses)
     return StepStats.of([models.actor.apply_update(size)], kl_coefficient=models.kl_coefficient)
@@ -191,11 +176,8 @@ def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
 def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence[TrainSample], step: int) -> StepStats:
     """All updates of a step. When advantages cannot be computed on some rank, none is applied: `skipped`.
 
-    Args:
-        models: of this rank.
-        group_ids: of all groups of the step on all ranks; the same order everywhere.
-        samples: this rank's share, as `collect` returned them.
-        step: of the learner, before the update.
+    `group_ids` are all groups of the step on all ranks, in the same order everywhere; `samples` are this rank's, as
+    `collect` returned them; `step` is that of the learner, before the update.
     """
     actor, critic, recipe, coefficient = models.actor, models.critic, models.recipe, models.kl_coefficient
     estimated = _estimate(models, samples)
@@ -203,8 +185,8 @@ def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence
         return StepStats.of([], kl_coefficient=coefficient, failed=True)
     limits = _limits(models, estimated, step)
     counts = _counts(actor.ranks, group_ids, estimated)
-    policy_updates: list[UpdateStats] = []
-    critic_updates: list[CriticStats] = []
+    policy_updates: list[UpdateStats[TokenSums]] = []
+    critic_updates: list[UpdateStats[ValueSums]] = []
     for chosen in _mini_batches(recipe, group_ids, step):
         batch = [sample for sample in estimated if sample.group_id in chosen]
         tokens, responses = (int(count) for count in counts[[group_id in chosen for group_id in group_ids]].sum(axis=0))

@@ -53,12 +53,8 @@ class Start:
     ) -> Meta:
         """Meta data of a checkpoint of this learner: the lineage of the loaded one, and what was added since.
 
-        Args:
-            step: updates in the weights.
-            version: greatest number used so far.
-            digest: of all groups whose gradients are in the weights.
-            links: what `Lineage.mark` says.
-            model: `model.path` of the run.
+        `version` is the greatest number used so far, `digest` is of all groups whose gradients are in the weights, and
+        `links` are what `Lineage.mark` says.
         """
         before = self.meta
         return Meta(
@@ -80,12 +76,6 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
 
     Before `resume` it writes only the fence, and the cursor of a Redis that lost its data. Each call is another
     learner with a new epoch.
-
-    Args:
-        ledger: the training ledger.
-        checkpoints: of the run.
-        kind: of checkpoints that this learner writes.
-        model: `model.path` of the run.
 
     Raises:
         Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do
@@ -116,7 +106,7 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
 
 
 def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
-    """Raise `Refused` when Redis retired groups for a checkpoint and none that holds them can be loaded."""
+    """Refuse to go on when Redis retired groups for a checkpoint and none that holds them can be loaded."""
     if meta is None and parse_name(fence.checkpoint) != NOWHERE:
         raise Refused(
             f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"
@@ -126,7 +116,7 @@ def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
 
 
 def check_fit(meta: Meta, kind: Kind, model: str) -> None:
-    """Raise `Refused` when a checkpoint is of another format, kind or model than this learner can go on from."""
+    """Refuse a checkpoint of another format, kind or model than this learner can go on from."""
     name = f"ckpt-{meta.name}"
     if meta.format != FORMAT:
         raise Refused(
@@ -147,7 +137,7 @@ def check_fit(meta: Meta, kind: Kind, model: str) -> None:
 
 
 def check_digest(meta: Meta, trained: list[int]) -> None:
-    """Raise `Refused` when the ids of the chain are not those whose gradients the weights hold."""
+    """Refuse a chain whose ids are not those whose gradients the weights hold."""
     digest = TrainedDigest()
     digest.add(trained)
     if (digest.count, digest.hexdigest) != (meta.count, meta.digest):

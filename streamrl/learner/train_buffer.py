@@ -74,13 +74,6 @@ class TrainBuffer:
         untrained: closed groups in Redis that can still be trained, at the last reading.
         changed: set after each reading; who waits for it clears it.
         archive: gets every group that is read, before anything is decided about it.
-
-    Args:
-        ledger: the training ledger.
-        config: of the run.
-        start: where this learner goes on.
-        opener: decodes and checks groups.
-        archive: of the run.
     """
 
     def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener, archive: Archive) -> None:
@@ -171,13 +164,10 @@ class TrainBuffer:
             await self._drop(sorted(stale), "stale")
 
     def set_equal_aside(self, room: int) -> int:
-        """Take out the groups with equal rewards among those that `choose` looks at; returns how many.
+        """Take out the groups with equal rewards among those that `choose(room)` looks at; returns how many.
 
         They keep their places until `drop_equal`: whoever fills one while the step is open samples with the weights
         before, and a step with fewer groups than places would leave those samples one step more to age.
-
-        Args:
-            room: free places in the step.
         """
         equal = [group.group_id for group in self._nearest(room) if group.zero_variance]
         for group_id in equal:

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import torch
 
+from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.losses import LossResult
 from streamrl.learner.algorithms.tokens import Tokens
 
 
-def tokens_of(
-    logprobs,
-    old,
-    advantages,
+def make_tokens(
+    theta,
+    proximal,
+    behaviour,
+    advantages=None,
     *,
+    base="decoupled",
     counts=None,
-    behaviour=None,
-    dtype: torch.dtype = torch.float64,
+    ages=None,
+    dtype=torch.float64,
+    **more,
 ) -> Tokens:
-    """Tokens of responses with `counts` tokens, one each when left out."""
-    columns = [torch.as_tensor(column, dtype=dtype) for column in (logprobs, old, advantages)]
-    counts = torch.as_tensor([1] * len(columns[0]) if counts is None else counts)
+    """Tokens under three policies: of one response, fresh, and with advantages of 1 where nothing else is said."""
+    theta, proximal, behaviour = (torch.as_tensor(column, dtype=dtype) for column in (theta, proximal, behaviour))
+    counts = torch.as_tensor([len(theta)] if counts is None else counts)
+    ages = torch.zeros(len(theta), dtype=torch.int64) if ages is None else torch.as_tensor(ages)
     return Tokens(
-        logprobs=columns[0],
-        old=columns[1],
-        proximal=columns[1],
-        behaviour=columns[1] if behaviour is None else torch.as_tensor(behaviour, dtype=dtype),
-        advantages=columns[2],
+        logprobs=theta,
+        old=old_logprobs(base, proximal, behaviour, ages),
+        proximal=proximal,
+        behaviour=behaviour,
+        advantages=torch.ones_like(theta) if advantages is None else torch.as_tensor(advantages, dtype=theta.dtype),
         sequence=torch.arange(len(counts)).repeat_interleave(counts),
         counts=counts,
-        ages=torch.zeros(len(columns[0])),
+        ages=ages,
+        **{name: torch.as_tensor(value, dtype=dtype) for name, value in more.items()},
     )
+
+
+def tokens_of(logprobs, old, advantages, *, counts=None, behaviour=None, dtype=torch.float64) -> Tokens:
+    """Tokens around an old policy, one response each when `counts` is left out."""
+    counts = [1] * len(logprobs) if counts is None else counts
+    return make_tokens(logprobs, old, old if behaviour is None else behaviour, advantages, counts=counts, dtype=dtype)
 
 
 def with_logprobs(tokens: Tokens, logprobs: torch.Tensor) -> Tokens:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.batch import BLOCK, PADDING, PASS_TOKENS, WIDTH_STEP, Limits, TrainSample, layout
+from streamrl.learner.batch import BLOCK, PADDING, Limits, TrainSample, layout
 
 LIMITS = st.builds(
     Limits,
@@ -63,18 +63,6 @@ def past(part, row, column):
     visible = [c for c in range(column + 1) if segments[c] in mine]
     assert [int(places[c]) for c in visible] == list(range(len(visible)))
     return [int(part.input_ids[row, c]) for c in visible]
-
-
-@settings(max_examples=150, deadline=None)
-@given(BATCHES, LIMITS)
-def test_sizes_are_bounded_and_padding_is_small(batch, limits):
-    for part in layout(batch, limits):
-        rows, width = part.input_ids.shape
-        assert rows == 1 or rows * width <= limits.tokens
-        assert width % WIDTH_STEP == 0 or width == limits.longest
-        assert (part.segments == PADDING).sum() <= PASS_TOKENS + rows * (WIDTH_STEP - 1)
-        if part.shared:
-            assert width <= -(-limits.shared // WIDTH_STEP) * WIDTH_STEP
 
 
 def test_shared_rows_compute_a_prompt_once():

@@ -1,7 +1,5 @@
 """The critic on one rank: against plain transformers and plain AdamW, and that it learns."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,7 @@ from value_kit import plain_values, value_batch
 from weights_kit import full_tensors
 
 from streamrl.errors import ConfigError
-from streamrl.learner.critic import Critic, make_critic
-from streamrl.learner.policy import Actor
+from streamrl.learner.critic import Critic
 
 
 @pytest.fixture
@@ -92,8 +89,8 @@ def test_one_update_equals_plain_adamw(make, model_of, share):
     torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0).step()
     stats = critic.update_critic(batch)
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-    assert stats.sums.mean("loss") == pytest.approx(total.item() / count_tokens(batch), rel=1e-5)
-    assert 0 < stats.sums.clipped < stats.sums.tokens == count_tokens(batch)
+    assert stats.trained.mean("loss") == pytest.approx(total.item() / count_tokens(batch), rel=1e-5)
+    assert 0 < stats.trained.clipped < stats.trained.tokens == count_tokens(batch)
     expected = dict(model.named_parameters()) | {f"value_head.{name}": p for name, p in head.named_parameters()}
     found = full_tensors(critic)
     assert found.keys() == expected.keys()
@@ -105,7 +102,7 @@ def test_it_learns_a_small_known_value_function(make):
     critic = make("Qwen2", lr=1e-3, critic={"lr": 5e-3, "clip": 0})
     for step in range(40):
         stats = critic.update_critic(value_batch(step))
-    assert stats.sums.mean("loss") < 0.02
+    assert stats.trained.mean("loss") < 0.02
     fresh = value_batch(999)
     found, expected = np.concatenate(critic.compute_values(fresh)), np.concatenate([item.returns for item in fresh])
     assert np.abs(found - expected).mean() < 0.25
@@ -119,7 +116,7 @@ def test_pieces_and_order_do_not_matter(make):
         for part in (batch[10:], [], batch[:3], batch[3:10]):
             pieces.accumulate(part)
         second = pieces.apply_update(count_tokens(batch))
-        assert first.sums.loss == pytest.approx(second.sums.loss, rel=1e-5)
+        assert first.trained.loss == pytest.approx(second.trained.loss, rel=1e-5)
         assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
 
 
@@ -135,15 +132,6 @@ def test_state_goes_on_bit_for_bit_and_discard_forgets(make):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_said(make):
-    critic = make()
-    before = critic.shard_state()
-    batch = [replace(sample, returns=np.full(len(sample.tokens), np.inf, np.float32)) for sample in value_batch(5)]
-    assert critic.update_critic(batch).skipped
-    after = critic.shard_state()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_bfloat16_with_a_head_in_float32(make):
     critic = make("Llama", dtype="bfloat16", critic={"lr": 5e-3}, lr=1e-3)
     put_head(critic)
@@ -151,29 +139,10 @@ def test_bfloat16_with_a_head_in_float32(make):
     found = np.concatenate(critic.compute_values(batch))
     rounded = torch.from_numpy(found).bfloat16().float().numpy()
     assert (found != rounded).mean() > 0.5, "the head rounds to bfloat16"
-    before = critic.update_critic(batch).sums.loss
+    before = critic.update_critic(batch).trained.loss
     for _ in range(10):
-        after = critic.update_critic(batch).sums.loss
+        after = critic.update_critic(batch).trained.loss
     assert after < before / 2
-
-
-def test_it_goes_to_the_host_and_back(make):
-    critic = make()
-    put_head(critic)
-    batch = value_batch(8)
-    before = critic.compute_values(batch)
-    for _ in range(2):
-        critic.to_host()
-    for _ in range(2):
-        critic.to_device()
-    assert all(np.array_equal(a, b) for a, b in zip(before, critic.compute_values(batch), strict=True))
-
-
-def test_a_critic_that_does_not_fit_the_policy_is_refused(one_rank, model_of):
-    settings = {"advantage": {"use": "gae"}, "critic": {"kind": "model", "path": str(model_of("GPT2"))}}
-    config = run_config(model_of("Qwen2"), **settings)
-    with pytest.raises(ConfigError, match=r"learner.critic.path .* takes 70 tokens, the policy 128"):
-        make_critic(config, one_rank, Actor(config, one_rank))
 
 
 def test_a_critic_that_is_not_there_is_named_by_its_key(make, tmp_path):

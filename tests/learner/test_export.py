@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_policy import make_batch, run_config
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
@@ -59,6 +60,12 @@ def same(folder, tensors) -> None:
         assert torch.equal(loaded[name], tensor), name
 
 
+def tokenizer(folder) -> None:
+    raw = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>").save_pretrained(folder)
+
+
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama", "GPTNeoX", "GPT2", "Gemma2", "Qwen3Moe"])
 @pytest.mark.parametrize("several", [False, True])
 def test_plain_transformers_loads_what_was_trained(tmp_path, model_of, one_rank, monkeypatch, kind, several):
@@ -66,7 +73,9 @@ def test_plain_transformers_loads_what_was_trained(tmp_path, model_of, one_rank,
     actor = train(config, one_rank)
     if several:
         monkeypatch.setattr("streamrl.learner.export._FILE_BYTES", 20_000)
+    tokenizer(model_of(kind))
     found = export(save(tmp_path / "c", actor, config, world=3 if several else 1), config, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("ab") == [1, 2]
     assert (len(found.files) > 1) == several
     assert found.checkpoint == "1-2"
     same(tmp_path / "out", full_tensors(actor))

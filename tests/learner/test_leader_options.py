@@ -11,6 +11,7 @@ import pytest
 from leader_kit import DEADLINE
 from playing import reward
 
+from streamrl.learner.lineage import read_record
 from streamrl.queues.ledger import ZERO_VARIANCE
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
@@ -153,3 +154,35 @@ async def test_two_ranks_know_the_ages_of_tokens(run, tmp_path):
         # Groups with equal rewards, which nobody computes, count as well.
         assert line["lr"] == pytest.approx(1e-3 / (1 + line["staleness_mean"]) ** 0.5, rel=1e-6), line["staleness"]
     assert (await run.audit()).trained == 16
+
+
+async def test_remax_trains_all_responses_but_the_greedy_one(run):
+    run.configure(advantage={"use": "remax"}, steps=3)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        steps = run.steps()
+        assert [line["step"] for line in steps] == [1, 2, 3]
+        assert all(sum(line["lengths_trained"].values()) == 12 for line in steps)
+        assert all(line["grad_norm"] > 0 and not line["skipped"] for line in steps)
+        found = await run.audit()
+        assert found.trained == 12
+    for frame in read_record(run.run_dir, run.newest().record):
+        assert frame["rewards"] == [reward(frame["gid"], sample) for sample in range(3)]
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        {"advantage": {"use": "grpo_batch_std"}},
+        {"advantage": {"use": "egpo", "args": {"mode": "bonus", "part": "joint"}}},
+    ],
+    ids=lambda learner: learner["advantage"]["use"],
+)
+async def test_estimators_that_need_the_whole_step(run, learner):
+    run.configure(**learner, steps=2)
+    async with run.play():
+        assert await run.learn() == 0, run.log()
+        steps = run.steps()
+        assert [line["step"] for line in steps] == [1, 2]
+        assert all(line["grad_norm"] > 0 and not line["skipped"] for line in steps)
+        assert (await run.audit()).trained == 8

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from weights_kit import export, full_tensors
 
 from streamrl.errors import ConfigError, Refused
+from streamrl.learner.loading import load_model
 from streamrl.learner.lora import Lora
 from streamrl.learner.policy import Actor
-from streamrl.learner.sharding import load_model
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import read_manifest
@@ -99,7 +99,7 @@ def test_without_its_adapter_the_model_is_the_base_and_goes_on_learning_afterwar
     base, actor = make(lora={"rank": 0}), make(small=small)
     train(actor)
     before = logprobs(actor, batch)
-    with actor.adapter_disabled():
+    with actor.lora.disabled():
         assert np.array_equal(logprobs(actor, batch), logprobs(base, batch))
     assert np.array_equal(logprobs(actor, batch), before)
     twin = make(small=small)
@@ -218,20 +218,6 @@ def test_an_adapter_version_holds_the_adapter_and_says_which(make, tmp_path):
     assert all(torch.equal(held[name], tensor) for name, tensor in adapter_of(actor).items())
 
 
-def test_an_export_holds_the_merged_model_and_the_adapter(make, model_of, tmp_path):
-    actor = make()
-    train(actor)
-    export(actor, tmp_path / "out")
-    merged = full_tensors(actor)
-    loaded = dict(plain(tmp_path / "out").named_parameters())
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in merged.items())
-    theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out" / "adapter")
-    ids = torch.arange(9)[None]
-    torch.testing.assert_close(theirs(ids).logits, plain(tmp_path / "out")(ids).logits, rtol=1e-4, atol=1e-5)
-    held = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
-    assert held.keys() == actor.parameters.keys()
-
-
 @pytest.mark.parametrize("small", [1 << 26, 0])
 @pytest.mark.parametrize("dora", [False, True])
 def test_recomputed_activations_give_the_same_adapter(make, dora, small):
@@ -253,13 +239,3 @@ def test_the_average_of_an_adapter_is_exported_merged(make, model_of, tmp_path):
     theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out" / "adapter").merge_and_unload()
     for name, tensor in plain(tmp_path / "out").named_parameters():
         torch.testing.assert_close(tensor, theirs.get_parameter(name), rtol=1e-6, atol=1e-6, msg=name)
-
-
-def test_off_the_device_and_back(make):
-    actor, batch = make(), make_batch(2)
-    train(actor)
-    before = logprobs(actor, batch)
-    actor.to_host()
-    assert all(not p.to_local().untyped_storage().nbytes() for p in actor.published.values())
-    actor.to_device()
-    assert np.array_equal(logprobs(actor, batch), before)

@@ -34,11 +34,9 @@ def test_views_and_optimizer_go_on_bit_for_bit_as_if_nothing_had_moved():
 def test_repeats_do_nothing_and_shared_storages_move_once():
     tensor = torch.arange(10.0)
     offload = Offload([tensor, tensor[2:], tensor.view(2, 5)])
-    assert offload.nbytes == 40
     for _ in range(2):
         offload.to_host()
         assert tensor.untyped_storage().nbytes() == 0
-        assert offload.nbytes == 40
     for _ in range(2):
         offload.to_device()
         assert tensor.untyped_storage().nbytes() == 40

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import Refused
+from streamrl.learner.algorithms.tokens import Sums
 from streamrl.learner.optimizer import ShardedAdamW, learning_rate
 
 
@@ -76,13 +77,13 @@ def average(optimizer):
     return {name.removeprefix("ema/"): rows for name, rows in optimizer.state().items() if name.startswith("ema/")}
 
 
-def train(optimizer, parameters, steps, lr_factor=None):
+def train(optimizer, parameters, steps, lr_factor=lambda _: 1.0):
     for step in range(steps):
         torch.manual_seed(step)
         for parameter in parameters.values():
             gradient = torch.randn(parameter.to_local().shape)
             parameter.grad = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements)
-        optimizer.step(1, torch.zeros(0, dtype=torch.float64), lr_factor)
+        optimizer.step(1, torch.zeros(2, dtype=torch.float64), Sums, lr_factor)
 
 
 def test_the_average_is_the_recurrence_and_begins_at_the_first_weights(one_rank):

@@ -50,7 +50,18 @@ PHASES = {
     "while the last checkpoint is written": f"{FILES}:write_shard:before:4",
     "before the end is written": "streamrl.learner.leader:write_finished:before:1",
 }
-QUICK = ("after backward", "in the background write, before the file", "after the rename")
+CRITIC_PHASES = {
+    "the actor has learnt, its critic not": "streamrl.learner.policy:Actor.apply_update:after:4",
+    "both have learnt": "streamrl.learner.critic:Critic.apply_update:after:4",
+    "values are computed": "streamrl.learner.critic:Critic.compute_values:after:3",
+}
+QUICK = (
+    "after backward",
+    "after consume",
+    "in the background write, before the file",
+    "after the rename",
+    "before retire",
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +139,9 @@ async def test_killed_in_a_phase_it_goes_on_bit_for_bit(run, uninterrupted, phas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["before the update", "after consume", "shard written", "after the rename"])
+@pytest.mark.parametrize(
+    "phase", ["before the update", "after consume", "shard written", "after the rename", *CRITIC_PHASES]
+)
 async def test_so_do_a_critic_and_a_controller(run, with_everything, phase):
     run.configure(**EVERYTHING)
     await goes_on(run, phase, with_everything)
@@ -138,7 +151,7 @@ async def test_so_do_a_critic_and_a_controller(run, with_everything, phase):
 
 async def goes_on(run, phase, undisturbed):
     async with run.play():
-        assert await run.learn(PHASES[phase]) == -signal.SIGKILL, run.log()
+        assert await run.learn((PHASES | CRITIC_PHASES)[phase]) == -signal.SIGKILL, run.log()
         await run.audit()
         assert await run.learn() == 0, run.log()
         found = await run.audit()

@@ -78,9 +78,7 @@ def test_another_path_is_another_model(make, model_of):
     assert same(reference.compute_ref_log_prob(batch), llama.compute_log_prob(batch).logprobs)
 
 
-def test_a_reference_that_does_not_fit_is_refused(make, model_of, tmp_path):
-    with pytest.raises(ConfigError, match=r"learner.reference.path .* takes 70 tokens, the policy 128"):
-        make("Qwen2", reference={"path": str(model_of("GPT2"))})
+def test_a_reference_that_is_not_there_is_refused(make, tmp_path):
     with pytest.raises(ConfigError, match=r"learner.reference.path .*exists.* cannot be loaded"):
         make("Qwen2", reference={"path": str(tmp_path)})
 

@@ -5,18 +5,13 @@ import pytest
 
 from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.tokens import TokenSums
-from streamrl.learner.critic import CriticStats
-from streamrl.learner.policy import UpdateStats
+from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
 
 
-def actor(*, skipped: bool) -> UpdateStats:
+def update(kind, *, skipped: bool) -> UpdateStats:
     norm = np.nan if skipped else 1.0
-    return UpdateStats(update=1, loss=0.5, grad_norm=norm, lr=1e-3, skipped=skipped, trained=TokenSums())
-
-
-def critic(*, skipped: bool) -> CriticStats:
-    return CriticStats(grad_norm=np.nan if skipped else 1.0, lr=1e-3, skipped=skipped, sums=ValueSums())
+    return UpdateStats(update=1, loss=0.5, grad_norm=norm, lr=1e-3, skipped=skipped, trained=kind())
 
 
 @pytest.mark.parametrize(
@@ -35,7 +30,9 @@ def test_a_step_is_skipped_when_nothing_learnt_and_has_diverged_when_a_model_cou
     actors, critics, skipped, diverged
 ):
     stats = StepStats.of(
-        [actor(skipped=each) for each in actors], kl_coefficient=0.0, critic=[critic(skipped=each) for each in critics]
+        [update(TokenSums, skipped=each) for each in actors],
+        kl_coefficient=0.0,
+        critic=[update(ValueSums, skipped=each) for each in critics],
     )
     assert (stats.skipped, stats.diverged) == (skipped, diverged)
     assert stats.skipped_updates == sum(actors) + sum(critics)

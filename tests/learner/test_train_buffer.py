@@ -10,17 +10,15 @@ from playing import Player, make_config, reward
 
 from streamrl import wire
 from streamrl.archive.writer import Archive
-from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, is_over, write_finished
-from streamrl.learner.groups import GroupOpener, Unusable
-from streamrl.learner.lineage import Branch, EpochFile, TrainedDigest, trained_file
+from streamrl.learner.groups import GroupOpener
+from streamrl.learner.lineage import EpochFile, TrainedDigest, trained_file
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import Stage, TrainBuffer
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.queues.records import ClosedGroup
 
 
 @pytest.fixture
@@ -42,9 +40,9 @@ class Table:
         section = self.config.learner.model_copy(update=learner)
         self.config = self.config.model_copy(update={"learner": section})
 
-    async def buffer(self, misfit=lambda _: None) -> TrainBuffer:
+    async def buffer(self, check=lambda _: None) -> TrainBuffer:
         start = await self.start()
-        opener = GroupOpener(Recipe.of(self.config), misfit)
+        opener = GroupOpener(Recipe.of(self.config), check)
         return TrainBuffer(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
 
     async def start(self) -> Start:
@@ -287,8 +285,13 @@ async def test_a_foreign_message_is_a_dead_letter(table, payload):
     assert ids(buffer.choose(2, 0, last=False)) == [1, 2]
 
 
+def refuse_1(samples) -> None:
+    if samples[0].group_id == 1:
+        raise ValueError("too long")
+
+
 async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
-    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].group_id == 1 else None)
+    buffer = await table.buffer(refuse_1)
     await table.play()
     await buffer.refresh()
     letters = [letter for letter in await table.ledger.dead_letters() if letter.sample is None]
@@ -297,7 +300,7 @@ async def test_a_group_that_does_not_fit_the_model_is_a_dead_letter(table):
 
 async def test_dead_groups_that_are_to_be_replayed_are_more_data(table):
     table.player.end = 2
-    buffer = await table.buffer(lambda samples: ValueError("too long") if samples[0].group_id == 1 else None)
+    buffer = await table.buffer(refuse_1)
     await table.play()
     assert await buffer.ended()
     ended = Finished(reason="data", step=1, version=1, epoch=1, epochs=1)
@@ -400,52 +403,6 @@ async def test_the_doorbell_rings(table):
             await asyncio.wait_for(buffer.changed.wait(), 10)
     finally:
         following.cancel()
-
-
-def opened(closed, branch, **advantage):
-    config = RunConfig.model_validate({"model": {"path": "none"}, "learner": {"advantage": advantage}})
-    return GroupOpener(Recipe.of(config), lambda _: None)(closed, branch.step)
-
-
-def test_a_group_is_opened_with_its_numbers():
-    sample = wire.Sample(
-        tokens=wire.pack_int32([4, 5, 6]),
-        logprobs=wire.pack_float32([-1, -2, -3]),
-        runs=[(0, 3), (1, 5)],
-        finish="stop",
-    )
-    other = wire.Sample(tokens=wire.pack_int32([7]), logprobs=wire.pack_float32([-1]), runs=[(0, 5)], finish="stop")
-    closed = ClosedGroup(
-        group_id=9, size=3, attempt=0, version=3, crashes=0, causes={1: "engine"},
-        prompt=wire.encode(wire.Prompt(tokens=wire.pack_int32([1, 2]))),
-        samples={
-            0: (wire.encode(sample), wire.encode(wire.SampleScore(value=1.0))),
-            2: (wire.encode(other), wire.encode(wire.SampleScore(value=0.0))),
-        },
-    )  # fmt: skip
-    branch = Branch([], [], 1, 0)
-    branch.note(3, 10)
-    branch.note(5, 20)
-    group = opened(closed, branch, use="dr_grpo")
-    assert (group.tokens, group.prompt_tokens, group.mixed_version) == (4, 4, 1)
-    assert [sample.steps.tolist() for sample in group.samples] == [[10, 20, 20], [20]]
-    assert group.staleness(22) == {12: 1, 2: 3}
-    assert group.staleness(15) == {5: 1, 0: 3}
-    assert [sample.advantages.tolist() for sample in group.samples] == [[0.5] * 3, [-0.5]]
-    assert group.cost == 4 + 2  # prompt and response, without the last token, of each
-    # 0.1 + 0.2 is not 0.3 to a computer.
-    equal = iter([0.1 + 0.2, 0.3])
-    same = {
-        number: (payload, wire.encode(wire.SampleScore(value=next(equal))))
-        for number, (payload, _) in closed.samples.items()
-    }
-    flat = opened(ClosedGroup(**{**vars(closed), "samples": same}), branch)
-    assert flat.zero_gradient
-    assert flat.zero_variance
-    assert flat.cost == 0
-    broken = ClosedGroup(**{**vars(closed), "prompt": wire.encode(wire.Prompt(tokens=b""))})
-    with pytest.raises(Unusable, match="prompt"):
-        opened(broken, branch)
 
 
 def test_played_rewards_have_both_kinds():

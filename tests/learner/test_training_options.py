@@ -62,22 +62,6 @@ def test_the_average_is_exported_beside_the_model(make, tmp_path):
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["checkpoints", "model"]
 
 
-def test_a_checkpoint_with_its_average_goes_on_bit_for_bit(make):
-    first, second = make(ema=0.9), make(ema=0.9)
-    first.update_policy(make_batch(0))
-    second.load_shard_state(first.shard_state())
-    for actor in (first, second):
-        actor.update_policy(make_batch(1))
-    assert_bits(second.shard_state(), first.shard_state())
-
-
-def test_the_learning_rate_follows_the_schedule(make):
-    actor = make(lr=0.01, schedule="cosine", steps=4, warmup_steps=1, lr_floor=0.1)
-    rates = [actor.update_policy(make_batch(seed))[1].lr for seed in range(5)]
-    # Warm-up 1 of 1; then x = 0, 1/3, 2/3 and 1 after the last step.
-    assert rates == pytest.approx([0.01, 0.01, 0.01 * (0.1 + 0.9 * 0.75), 0.01 * (0.1 + 0.9 * 0.25), 0.001])
-
-
 def test_an_output_layer_in_float32_trains(make):
     """What it computes is judged by test_layers.py; here that it is the one that a sharded bfloat16 model uses."""
     batch = make_batch(0)

@@ -1,70 +1,73 @@
 """Two real processes under FSDP against one: the same weights, half of every parameter each, and no silent hang."""
 
-from pathlib import Path
-from types import SimpleNamespace
+import functools
 
+import plays
 import pytest
-import rank_process
 import torch
+from plays import ADAPTERS, RECIPES, UNITS
 from safetensors.torch import load_file
+from test_families import FAMILIES
+from test_families import same as same_gradients
 from tiny_policy import run_config, without_key_biases
 from transformers import AutoModelForCausalLM
-from world_kit import one_and_two, start
+from world_kit import TwoRanks, start
 
 from streamrl.errors import ConfigError
 from streamrl.learner.ranks import Ranks, choose_device
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
 
-SCRIPT = Path(__file__).parent / "rank_process.py"
-
-
-LONELY = """
-import sys, torch
-from streamrl.learner.ranks import Ranks
-try:
-    Ranks(rank=0, world=2, device=torch.device("cpu"), deadline=1, rendezvous=sys.argv[1])
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, model_of, one_rank):
-    """The results of one rank (in this process), of two ranks, and of a rank that waits for one that never comes."""
-    lonely = start(["-c", LONELY, f"file://{tmp_path_factory.mktemp('lonely') / 'rendezvous'}"])
-    found = one_and_two(rank_process, model_of("Qwen2"), one_rank, tmp_path_factory, 110)
-    output = lonely.communicate(timeout=110)[0]
-    assert lonely.returncode == 0, output
-    return SimpleNamespace(**vars(found), lonely=output)
+def two_ranks(tmp_path_factory):
+    made = TwoRanks(tmp_path_factory.mktemp("meet"))
+    yield made
+    made.close()
 
 
-def assert_same(ours, theirs):
-    ours, theirs = without_key_biases(load_file(ours)), without_key_biases(load_file(theirs))
+@pytest.fixture(scope="module")
+def played(two_ranks, model_of, one_rank, tmp_path_factory):
+    """What a play found by one rank and by two; each is played once."""
+
+    @functools.cache
+    def get(play, kind="Qwen2"):
+        return two_ranks.beside(play, model_of(kind), one_rank, tmp_path_factory.mktemp(play))
+
+    return get
+
+
+def assert_close(ours, theirs):
+    ours, theirs = without_key_biases(ours), without_key_biases(theirs)
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("units", ["whole", "layers"])
-def test_the_same_weights_as_one_rank(runs, units):
-    assert_same(runs.folders["two"] / f"{units}-0.safetensors", runs.folders["one"] / f"{units}-0.safetensors")
-    assert_same(runs.folders["two"] / f"{units}-0.safetensors", runs.folders["one"] / "whole-0.safetensors")
+def same_files(runs, file):
+    """Tensors of two ranks are those of one."""
+    assert_close(load_file(runs.folders["two"] / file), load_file(runs.folders["one"] / file))
 
 
-@pytest.mark.parametrize("units", ["whole", "layers"])
-def test_the_same_statistics_as_one_rank_on_both(runs, units):
+@pytest.mark.parametrize("units", UNITS)
+def test_the_same_weights_and_statistics_as_one_rank(played, units):
+    runs = played("policy")
+    same_files(runs, f"{units}-0.safetensors")
+    assert_close(*(load_file(runs.folders["one"] / f"{name}-0.safetensors") for name in (units, "whole")))
     first, second = (found[f"{units}.records"] for found in runs.two)
     assert first == second
-    assert len(first) == rank_process.STEPS
+    assert len(first) == plays.STEPS
     for ours, theirs in zip(first, runs.one[f"{units}.records"], strict=True):
         for key in ("loss", "norm", "tokens", "ess"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
+    assert [found[f"{units}.continued"] for found in (runs.one, *runs.two)] == [True] * 3, "bit for bit"
 
 
-@pytest.mark.parametrize("units", ["whole", "layers"])
-def test_two_ranks_hold_half_each(runs, units):
-    shapes = [found[f"{units}.shapes"] for found in runs.two]
+@pytest.mark.parametrize("units", UNITS)
+def test_two_ranks_hold_half_each(played, units):
+    shapes = [found[f"{units}.shapes"] for found in played("policy").two]
     assert shapes[0].keys() == shapes[1].keys()
     held = [0, 0]
     for name, (first, whole, placement) in shapes[0].items():
@@ -79,48 +82,46 @@ def test_two_ranks_hold_half_each(runs, units):
     assert abs(held[0] - held[1]) <= 32
 
 
-@pytest.mark.parametrize("units", ["whole", "layers"])
-def test_state_continues_bit_for_bit(runs, units):
-    assert [found[f"{units}.continued"] for found in (runs.one, *runs.two)] == [True] * 3
-
-
-def test_log_probs_of_each_rank_are_of_its_own_samples(runs):
+def test_log_probs_of_each_rank_are_of_its_own_samples(played):
+    runs = played("policy")
     both = [values for found in runs.two for values in found["whole.logprobs"]]
     for ours, theirs in zip(both, runs.one["whole.logprobs"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_export_of_two_ranks_is_whole(runs):
-    models = [AutoModelForCausalLM.from_pretrained(runs.folders[name] / "export") for name in ("one", "two")]
-    one, two = (without_key_biases(dict(model.named_parameters())) for model in models)
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-5)
+def test_export_of_two_ranks_is_whole(played):
+    folders = played("policy").folders
+    assert_close(
+        *(
+            dict(AutoModelForCausalLM.from_pretrained(folders[name] / "export").named_parameters())
+            for name in ("two", "one")
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_what_each_rank_writes_is_together_the_whole_model(runs, name):
-    folder = runs.folders[name] / "run" / "weights" / "v-1-1"
+def test_what_each_rank_writes_is_together_the_whole_model(played, name):
+    root = played("policy").folders[name]
+    folder = root / "run" / "weights" / "v-1-1"
     manifest = read_manifest(folder)
-    assert same_tensors(
-        dict(map_version(folder, manifest).tensors), load_file(runs.folders[name] / "published.safetensors")
-    )
+    ours, theirs = dict(map_version(folder, manifest).tensors), load_file(root / "published.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     world = 1 if name == "one" else 2
     assert {shard.file[:4] for shard in manifest.shards} == {f"r{rank:03}" for rank in range(world)}
     assert max(len(entry.parts) for entry in manifest.tensors) == world
 
 
-def same_tensors(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def test_a_batch_that_one_rank_refuses_stops_both(runs):
-    first, second = (found["refused"] for found in runs.two)
+@pytest.mark.parametrize("play", ["policy", "values"])
+def test_a_batch_that_one_rank_refuses_stops_both(played, play):
+    first, second = (found["refused"] for found in played(play).two)
     assert "another rank refused" in first
     assert second.startswith("ValueError: group 7")
+    assert "not in the vocabulary" in second
 
 
-def test_small_collectives(runs):
-    for found in runs.two:
+def test_small_collectives(played):
+    for found in played("policy").two:
         assert found["broadcast"] == [3, -(1 << 62), 5]
         assert found["broadcast_empty"] == []
         assert found["max"] == [1, 0]
@@ -128,12 +129,112 @@ def test_small_collectives(runs):
         assert found["sum"] == [4.0]
 
 
-def test_a_dead_rank_is_noticed(runs):
-    assert (runs.folders["two"] / "left.txt").read_text().startswith(("Unreachable", "DeadlineExceeded"))
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_ranks_learn_in_a_step_what_one_learns(played, name):
+    runs, number = played("steps"), list(RECIPES).index(name)
+    assert runs.two[0][name] == runs.two[1][name]
+    for ours, theirs in zip(runs.two[0][name], runs.one[name], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    same_files(runs, f"{number}-0.safetensors")
 
 
-def test_a_rank_that_never_comes_ends_the_wait(runs):
-    assert "DeadlineExceeded joining the process group of rank 0 of 2" in runs.lonely
+def test_each_recipe_did_something(played):
+    one = played("steps").one
+    assert min(record[4] for record in one["m2po over the step"]) > 0
+    first, second = one["kl in the reward, adaptive"]
+    assert second[3] < first[3] == 0.1, "there is no distance yet, so the coefficient falls"
+    warm, learning = one["gae with a critic"]
+    assert warm[1] == 0, "the policy waits for the critic"
+    assert learning[1] > 0
+    assert len(warm) == len(learning) == 5 + 2, "one value loss per pass"
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_a_critic_and_a_reference_are_those_of_one_rank(played, units):
+    runs = played("values")
+    for what in ("values", "reference", "norms"):
+        key = f"{units}.{what}"
+        assert runs.two[0][key] == runs.two[1][key]
+        assert runs.two[0][key] == pytest.approx(runs.one[key], rel=1e-5, abs=1e-5)
+    same_files(runs, f"{units}-critic-0.safetensors")
+    assert "value_head.weight" in load_file(runs.folders["two"] / f"{units}-critic-0.safetensors")
+    assert all(found[f"{units}.continued"] for found in (runs.one, *runs.two))
+
+
+@pytest.mark.parametrize("kind", [f"{name}-{units}" for name in ADAPTERS for units in UNITS])
+def test_an_adapter_is_that_of_one_rank(played, kind):
+    """The same merged weights, versions and statistics; each rank has half of it, and one may have no rows of A."""
+    runs = played("adapters")
+    same_files(runs, f"{kind}/merged.safetensors")
+    same_files(runs, f"{kind}/export/model.safetensors")
+    thin, held = kind.startswith("thin"), []
+    for folder in runs.folders.values():
+        version = folder / kind / "weights" / "v-1-1"
+        manifest = read_manifest(version)
+        assert manifest.kind == ("adapter" if thin else "full")
+        held.append(dict(map_version(version, manifest).tensors))
+    assert_close(*held)
+    if not thin:
+        assert_close(held[1], load_file(runs.folders["two"] / kind / "merged.safetensors"))
+    one, first, second = (found[kind] for found in (runs.one, *runs.two))
+    assert first["records"] == second["records"]
+    for ours, theirs in zip(first["records"], one["records"], strict=True):
+        for key in ("loss", "norm", "tokens"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+    for name, shape in one["parameters"].items():
+        halves = first["parameters"][name], second["parameters"][name]
+        assert halves[0][0] == -(-shape[0] // 2)
+        assert halves[0][0] + halves[1][0] == shape[0]
+    assert one["base_unchanged"]
+    assert first["base_unchanged"]
+    assert second["base_unchanged"]
+    # A rank that still writes takes part in the collective that the snapshot of the other one needs, which would hang.
+    assert [found["left_out"] for found in (one, first, second)] == [False, False, True]
+    assert [found["refused"] for found in (one, first, second)] == [[], [], [[1, 2]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_computes_what_it_computes_on_one_rank(played, kind):
+    folders = played("family", kind).folders
+    whole = load_file(folders["one"] / "whole-gradients.safetensors")
+    for world, units in (("one", "layers"), ("two", "whole"), ("two", "layers")):
+        same_gradients(load_file(folders[world] / f"{units}-gradients.safetensors"), whole)
+    for units in UNITS:
+        expected = load_file(folders["one"] / f"{units}-logprobs-0.safetensors")
+        found = {
+            index: values
+            for rank in (0, 1)
+            for index, values in load_file(folders["two"] / f"{units}-logprobs-{rank}.safetensors").items()
+        }
+        assert found.keys() == expected.keys()
+        for index, values in found.items():
+            torch.testing.assert_close(values, expected[index], rtol=1e-5, atol=1e-5, msg=f"{units} {index}")
+
+
+RANK = """
+import os, sys, torch
+from streamrl.learner.ranks import Ranks
+rank, deadline, rendezvous = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+try:
+    ranks = Ranks(rank=rank, world=2, device=torch.device("cpu"), deadline=deadline, rendezvous=rendezvous)
+    if rank == 0:
+        ranks.all_max(1)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)  # without a word to the other one
+"""
+
+
+def test_a_dead_rank_is_noticed(tmp_path):
+    pair = [start(["-c", RANK, rank, 90, f"file://{tmp_path / 'rendezvous'}"]) for rank in (0, 1)]
+    assert pair[0].communicate(timeout=110)[0].startswith(("Unreachable", "DeadlineExceeded"))
+    assert pair[1].communicate(timeout=110)[0] == ""
+
+
+def test_a_rank_that_never_comes_ends_the_wait(tmp_path):
+    lonely = start(["-c", RANK, 0, 1, f"file://{tmp_path / 'rendezvous'}"])
+    assert "DeadlineExceeded joining the process group of rank 0 of 2" in lonely.communicate(timeout=110)[0]
 
 
 def test_ranks_need_a_rendezvous_and_the_configured_number(tmp_path):

@@ -1,5 +1,8 @@
-"""The same script played by one rank in this process and by two ranks in processes of their own."""
+"""The same play by one rank in this process and by two ranks in processes of their own."""
 
+from __future__ import annotations
+
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import orjson
+import plays
 
 from streamrl.learner.ranks import RENDEZVOUS
 
@@ -14,23 +18,44 @@ from streamrl.learner.ranks import RENDEZVOUS
 def start(arguments, **variables):
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=sys.stderr, text=True)
 
 
-def one_and_two(player, model, one_rank, tmp_path_factory, seconds):
-    """What `player.play(model, folder, ranks)` left behind: its folders, and what each rank found.
+class TwoRanks:
+    """Two ranks of one learner over gloo, started once for all plays."""
 
-    Args:
-        player: the module of the script.
-        seconds: longest wait for the two ranks.
-    """
-    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    rendezvous = {"WORLD_SIZE": "2", RENDEZVOUS: f"file://{two / 'rendezvous'}"}
-    processes = [start([Path(player.__file__), model, two], RANK=str(rank), **rendezvous) for rank in (0, 1)]
-    player.play(model, one, one_rank)
-    outputs = [process.communicate(timeout=seconds)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    found = [
-        orjson.loads((folder / f"found-{rank}.json").read_bytes()) for folder, rank in ((one, 0), (two, 0), (two, 1))
-    ]
-    return SimpleNamespace(folders={"one": one, "two": two}, one=found[0], two=found[1:])
+    def __init__(self, folder: Path) -> None:
+        variables = {"WORLD_SIZE": "2", RENDEZVOUS: f"file://{folder / 'rendezvous'}"}
+        script = [Path(__file__).parent / "ranks_process.py"]
+        self.processes = [start(script, RANK=str(rank), **variables) for rank in (0, 1)]
+
+    def begin(self, play: str, model: Path, out: Path) -> None:
+        for process in self.processes:
+            process.stdin.write(json.dumps({"play": play, "model": str(model), "out": str(out)}) + "\n")
+            process.stdin.flush()
+
+    def end(self) -> None:
+        said = [process.stdout.readline().strip() for process in self.processes]
+        assert said == ["played"] * 2, said
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            process.wait(60)
+            process.stdout.close()
+
+    def beside(self, play: str, model: Path, one_rank, folder: Path) -> SimpleNamespace:
+        """What a play left behind: the folders of one and two ranks, and what each rank found."""
+        folders = {name: folder / name for name in ("one", "two")}
+        for path in folders.values():
+            path.mkdir()
+        self.begin(play, model, folders["two"])
+        getattr(plays, play)(model, folders["one"], one_rank)
+        self.end()
+        one, *two = (
+            orjson.loads((folders[name] / f"found-{rank}.json").read_bytes())
+            for name, rank in (("one", 0), ("two", 0), ("two", 1))
+        )
+        return SimpleNamespace(folders=folders, one=one, two=two)

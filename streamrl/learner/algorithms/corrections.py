@@ -171,12 +171,6 @@ def traits(**known: Any) -> Callable[[_G], _G]:
     return add
 
 
-def traits_of(function: GateFunction) -> Traits:
-    """Return the traits of a gate."""
-    found: Traits = getattr(function, "traits", _PLUGIN)
-    return found
-
-
 def at_level(log_ratio: torch.Tensor, tokens: Tokens, level: Level) -> torch.Tensor:
     """Return the log ratio of each token's response at a level, given back to each token, shape (n,).
 
@@ -374,7 +368,7 @@ class Gate:
         """
         function = GATES.resolve(config.use, config.args)
         assert isinstance(function, partial)
-        traits = traits_of(function.func)
+        traits: Traits = getattr(function.func, "traits", _PLUGIN)
         level: Level = next(iter(traits.ranges)) if config.level is None else config.level
         where = f"learner.correction.gates: {config.use}"
         if level not in traits.ranges:
@@ -413,24 +407,10 @@ class Gate:
         return weight, ~none if result.keep is None else result.keep, none if result.cut is None else result.cut
 
     def try_out(self) -> None:
-        """Run the gate on three tokens, so that a wrong argument shows when the run starts.
-
-        Raises:
-            ConfigError: it fails, or returns something else than one number per token.
-        """
-        zeros, ones = torch.zeros(3), torch.ones(3)
-        tokens = Tokens(
-            logprobs=zeros,
-            old=zeros,
-            proximal=zeros,
-            behaviour=zeros,
-            advantages=ones,
-            sequence=torch.tensor([0, 0, 1]),
-            counts=torch.tensor([2, 1]),
-            ages=torch.zeros(3, dtype=torch.int64),
-        )
+        """Run the gate on three tokens, so that a wrong argument shows when the run starts."""
+        zeros = torch.zeros(3)
         try:
-            shapes = [part.shape for part in self(zeros, tokens, None)]
+            shapes = [part.shape for part in self(zeros, Tokens.trial(1.0, 1.0, 1.0), None)]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 f"learner.correction.gates: {self.config.use} fails: {error}", "check its args"

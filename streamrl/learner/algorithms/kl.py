@@ -24,7 +24,6 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config.learner import KlConfig
-from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
 UNBIASED_CAP = 10.0
@@ -90,12 +89,7 @@ def penalties(
         reference: reference policy, the same shapes.
         estimator: k1, k2, k3 or abs.
         coefficient: at least 0.
-
-    Raises:
-        ConfigError: an estimator with +, which differs from the plain one in its gradient alone.
     """
-    if estimator.endswith("+"):
-        raise ConfigError(f"learner.kl.estimator {estimator} means nothing in the reward", f"write {estimator[:-1]}")
     return [
         coefficient * kl_estimate(estimator, _wide(mine), _wide(theirs)).numpy()
         for mine, theirs in zip(logprobs, reference, strict=True)

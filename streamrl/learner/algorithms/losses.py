@@ -453,7 +453,6 @@ class ValueSums(Sums):
         error_squared: sum of its squares.
     """
 
-    loss: float = 0.0
     clipped: float = 0.0
     values: float = 0.0
     returns: float = 0.0
@@ -472,16 +471,13 @@ class ValueSums(Sums):
         return 1 - left / spread if spread > 1e-12 * max(1.0, self.mean("returns_squared")) else 0.0
 
 
-VALUE_SUMS = ValueSums.names()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLoss:
     """The loss of each token and the sums of the statistics.
 
     Attributes:
         per_token: shape (n,), with a gradient to the values.
-        sums: float64, shape (len(VALUE_SUMS),), without a gradient, in the order of `VALUE_SUMS`.
+        sums: float64, shape (fields,), without a gradient, in the order of `ValueSums.names()`.
     """
 
     per_token: torch.Tensor

@@ -176,13 +176,9 @@ class Recipe:
     """What a learner does with a step; the same on all ranks.
 
     Attributes:
-        estimator: of advantages.
         loss: the policy loss with its arguments bound.
-        corrections: base and gates.
-        kl: the section `learner.kl`.
         entropy: coefficient of the entropy bonus.
         aggregate: how tokens become one number.
-        max_new_tokens: most sampled tokens of a response.
         passes: times a step goes over its groups.
         mini_batches: updates per pass.
         zero_variance: what becomes of a group with equal rewards.
@@ -309,11 +305,8 @@ class Recipe:
 def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
     """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
 
-    Args:
-        learner: the section of the configuration.
-        corrections: its correction, resolved.
-        loss: its policy loss, resolved. Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no
-            ratio, because something else in it keeps the policy near the one that sampled, as in `kimi`.
+    Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no ratio, because something else in it
+    keeps the policy near the one that sampled, as in `kimi`.
 
     Raises:
         ConfigError: what is counted twice or not at all, and what to write instead.
@@ -352,11 +345,7 @@ def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Ca
 
 
 def _check_needs(estimator: Estimator, config: RunConfig) -> None:
-    """Refuse an estimator (of a user) that needs what the run does not have; ours are checked with the configuration.
-
-    Raises:
-        ConfigError: it needs values without a critic, or a baseline without a greedy response.
-    """
+    """Refuse an estimator of a user that needs what the run does not have; the configuration checks ours."""
     if "values" in estimator.needs and config.learner.critic.kind == "none":
         raise ConfigError(f"learner.advantage.use {estimator.name} needs values", "set learner.critic.kind")
     if "baseline" in estimator.needs and not config.sampling.greedy_baseline:
@@ -367,11 +356,7 @@ def _check_needs(estimator: Estimator, config: RunConfig) -> None:
 
 
 def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
-    """Refuse to leave groups with equal rewards out where they have a gradient.
-
-    Raises:
-        ConfigError: the estimator gives such a group advantages, or the KL in the reward does.
-    """
+    """Refuse to leave groups with equal rewards out where they have a gradient."""
     what = learner.advantage.zero_variance
     if what == "keep":
         return
@@ -396,11 +381,7 @@ def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
 
 
 def _try_out(name: str, loss: Callable[..., LossResult]) -> None:
-    """Run a loss on three tokens, so that a wrong argument shows when the run starts.
-
-    Raises:
-        ConfigError: it fails, or does not return one number per token.
-    """
+    """Run a loss on three tokens, so that a wrong argument shows when the run starts."""
     tokens = Tokens.trial(1.0, 1.0, -1.0)
     try:
         result = loss(tokens)

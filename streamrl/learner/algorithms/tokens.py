@@ -92,10 +92,12 @@ class Sums:
     """Numbers summed over tokens, which travel as a tensor and add up over micro-batches and ranks.
 
     Attributes:
-        tokens: number of tokens, the first of all.
+        tokens: number of tokens.
+        loss: sum of what is differentiated.
     """
 
     tokens: float = 0.0
+    loss: float = 0.0
     _WIDTH: ClassVar[str] = "tokens"
     """Number of tokens that a field is summed over, where `_WIDTHS` does not name another."""
     _WIDTHS: ClassVar[Mapping[str, str]] = {}
@@ -133,9 +135,9 @@ class TokenSums(Sums):
 
     Attributes:
         tokens: number of tokens, measured or not.
+        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
         measured: number of measured tokens.
         responses: number of measured responses.
-        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
         weight: sum of w.
         weight_squared: sum of w^2.
         response_weight: sum over responses of the product of their w.
@@ -156,7 +158,6 @@ class TokenSums(Sums):
 
     measured: float = 0.0
     responses: float = 0.0
-    loss: float = 0.0
     weight: float = 0.0
     weight_squared: float = 0.0
     response_weight: float = 0.0
@@ -232,16 +233,9 @@ def token_sums(
 ) -> torch.Tensor:
     """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
 
-    Args:
-        tokens: n tokens of whole responses.
-        log_ratio: log w, shape (n,).
-        loss: of each token, as it is differentiated, shape (n,).
-        clipped: bool, shape (n,).
-        cut: bool, shape (n,).
-        keep: bool, shape (n,).
-        kl_reference: estimate of each token, shape (n,); None without a reference.
-        kl_whole: the KL is summed over all tokens, not over the measured ones.
-        measure_all: all tokens are measured, not only those of responses with an advantage.
+    The arrays have shape (n,); the loss is as it is differentiated. With `kl_whole` the KL is summed over all tokens,
+    not over the measured ones; with `measure_all` all tokens are measured, not only those of responses with an
+    advantage.
     """
     wide = log_ratio.detach().double()
     bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -288,8 +282,6 @@ def token_sums(
 def skipped_sums(tokens: int, age: int) -> torch.Tensor:
     """The sums of responses that were not computed, on the CPU: they have no advantage, so nothing is measured.
 
-    Args:
-        tokens: of these responses.
-        age: sum of their staleness in steps.
+    `age` is the sum of the staleness of their tokens in steps.
     """
     return torch.tensor([{"tokens": tokens, "age": age}.get(name, 0) for name in TOKEN_SUMS], dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Bases, gates together, what is refused, and that no ratio counts twice or in the wrong direction."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_kit import make_tokens
 
 from streamrl.config.learner import CorrectionConfig, GateConfig, LearnerConfig
 from streamrl.config.presets import PRESETS
@@ -21,7 +23,6 @@ from streamrl.learner.algorithms.corrections import (
 )
 from streamrl.learner.algorithms.losses import LOSSES, LossResult
 from streamrl.learner.algorithms.recipe import check_combination
-from streamrl.learner.algorithms.tokens import Tokens
 
 LOG_RATIOS = st.floats(-1000, 1000, width=32)
 GATES = [{"use": use} for use in ("tis", "icepop", "mask", "veto", "opsm", "m2po")]
@@ -38,20 +39,7 @@ def corrections(base="decoupled", *gates):
     return Corrections.of(CorrectionConfig(base=base, gates=[GateConfig(**gate) for gate in gates] if gates else None))
 
 
-def tokens_of(*, theta, proximal, behaviour, base="decoupled", advantages=None, ages=None, counts=None):
-    theta, proximal, behaviour = (torch.as_tensor(part) for part in (theta, proximal, behaviour))
-    ages = torch.zeros(len(theta), dtype=torch.int64) if ages is None else torch.tensor(ages)
-    counts = torch.tensor([len(theta)] if counts is None else counts)
-    return Tokens(
-        logprobs=theta,
-        old=old_logprobs(base, proximal, behaviour, ages),
-        proximal=proximal,
-        behaviour=behaviour,
-        advantages=torch.ones_like(theta) if advantages is None else torch.as_tensor(advantages, dtype=theta.dtype),
-        sequence=torch.arange(len(counts)).repeat_interleave(counts),
-        counts=counts,
-        ages=ages,
-    )
+tokens_of = functools.partial(make_tokens, dtype=None)
 
 
 def test_what_the_old_policy_is():

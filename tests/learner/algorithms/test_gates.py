@@ -4,28 +4,20 @@ import math
 
 import pytest
 import torch
+from loss_kit import make_tokens
 
 from streamrl.config.learner import GateConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.corrections import Gate, GateResult, traits
-from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
+from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND
 
 
 def tokens_at(ratios, *, counts=None, advantages=None, ages=None):
     """Tokens whose old policy gives them `ratio` times the probability they were sampled with."""
     behaviour = torch.full((len(ratios),), -5.0, dtype=torch.float64)
     old = behaviour + torch.tensor(ratios, dtype=torch.float64).log()
-    counts = torch.tensor([1] * len(ratios) if counts is None else counts)
-    return Tokens(
-        logprobs=old,
-        old=old,
-        proximal=old,
-        behaviour=behaviour,
-        advantages=torch.tensor([1.0] * len(ratios) if advantages is None else advantages, dtype=torch.float64),
-        sequence=torch.arange(len(counts)).repeat_interleave(counts),
-        counts=counts,
-        ages=torch.tensor([0] * len(ratios) if ages is None else ages),
-    )
+    counts = [1] * len(ratios) if counts is None else counts
+    return make_tokens(old, old, behaviour, advantages, counts=counts, ages=ages)
 
 
 def run(tokens, limit=None, **config):

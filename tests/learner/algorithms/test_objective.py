@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_kit import make_tokens as tokens_of
+from loss_kit import with_logprobs
 
 from streamrl.config.learner import CorrectionConfig, KlConfig
-from streamrl.learner.algorithms.corrections import Corrections, old_logprobs
+from streamrl.learner.algorithms.corrections import Corrections
 from streamrl.learner.algorithms.losses import LOSSES
 from streamrl.learner.algorithms.recipe import lr_factor, objective, reaches_zero_advantage, token_weights
 from streamrl.learner.algorithms.tokens import TOKEN_SUMS, Tokens, TokenSums
@@ -31,23 +33,6 @@ def terms(base="decoupled", gates=None, *, loss="ppo", kl=None, entropy=0.0, **a
     )
 
 
-def tokens_of(theta, proximal, behaviour, advantages, *, base="decoupled", counts=None, ages=None, **more):
-    columns = [torch.as_tensor(column, dtype=torch.float64) for column in (theta, proximal, behaviour, advantages)]
-    counts = torch.tensor([len(columns[0])] if counts is None else counts)
-    ages = torch.zeros(len(columns[0]), dtype=torch.int64) if ages is None else torch.as_tensor(ages)
-    return Tokens(
-        logprobs=columns[0],
-        old=old_logprobs(base, columns[1], columns[2], ages),
-        proximal=columns[1],
-        behaviour=columns[2],
-        advantages=columns[3],
-        sequence=torch.arange(len(counts)).repeat_interleave(counts),
-        counts=counts,
-        ages=ages,
-        **{name: torch.as_tensor(value, dtype=torch.float64) for name, value in more.items()},
-    )
-
-
 def random_tokens(seed, base, spread=0.5, **more):
     generator = torch.Generator().manual_seed(seed)
     counts = [3, 1, 5, 4, 2]
@@ -63,8 +48,7 @@ def random_tokens(seed, base, spread=0.5, **more):
 
 def differentiate(tokens, recipe, coefficient=0.0, **more):
     logprobs = tokens.logprobs.detach().clone().requires_grad_()
-    fields = {name: getattr(tokens, name) for name in Tokens.__slots__} | {"logprobs": logprobs}
-    found = objective(Tokens(**fields), recipe, coefficient, **more)
+    found = objective(with_logprobs(tokens, logprobs), recipe, coefficient, **more)
     (gradient,) = torch.autograd.grad(found.per_token.sum(), logprobs)
     return found.per_token.detach(), gradient, TokenSums.from_tensor(found.sums)
 
@@ -173,8 +157,7 @@ def test_the_gradient_is_the_slope(base):
         recipe = terms(base, [], kl=recipe.kl, entropy=0.01)
 
     def value(logprobs):
-        fields = {name: getattr(tokens, name) for name in Tokens.__slots__} | {"logprobs": logprobs}
-        return objective(Tokens(**fields), recipe, 0.3).per_token
+        return objective(with_logprobs(tokens, logprobs), recipe, 0.3).per_token
 
     assert torch.autograd.gradcheck(value, tokens.logprobs.clone().requires_grad_(), atol=1e-6)
 

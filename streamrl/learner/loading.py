@@ -1,13 +1,13 @@
-"""Which rows a model can be given, found by a trial when the run starts.
+"""From a directory to a sharded model, and the rows that it can be given.
 
-A log-probability must be that of the sequence alone, whatever stands beside it. Models come with any attention: windows
-under any name, masks of their own, positions that depend on the longest row. So it is not read off their configuration
-but tried, with rows longer than every window in it:
+The log-probability of a response must be that of the response alone, whatever stands beside it in a row or in a batch.
+Models come with any attention: windows under any name, masks of their own, positions that depend on the longest row. So
+the configuration of a model is not trusted. The model is tried, with rows that are longer than each of its windows:
 
 ```
-later tokens     a sequence and its beginning                 differ: refused, no layout is right
-padding, rows    a long and a short row in one batch          differ: each row alone, with a warning
-shared rows      several responses in a row under our mask    differ: narrower rows, or none, with a warning
+later tokens     a sequence, and its beginning alone            differ: refused, no layout gives right numbers
+padding, rows    a long and a short row in one batch            differ: each response in a pass of its own, with a
+warning shared rows      several responses in one row under our mask    differ: narrower rows or none, with a warning
 ```
 """
 
@@ -16,35 +16,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedConfig
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from streamrl.config import RunConfig
+from streamrl.config import ModelConfig, RunConfig
+from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.batch import BLOCK, PADDING, Limits
-from streamrl.learner.model import Backbone, close, decoder_layers, exact_products
+from streamrl.learner.model import Backbone, close, decoder_layers, exact_products, set_up_layers
+from streamrl.learner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SHARED_ROW = 2048
-"""A shared row needs a mask of width^2; beyond this the mask costs more than the prompts it saves."""
-PACKED_PER_HIDDEN = 3
-"""Length of packed rows in hidden sizes: a third of the work of a row is attention then, half of it for nothing."""
+SMALL: Final = 1 << 26
+"""Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
+while each unit costs a gather and a scatter."""
+_LONGEST_SHARED_ROW: Final = 2048
+"""A shared row needs a mask of width^2. Above this width the mask costs more than the shared prompts save."""
+_PACKED_PER_HIDDEN: Final = 3
+"""Length of packed rows, in hidden sizes. At 3, attention is a third of the work of a row, half of it wasted."""
 _NARROWEST: Final = 64
-"""Shared rows narrower than this are not worth a trial of their own."""
+"""A window below this does not narrow shared rows: such rows would save too little to be worth a trial."""
 _LEAST: Final = 256
-"""Tokens of a trial where the configuration has no window above it."""
+"""Least length of a trial in tokens; longer where the model has a longer window."""
 _MOST: Final = 4096
-"""Windows above this are not tried: a trial would cost minutes. Shared rows are never that long."""
+"""Windows above this are not tried, because a trial would take minutes. Shared rows are never that long."""
 _TRIES: Final = 3
-"""Trials of a mixture of experts, of which one has to agree: a rounding error may choose another expert."""
+"""Trials of a mixture of experts. One has to agree, because a rounding error may choose another expert."""
 _CHEAP: Final = 2e11
-"""Operations that a trial may cost with all layers; above, it runs one layer of each kind."""
+"""Floating-point operations that a trial may cost; above, it runs one layer of each kind."""
 _NO_LAYOUT: Final = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
-"""What a model raises that does not take the arguments of a layout."""
+"""What a model raises when it cannot take a layout."""
 _WINDOWS: Final = ("window", "chunk", "block", "local", "stride", "span", "sliding")
 _DIMENSIONS: Final = (
     "hidden",
@@ -61,11 +70,106 @@ _DIMENSIONS: Final = (
     "token",
     "theta",
 )
-"""Numbers of a configuration with such a word in their name, and none of `_WINDOWS`, are no windows."""
+"""A number with one of these words in its name is no window, unless one of `_WINDOWS` is in the name as well."""
 _MASKED: Final = ("sliding_window", "attention_chunk_size")
-"""Windows of masks that ours replaces."""
+"""Windows of attention masks that our mask of shared rows replaces, so that such rows must fit into them."""
 _BY_LENGTH: Final = ("longrope", "dynamic")
-"""Rotary embeddings that are other ones in sequences above a length."""
+"""Rotary embeddings that change for sequences above a length."""
+
+
+def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
+    """Load the causal language model of a run in float32 on the CPU: the master weights.
+
+    `key` of the run's configuration names the path, for messages.
+
+    Raises:
+        ConfigError: the directory is missing or holds no causal language model, a file of it is cut off, or a weight is
+            not finite. Code that comes with a model is never executed.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=torch.float32, attn_implementation=config.attention
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        hint = f"set {key} to a directory of a Hugging Face causal language model"
+        where = "exists" if Path(config.path).exists() else "does not exist"
+        raise ConfigError(f"{key} {config.path} ({where}) cannot be loaded: {error}", hint) from error
+    broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    if broken:
+        raise ConfigError(
+            f"{key} {config.path}: {', '.join(broken[:3])} has values that are not finite",
+            "take another checkpoint of this model: nothing can be sampled or learned from this one",
+        )
+    return model
+
+
+def prepare(
+    model: Backbone,
+    config: RunConfig,
+    learner: LearnerConfig,
+    ranks: Ranks,
+    *,
+    small: int,
+    exact: Iterable[nn.Module] = (),
+) -> tuple[Limits, bool]:
+    """Find out which rows a whole model takes, set its layers up and shard it.
+
+    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. A model of
+    which nothing is trained is cast to `model.dtype`: no update will ever need more digits than its forward pass has.
+
+    Returns:
+        The limits of its rows, and what `shard` returns.
+
+    Raises:
+        ConfigError: no layout of rows gives right numbers, or `learner` asks for what this model cannot do.
+    """
+    limits, dtype = row_limits(config, model), getattr(torch, config.model.dtype)
+    set_up_layers(model.model, learner)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return limits, shard(model, ranks.mesh, dtype, small=small, exact=exact, offload="parameters" in learner.offload)
+
+
+def shard(
+    model: Backbone,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    small: int = SMALL,
+    exact: Iterable[nn.Module] = (),
+    offload: bool = False,
+) -> bool:
+    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
+
+    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
+
+    Args:
+        model: on the CPU or on the device of the mesh; its parameters move there.
+        mesh: one dimension, all ranks.
+        dtype: type of forward and backward.
+        small: models with fewer parameters than this become one unit.
+        exact: modules of the model that run in float32 whatever `dtype` is; they do not overlap.
+        offload: shards and gradients lie on the host, and each unit is on the device only while it computes. On a CPU
+            there is no other memory to go to, and nothing changes.
+
+    Returns:
+        True when the model became one unit that stays whole between forward and backward.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    offload = offload and mesh.device_type != "cpu"
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
+    whole = not offload and sum(parameter.numel() for parameter in model.parameters()) < small
+    if not whole:
+        for layer in reversed(decoder_layers(model.model)):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
+    if dtype != torch.float32:
+        float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        for module in exact:
+            fully_shard(module, mesh=mesh, mp_policy=float32, offload_policy=place, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    return whole
 
 
 def row_limits(config: RunConfig, model: Backbone) -> Limits:
@@ -95,7 +199,7 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
             )
         packed = learner.rows == "packed"
         masked = [getattr(text, name, None) or learner.tokens_per_microbatch for name in _MASKED]
-        widest = min(learner.tokens_per_microbatch, 4 * text.hidden_size, LONGEST_SHARED_ROW, *masked)
+        widest = min(learner.tokens_per_microbatch, 4 * text.hidden_size, _LONGEST_SHARED_ROW, *masked)
         shared = trial.widest_shared_row(widest) if (learner.share_prompts or packed) and not alone else 0
     if packed and not shared:
         logger.warning("rows are not packed: the model does not keep to the mask of such rows%s", trial.why)
@@ -103,7 +207,7 @@ def row_limits(config: RunConfig, model: Backbone) -> Limits:
         tokens=learner.tokens_per_microbatch,
         longest=longest,
         shared=shared,
-        packed=min(shared, PACKED_PER_HIDDEN * text.hidden_size) if packed else 0,
+        packed=min(shared, _PACKED_PER_HIDDEN * text.hidden_size) if packed else 0,
         share_prompts=learner.share_prompts,
         hidden=text.hidden_size,
         alone=alone,
@@ -127,25 +231,21 @@ def _try_eager(config: RunConfig) -> str:
 
 
 def _check_rotary(text: PreTrainedConfig, longest: int) -> None:
-    """Refuse sequences in which the place of a token would depend on the length of the whole.
-
-    Raises:
-        ConfigError: `model.context` goes beyond the length at which the rotary embedding becomes another one.
-    """
+    """Refuse a `model.context` above the length at which the rotary embedding changes for all tokens."""
     found = getattr(text, "rope_parameters", None) or {}
     for rope in (found, *(value for value in found.values() if isinstance(value, Mapping))):
         if rope.get("rope_type") in _BY_LENGTH:
             limit = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None)
             if limit and longest > limit:
                 raise ConfigError(
-                    f"model.context: the {rope['rope_type']} rotary embedding of this model is another one in sequences"
-                    f" above {limit} tokens, so a log-probability would depend on tokens that come later",
+                    f"model.context: the {rope['rope_type']} rotary embedding of this model changes in sequences above"
+                    f" {limit} tokens, so a log-probability would depend on later tokens",
                     f"set model.context to at most {limit}",
                 )
 
 
 def _windows(values: Mapping[str, Any]) -> set[int]:
-    """All numbers of a configuration that may be windows of attention, whatever they are called."""
+    """All numbers of a configuration that may be windows of attention."""
     found: set[int] = set()
     for key, value in values.items():
         name = str(key)
@@ -161,33 +261,26 @@ def _windows(values: Mapping[str, Any]) -> set[int]:
 
 
 class _Trial:
-    """Runs a model on the same sequences in several ways.
+    """Runs a model, on the CPU and in float32, on the same sequences in several layouts.
 
     Attributes:
-        why: ": " and the error of the model in the layout that did not agree last; empty: it gave other numbers.
-
-    Args:
-        model: on the CPU, in float32.
-        longest: longest sequence.
-        windows: that attention may have.
+        longest: tokens of the longest sequence that is tried.
+        why: ": " and the error of the model in the last layout that failed; empty when the numbers differed instead.
     """
 
     def __init__(self, model: Backbone, longest: int, windows: Iterable[int]) -> None:
         self._model, self._longest, self.why = model, longest, ""
         self._tries = _TRIES if any("expert" in name for name in model.model.config.get_text_config().to_dict()) else 1
         self._windows = sorted(window for window in windows if window <= _MOST)
+        below = max((window for window in self._windows if window < longest), default=0)
+        self.longest = min(longest, max(_LEAST, below + min(below, _LEAST)))
         if not_tried := [window for window in windows if _MOST < window < longest]:
             logger.warning(
                 "the trial of rows is shorter than a window of the model", extra={"windows": sorted(not_tried)}
             )
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that is tried."""
-        return self._length(self._longest)
-
     def sees_later_tokens(self) -> bool:
-        """Whether the hidden states of a beginning are others than in the whole sequence, or there are none."""
+        """Whether the hidden states of a beginning change when the sequence goes on, or the model fails on it."""
         length = self.longest
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
@@ -199,7 +292,7 @@ class _Trial:
         return not self._agrees(2 * length, same)
 
     def takes_padding(self) -> bool:
-        """Whether rows of unlike lengths give in one batch what they give alone."""
+        """Whether two rows of different lengths give the same in one batch as alone."""
         lengths = self.longest, max(1, self.longest // 3)
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
@@ -214,14 +307,14 @@ class _Trial:
         return self._agrees(2 * sum(lengths), same)
 
     def widest_shared_row(self, widest: int) -> int:
-        """The longest row with several responses that gives what they give alone; 0: none does."""
+        """The greatest width at which a row of several responses gives what they give alone; 0: there is none."""
         limits = [limit for limit in reversed(self._windows) if _NARROWEST <= limit < widest]
         why = ""
         for limit in (widest, *limits):
             below = max((window for window in self._windows if window < limit), default=0)
             width = max(16, min(limit, max(_LEAST, 2 * below)))
             prompt = max(1, min(width // 8, self._longest // 2))
-            # Many responses, far from their prompt; and one that fills the row.
+            # Many responses, the last ones far from their prompt; and one response that fills the row.
             if self._shares(width, prompt, 5 * width // 8) and self._shares(width, 1, width - 3):
                 if limit < widest:
                     logger.warning(
@@ -235,7 +328,7 @@ class _Trial:
         return 0
 
     def _shares(self, width: int, prompt: int, first: int) -> bool:
-        """Whether a row of several responses, the first one of that length, and of a second block is as each alone."""
+        """Whether responses, the first one `first` long, and a second block give in one row what each gives alone."""
         last = max(1, min((width - prompt - first) // 3, self._longest // 2))
         responses = [min(first, self._longest - prompt)]
         while (room := width - prompt - 2 * last - sum(responses)) > 0:
@@ -260,17 +353,13 @@ class _Trial:
 
         return self._agrees(2 * width + prompt * len(responses), same)
 
-    def _length(self, limit: int) -> int:
-        below = max((window for window in self._windows if window < limit), default=0)
-        return min(limit, max(_LEAST, below + min(below, _LEAST)))
-
     def _alone(self, row: torch.Tensor) -> torch.Tensor:
         """Hidden states of one sequence with nothing beside it, shape (tokens, hidden)."""
         return self._model.hidden(row[None], None, None)[0]
 
     @torch.no_grad()
     def _agrees(self, tokens: int, same: Callable[[Callable[[int], torch.Tensor]], bool]) -> bool:
-        """Whether one of some trials agrees; each gets other ids."""
+        """Whether a trial agrees; each of the tries gets other token ids."""
         device = self._model.model.device
         with _few_layers(self._model, tokens):
             for seed in range(self._tries):
@@ -291,7 +380,7 @@ class _Trial:
 
 @contextmanager
 def _few_layers(model: Backbone, tokens: int) -> Iterator[None]:
-    """Within the block a large model has only the first of its layers of each kind: what one does, all of them do."""
+    """Within the block a large model runs only the first layer of each kind; the others pass their input on."""
     layers = decoder_layers(model.model)
     work = 2.0 * tokens * sum(parameter.numel() for parameter in model.model.parameters())
     kinds = [_kind(layer, place, len(layers), model) for place, layer in enumerate(layers)] if work > _CHEAP else []
@@ -323,7 +412,7 @@ def _few_layers(model: Backbone, tokens: int) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module, place: int, count: int, model: Backbone) -> str:
-    """What tells a layer from others but its weights: settings of all of its modules, shapes, and its configuration."""
+    """All that tells a layer from another one but the values of its weights: settings, shapes, and configuration."""
     lists = [value for value in model.model.config.get_text_config().to_dict().values() if isinstance(value, list)]
     facts: list[object] = [value[place] for value in lists if len(value) == count]
     for name, module in layer.named_modules():
