@@ -28,7 +28,7 @@ from streamrl.producers.colocated import under_device_lock
 from streamrl.producers.engines import make_engine
 from streamrl.producers.group.fleet import Fleet
 from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.group.state import Source
+from streamrl.producers.group.pool import Source
 from streamrl.producers.meter import Meter
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role

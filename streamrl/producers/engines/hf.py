@@ -24,13 +24,13 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
-    Engine,
     EngineLoad,
     Listener,
     MemoryTag,
     PauseMode,
     Request,
     RequestLimits,
+    StreamingEngine,
 )
 from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
@@ -56,7 +56,7 @@ class _Ear:
     told: int = 0
 
 
-class HfEngine(Engine):
+class HfEngine(StreamingEngine):
     """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds.
 
     `limits` says what can be asked of it; known after `start`.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.engine import Engine
+from streamrl.engine import StreamingEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.queues.registry import Enlisted
@@ -83,10 +83,10 @@ class Fleet:
         """How a server of the group is made."""
         return ServerSpec(name, self._maker(name), ours=not is_url(name))
 
-    def _maker(self, name: str) -> Callable[[], Engine]:
+    def _maker(self, name: str) -> Callable[[], StreamingEngine]:
         lives = itertools.count()
 
-        def make() -> Engine:
+        def make() -> StreamingEngine:
             from streamrl.producers.group.server import ServerEngine
             from streamrl.servers.kinds import make_dialect
             from streamrl.servers.process import ManagedServer, ServerSettings

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from streamrl.engine import Completion, Finish, Listener, Request, Runs
+from streamrl.engine import Completion, Finish, Request, Runs
 from streamrl.errors import DataError, Unreachable
 from streamrl.producers.group.flights import ServerDied
 
@@ -116,7 +116,6 @@ class RoutedRequest:
         request: as the caller gave it.
         stops: tokens that end a response.
         context: longest prompt plus response in tokens.
-        listener: of the caller.
 
     Attributes:
         partial: what its servers have sampled, as far as it is sure.
@@ -124,14 +123,11 @@ class RoutedRequest:
         sampled: tokens that were sampled for it, also those that were lost with a server.
     """
 
-    def __init__(self, request: Request, stops: frozenset[int], context: int, listener: Listener | None) -> None:
+    def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
         self.request = request
         self.partial = PartialResponse(request, stops, context)
         self.aborting = False
         self.sampled = 0
-        self._listener = listener
-        self._live = True
-        self._told = 0
         self._deaths = 0
         self._breaks = 0
         self._here = 0
@@ -152,28 +148,14 @@ class RoutedRequest:
         return len(self.request.tokens) + max(ahead, len(self.partial) + self._here)
 
     def begin(self) -> None:
-        """A server begins with the rest of it: tell the caller all that is sure by now."""
-        self._here, self._live = 0, True
-        self.tell(self.partial.ended("abort", 0.0))
+        """A server begins with the rest of it."""
+        self._here = 0
 
-    def hear(self, tokens: Sequence[int], logprobs: Sequence[float], *, sure: bool) -> None:
-        """Tokens from its server, as they are sampled.
-
-        The caller is told at once while they are sure to stay. After the first that are not, it is told by `begin` and
-        `tell`, of what has become sure.
-        """
+    def hear(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Count tokens of its server, as they are sampled."""
+        del logprobs
         self._here += len(tokens)
         self.sampled += len(tokens)
-        self._live = self._live and sure
-        if self._live and self._listener is not None:
-            self._listener(tokens, logprobs)
-            self._told += len(tokens)
-
-    def tell(self, sure: Completion) -> None:
-        """Tell the caller what it has not heard of a response so far."""
-        if self._listener is not None and len(sure.tokens) > self._told:
-            self._listener(sure.tokens[self._told :].tolist(), sure.logprobs[self._told :].tolist())
-            self._told = len(sure.tokens)
 
     def came(self, piece: Completion) -> None:
         """A server is done with it; some servers tell of the tokens only now."""

@@ -21,13 +21,13 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
-    Engine,
     EngineLoad,
     Listener,
     MemoryTag,
     PauseMode,
     Request,
     RequestLimits,
+    StreamingEngine,
 )
 from streamrl.errors import DataError, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost, read_key
@@ -106,7 +106,7 @@ class Liveness:
         return ""
 
 
-class ServerEngine(Engine):
+class ServerEngine(StreamingEngine):
     """`Engine` over one server. One life: after its death or `close`, make another one.
 
     Its death (the process ends, connections are refused, no sign of life for a deadline, a control that does not end)

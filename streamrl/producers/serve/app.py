@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from streamrl.engine import Completion, Engine, Request
+from streamrl.engine import Completion, Request, StreamingEngine
 from streamrl.errors import DataError, Refused, StreamrlError, Unreachable, WeightsError
 from streamrl.producers.serve import messages
 from streamrl.producers.serve.deliveries import Deliveries
@@ -132,7 +132,7 @@ class EngineApp:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StreamingEngine,
         about: Mapping[str, Any],
         deliveries: Deliveries,
         key: str | None,
