@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from streamrl.errors import Refused
@@ -87,18 +87,8 @@ class Admitter:
         )
 
     async def _admit_one(self, group_id: int, version: int) -> Admission:
-        terms = self._terms
-        return await self._ledger.admit(
-            cursor=group_id,
-            fingerprint=terms.fingerprint,
-            prompt=self._prompt(group_id),
-            samples=terms.samples,
-            min_group=terms.min_group,
-            budget=terms.budget,
-            hard_cap=terms.hard_cap,
-            max_dead=terms.max_dead,
-            version=version,
-        )
+        prompt = self._prompt(group_id)
+        return await self._ledger.admit(cursor=group_id, prompt=prompt, version=version, **asdict(self._terms))
 
 
 class VersionBell:

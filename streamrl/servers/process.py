@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import orjson
 
 from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import Call, HttpClient, read_key
+from streamrl.http import HttpClient, read_key
 from streamrl.isolation import keeper
-from streamrl.servers.launch import Launch
+from streamrl.servers.launch import Launch, Startable
 
 logger = logging.getLogger(__name__)
 PORTS: Final = range(20_000, 32_000)
@@ -43,23 +43,6 @@ _TAKEN: Final = re.compile(r"address already in use|errno 98|port \d+ is (alread
 
 class _PortTakenError(Exception):
     """Somebody else has bound the port in the meantime."""
-
-
-class Startable(Protocol):
-    """What has to be known of a kind of server to start one; every dialect is one."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the kind, as `streamrl engines install` knows it."""
-        ...
-
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`."""
-        ...
-
-    def ready(self) -> Call:
-        """See `Dialect.ready`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

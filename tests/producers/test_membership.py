@@ -45,13 +45,6 @@ def test_servers_that_streamrl_starts_have_names_and_devices():
     assert devices == ["0,1", "2,3", "4,5", "0,1"]
 
 
-def test_every_life_of_every_server_draws_other_numbers():
-    one = fleet(0, engine={"kind": "vllm", "servers": 2})
-    seeds = {one._seed_of(name, life) for name in one.wanted({}) for life in range(5)}
-    assert len(seeds) == 10
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def test_engines_of_servers_are_made_lazily_and_anew_for_each_life():
     spec = fleet(0, engine={"kind": "hf", "url": ["http://h:1"]}).spec("http://h:1")
     first, second = spec.make(), spec.make()

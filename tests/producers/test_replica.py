@@ -17,7 +17,8 @@ from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers import replica as replica_module
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.engines import make_engine
-from streamrl.producers.replica import Replica, lease_width, replica_seed, run_rollout
+from streamrl.producers.group.fleet import life_seed
+from streamrl.producers.replica import Replica, lease_width, run_rollout
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Prompt, Sample, decode
 
@@ -378,7 +379,7 @@ def test_the_width_fills_the_slots_and_not_much_more(slots, group, unopened, mis
 
 
 def test_seeds_differ_between_replicas_and_lives():
-    seeds = {replica_seed(s, f"rollout.{n}", e) for s in range(3) for n in range(3) for e in range(3)}
+    seeds = {life_seed(s, f"rollout.{n}", e) for s in range(3) for n in range(3) for e in range(3)}
     assert len(seeds) == 27
-    assert replica_seed(0, "rollout.0", 0) == replica_seed(0, "rollout.0", 0)
+    assert life_seed(0, "rollout.0", 0) == life_seed(0, "rollout.0", 0)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -35,6 +35,6 @@ def make_engine(
         from streamrl.producers.engines.hf import HfEngine
 
         return HfEngine(config, seed)
-    from streamrl.producers.group.fleet import make_group
+    from streamrl.producers.group.fleet import Fleet
 
-    return make_group(config, seed, run_dir, replica, enlisted)
+    return Fleet(config, seed, run_dir, replica).group(enlisted or {})
