@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "group"))
 from group_kit import Player
 
 from streamrl.config import RunConfig
+from streamrl.producers import replica
 from streamrl.producers.group.fleet import Fleet, stop_tokens_of
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.producers.group.server import ServerEngine
@@ -66,7 +67,8 @@ class PlayedFleet(Fleet):
         return ServerSpec(name, lambda: Player(name), ours=not name.startswith("http"))
 
 
-async def test_the_group_follows_the_list_and_says_how_its_servers_are(run):
+async def test_the_group_follows_the_list_and_says_how_its_servers_are(run, monkeypatch):
+    monkeypatch.setattr(replica, "_LOOK_SECONDS", 0.02)
     run.set("engine", kind="vllm", servers=1)
     async with run.open() as ledgers:
         role = run.role("rollout.0", ledgers)

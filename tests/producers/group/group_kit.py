@@ -220,6 +220,10 @@ def version(number, epoch=1):
     return Version(pair=(epoch, number), step=number, tensors={})
 
 
+async def answer(task):
+    return await asyncio.wait_for(task, 20)
+
+
 async def until(check, seconds=20.0):
     async with asyncio.timeout(seconds):
         while not check():  # noqa: ASYNC110

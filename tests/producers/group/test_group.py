@@ -1,22 +1,13 @@
 """Requests and weights in a group of servers under every mishap: deaths, slow and refused weights, poison, aborts."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from group_kit import STOP, Stage, until, version
+from group_kit import STOP, Stage, answer, until, version
 
 from streamrl.engine import Request
 from streamrl.errors import DataError, Unreachable, WeightsError
-
-
-async def answer(task):
-    return await asyncio.wait_for(task, 20)
 
 
 async def test_a_response_goes_on_where_its_server_died_and_is_one_response():
