@@ -15,13 +15,9 @@ import pytest
 import torch
 from serve_kit import KEY, TOKEN, Served, caught, client_of, completion_of, request
 
-from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, StreamrlError
 from streamrl.producers import tiny
-from streamrl.producers.group.server import ServerEngine
 from streamrl.producers.serve.app import MAX_BODY
-from streamrl.servers.native import NativeDialect
-from streamrl.servers.process import ManagedServer, ServerSettings
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -288,26 +284,6 @@ async def test_an_engine_that_dies_takes_the_server_with_it(tmp_path):
         assert "not finite" in server.log.read_text()
     finally:
         server.kill()
-
-
-async def test_a_server_that_streamrl_starts(version, tmp_path):
-    tiny.make_model(tmp_path / "model")
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": str(tmp_path / "model"), "context": 512},
-            "engine": {"device": "cpu", "threads": 1, "slots": 3, "decode": "slots"},
-        }
-    )
-    dialect = NativeDialect(config)
-    server = ManagedServer(dialect, ServerSettings.of_engine(config), tmp_path, "rollout.0.server0", seed=3)
-    engine = ServerEngine(dialect, config, server=server)
-    try:
-        await engine.start()
-        await engine.apply(version(9)[0])
-        done = await engine.generate(request("a", limit=9))
-        assert (len(done.tokens), len(done.runs)) == (9, 1)
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize(
