@@ -56,12 +56,12 @@ class ControlledEngine(Protocol):
 
 
 class Controls:
-    """The controls of one server.
+    """The controls of one server; one that does not end within `seconds` is its death.
 
     Args:
         client: of the server.
         dialect: of the server.
-        seconds: within which each control must end, or the server counts as dead.
+        seconds: see above.
         engine: that controls the server.
         watchdog: resumes the server when this process dies; None for a server that dies with it.
         folder: for versions that are an adapter, which the server reads there; it belongs to these controls. None:

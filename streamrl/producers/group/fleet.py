@@ -34,13 +34,9 @@ def life_seed(seed: int, name: str, life: int) -> int:
 
 
 class Fleet:
-    """Says which servers belong to a replica, and makes what is needed of each.
+    """Says which servers belong to a replica (the role `rollout.N`), and makes what is needed of each.
 
-    Args:
-        config: the run.
-        seed: of the sampling; each life of each server gets another one made from it.
-        run_dir: of the run; logs of servers that are started go there.
-        replica: name of the replica's role, `rollout.N`.
+    Each life of each server gets a seed made from `seed`; logs of servers that are started go to `run_dir`.
     """
 
     def __init__(self, config: RunConfig, seed: int, run_dir: Path, replica: str) -> None:
@@ -54,11 +50,8 @@ class Fleet:
     def wanted(self, enlisted: Mapping[str, Enlisted]) -> list[str]:
         """Names of the servers of this replica.
 
-        Servers of the configuration go to the replicas in turn, and so do those that were added; a server belongs to
-        one replica, which brings it its weights.
-
-        Args:
-            enlisted: what was added or removed since the run began.
+        Servers of the configuration go to the replicas in turn, and so do those that were added (`enlisted`); a server
+        belongs to one replica, which brings it its weights.
         """
         replicas, engine = self._config.rollout.replicas, self._config.engine
         own = list(engine.url[self._index :: replicas])

@@ -42,22 +42,17 @@ _LOOK_SECONDS: Final = 0.02
 
 
 class EngineGroup(Engine):
-    """`Engine` over the servers of a replica.
+    """`Engine` over the servers of a replica, of which no two may have the same name; `stops` end a response.
 
     The group is dead when no server can come back by itself, or when none has served for `engine.start_deadline`. A
     group without servers waits for some.
-
-    Args:
-        config: the run.
-        servers: the first ones; none of two may have the same name.
-        stops: tokens that end a response.
     """
 
     def __init__(self, config: RunConfig, servers: Sequence[ServerSpec], stops: frozenset[int] = frozenset()) -> None:
         self._context = config.model.context
         self._stops = stops
         self._first = list(servers)
-        self._pool = ServerPool(config, self._changed)
+        self._pool = ServerPool(config)
         self._placement = Placement(config, self._pool)
         self._keeper: asyncio.Task[None] | None = None
         self._failure: Unreachable | None = None
@@ -160,7 +155,7 @@ class EngineGroup(Engine):
         """
         self._check()
         self._pool.remove(name)
-        self._changed()
+        self._placement.place()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +289,7 @@ class EngineGroup(Engine):
         """
         self._check()
         await self._pool.apply(version)
-        self._changed()
+        self._placement.place()
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Call all servers that are up, at the same time. A server that dies of it does not fail the call."""
@@ -305,10 +300,6 @@ class EngineGroup(Engine):
                 member.suspect()
             elif isinstance(answer, BaseException):
                 raise answer
-
-    def _changed(self) -> None:
-        """A server can take more than before, or one less is there."""
-        self._placement.place()
 
     def _check(self) -> None:
         if self._closed or self._keeper is None:

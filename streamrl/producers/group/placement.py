@@ -64,16 +64,12 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
 
 
 class Placement:
-    """The queue of a group: in order of arrival, past requests that no server may take yet.
-
-    Args:
-        config: the run; `sampling` is read.
-        pool: the servers.
-    """
+    """The queue of a group: in order of arrival, past requests that no server may take yet."""
 
     def __init__(self, config: RunConfig, pool: ServerPool) -> None:
         self._together = config.sampling.responses
         self._pool = pool
+        pool.changed = self.place
         self._queue: dict[RoutedRequest, asyncio.Future[Member | None]] = {}
         self._placed: dict[RoutedRequest, Member] = {}
         self._affinity: OrderedDict[str, str] = OrderedDict()

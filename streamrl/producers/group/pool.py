@@ -371,19 +371,16 @@ class Member:
 class ServerPool:
     """All servers of a group, and what each has to be brought to.
 
-    Args:
-        config: the run; `supervisor`, `engine.slots` and `engine.start_deadline` are read.
-        changed: called when a server can take more than before, or one less is there.
-
     Attributes:
+        changed: called when a server can take more than before, or one less is there.
         awake: set while servers may use their devices.
         paused: how the group was paused; None when it was not.
         adapters: folders by name. They have to stay: servers that come later load them as well.
         target: the newest version that there is; None before the first.
     """
 
-    def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
-        self.changed = changed
+    def __init__(self, config: RunConfig) -> None:
+        self.changed: Callable[[], None] = lambda: None
         self.awake = asyncio.Event()
         self.awake.set()
         self.paused: PauseMode | None = None

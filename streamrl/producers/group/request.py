@@ -34,13 +34,7 @@ def first_tokens(piece: Completion, count: int) -> Completion:
 
 
 class PartialResponse:
-    """What was sampled so far for one request, in pieces.
-
-    Args:
-        request: as the caller gave it.
-        stops: tokens that end a response.
-        context: longest prompt plus response in tokens.
-    """
+    """What was sampled so far for one request, in pieces; `stops` end it, and so does a full `context`."""
 
     def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
         self._request = request
@@ -111,11 +105,6 @@ class PartialResponse:
 
 class RoutedRequest:
     """A request in a group, from `generate` to its completion, on however many servers.
-
-    Args:
-        request: as the caller gave it.
-        stops: tokens that end a response.
-        context: longest prompt plus response in tokens.
 
     Attributes:
         partial: what its servers have sampled, as far as it is sure.

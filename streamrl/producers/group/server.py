@@ -56,14 +56,9 @@ _LONGEST_GAP: Final = 1.0
 
 
 class Liveness:
-    """Whether a server lives, judged by what it does, not by what it answers; pure, with the clock as an argument.
+    """Whether a server lives, judged by what it does, not by what it answers: no sign for `patience` seconds is death.
 
-    Args:
-        patience: longest time without a sign, in seconds.
-        now: any clock's.
-
-    Attributes:
-        busy_seconds: time in which requests were being decoded.
+    Pure, with the clock as an argument. `busy_seconds` is the time in which requests were being decoded.
     """
 
     def __init__(self, patience: float, now: float) -> None:
@@ -82,13 +77,7 @@ class Liveness:
         self._silent = 0.0
 
     def look(self, now: float, *, busy: bool, held: bool) -> str:
-        """Return why it counts as dead now; empty when it does not.
-
-        Args:
-            now: of the clock.
-            busy: it has requests to decode.
-            held: it was told to stand still, so that neither decoding nor answers are expected.
-        """
+        """Return why it counts as dead now; empty when it does not. From one that is `held` nothing is expected."""
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP), now
         if held:
             self._still = self._silent = 0.0

@@ -29,11 +29,7 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BadMessage(StreamrlError):
-    """A request that is no message of ours.
-
-    Attributes:
-        status: of HTTP.
-    """
+    """A request that is no message of ours; `status` is that of HTTP."""
 
     def __init__(self, message: str, hint: str = "", status: int = 400) -> None:
         super().__init__(message, hint)
@@ -120,14 +116,9 @@ class _Unsent:
 
 
 class EngineApp:
-    """Serves one engine. All of it belongs to one event loop.
+    """Serves one engine that has been started; `key` must be borne by every request.
 
-    Args:
-        engine: started.
-        about: what `GET /about` answers.
-        deliveries: bring versions of the weights near.
-        key: that every request must bear; None: none.
-        tasks: where controls run, which go on when their client has left.
+    All of it belongs to one event loop. Controls run in `tasks` and go on when their client has left.
     """
 
     def __init__(
