@@ -61,12 +61,7 @@ class Startable(ABC):
 
 
 def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:
-    """Return flags of ours with those of the user, who has the last word.
-
-    Args:
-        flags: names without dashes in front, with dashes in between.
-        given: `flags` of the configuration; underscores are dashes.
-        section: of the configuration, for messages.
+    """Return flags of ours with those of the user (underscores are dashes), who has the last word.
 
     Raises:
         ConfigError: one that is not the user's to give.

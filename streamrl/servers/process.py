@@ -49,13 +49,7 @@ class _PortTakenError(Exception):
 class ServerSettings:
     """What a server is started with, whatever its kind.
 
-    Attributes:
-        section: of the configuration, for messages: `engine`.
-        model: directory or hub name.
-        start_deadline: seconds from its start to its first answer.
-        supervisor: `term_grace` and `log_bytes` are read.
-        variables: added to its environment.
-        api_key_file: file with a key that must not get into its log.
+    `section` of the configuration is for messages; the key in `api_key_file` must not get into the log.
     """
 
     section: str
@@ -77,17 +71,11 @@ class ServerSettings:
 class ManagedServer:
     """One server process, with all it starts, that lives no longer than this process.
 
-    Args:
-        dialect: says how it is started and when it is ready.
-        settings: what it is started with.
-        run_dir: its output goes to RUN_DIR/logs/NAME.log.
-        name: `<role>.server<i>`.
-        devices: CUDA_VISIBLE_DEVICES; empty: all.
-        seed: of its sampling.
+    It is called `<role>.server<i>` and sees the `devices` (CUDA_VISIBLE_DEVICES; empty: all).
 
     Attributes:
         url: where it listens; empty before `start`.
-        log: path of its output.
+        log: path of its output, RUN_DIR/logs/NAME.log.
         pid: of the server, and of its process group; None before `start`.
     """
 

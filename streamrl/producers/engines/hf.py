@@ -373,7 +373,7 @@ class HfEngine(StreamingEngine):
         self._model = model
         context = context_length(self._config, model)
         self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
-        stop = stop_tokens(model)
+        stop = stop_tokens(model.generation_config, model.config)
         decoder: Decoder
         if choose_decode(self._config, model) == "slots":
             batch = SlotBatch(

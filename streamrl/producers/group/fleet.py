@@ -12,6 +12,7 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.engine import StreamingEngine
 from streamrl.errors import ConfigError
+from streamrl.producers.engines.model import stop_tokens
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.queues.registry import Enlisted
 
@@ -113,11 +114,7 @@ def stop_tokens_of(model: str) -> frozenset[int]:
             f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
         ) from error
     try:
-        ids = transformers.GenerationConfig.from_pretrained(model).eos_token_id
+        generation = transformers.GenerationConfig.from_pretrained(model)
     except (OSError, ValueError):
-        ids = None
-    if ids is None:
-        ids = config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+        generation = None
+    return stop_tokens(generation, config)

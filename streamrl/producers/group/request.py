@@ -39,7 +39,7 @@ class PartialResponse:
     def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
         self._request = request
         self._stops = stops
-        self._room = min(request.max_new_tokens, context - len(request.tokens))
+        self._limit = min(request.max_new_tokens, context - len(request.tokens))
         self._tokens = np.zeros(0, dtype=np.int32)
         self._logprobs = np.zeros(0, dtype=np.float32)
         self._runs: Runs = []
@@ -73,11 +73,11 @@ class PartialResponse:
         """Why nothing is left to be sampled; None when something is."""
         if len(self) and int(self._tokens[-1]) in self._stops:
             return "stop"
-        return "length" if len(self) and len(self) >= self._room else None
+        return "length" if len(self) and len(self) >= self._limit else None
 
     def add(self, piece: Completion) -> None:
         """Add a piece, up to the first token that ends the response."""
-        tokens = piece.tokens[: max(0, self._room - len(self))].tolist()
+        tokens = piece.tokens[: max(0, self._limit - len(self))].tolist()
         count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
         whole = self.joined(first_tokens(piece, count), 0.0)
         self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs

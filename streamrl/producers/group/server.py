@@ -128,9 +128,8 @@ class ServerEngine(StreamingEngine):
         self._failure: Unreachable | None = None
         self._closed = False
         self._flights: dict[str, InFlightRequest] = {}
-        self._conversations: dict[InFlightRequest, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._room = asyncio.Semaphore(config.engine.slots)
+        self._slots = asyncio.Semaphore(config.engine.slots)
         self._suspicion = asyncio.Lock()
         self._tokens = 0
         self._figures = ServerMetrics()
@@ -149,7 +148,7 @@ class ServerEngine(StreamingEngine):
         self._loop = asyncio.get_running_loop()
         try:
             key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
-            url = self._url or await self._of_server().start()
+            url = self._url or (await self._server.start() if self._server is not None else "")
             hint = "see its log" if self._server else "is it running, and is engine.url right?"
             client = self._client = HttpClient(url, key, hint)
             if self._server is not None:
@@ -207,17 +206,16 @@ class ServerEngine(StreamingEngine):
             raise DataError(f"request {request.id!r}: no adapter {request.adapter!r} is loaded")
         flight = InFlightRequest(request, uuid.uuid4().hex, listener, self._loop.time())
         self._flights[request.id] = flight
-        self._conversations[flight] = self._own(self._fly(flight, limit, controls), "engine-flight")
+        flight.conversation = self._own(self._fly(flight, limit, controls), "engine-flight")
         try:
             return await flight.outcome
         except asyncio.CancelledError:
-            self._cut(flight)
+            flight.hang_up()
             if flight.sent and self._failure is None and not self._closed:
                 self._own(controls.tell_abort([flight.wire_id]), "engine-abort")
             raise
         finally:
             del self._flights[request.id]
-            self._conversations.pop(flight, None)
 
     @override
     async def abort(self, request_id: str | None = None) -> int:
@@ -316,7 +314,7 @@ class ServerEngine(StreamingEngine):
             flight.aborting = True
             if not flight.sent:
                 flight.land("abort", self._loop.time())
-                self._cut(flight)
+                flight.hang_up()
         sent = [flight for flight in flights if not flight.outcome.done()]
         if sent:
             self._own(tell([flight.wire_id for flight in sent]), "engine-abort")
@@ -324,7 +322,7 @@ class ServerEngine(StreamingEngine):
         for flight in sent:
             if not flight.outcome.done():
                 flight.land("abort", self._loop.time())
-                self._cut(flight)
+                flight.hang_up()
         return sum(_aborted(flight) for flight in flights)
 
     # --- tasks -----------------------------------------------------------------------------------------------------
@@ -344,10 +342,6 @@ class ServerEngine(StreamingEngine):
             return  # its caller hears of it, or has left
         logger.error("a task of the engine failed", extra={"task": task.get_name()}, exc_info=error)
         self.die(Unreachable(f"{task.get_name()} failed: {error!r}"))
-
-    def _of_server(self) -> ManagedServer:
-        assert self._server is not None
-        return self._server
 
     def _serving(self) -> Controls:
         if self._failure is not None:
@@ -423,13 +417,8 @@ class ServerEngine(StreamingEngine):
 
     # --- conversations ---------------------------------------------------------------------------------------------
 
-    def _cut(self, flight: InFlightRequest) -> None:
-        """Hang up; most servers take that as an abort too."""
-        if (task := self._conversations.get(flight)) is not None:
-            task.cancel()
-
     async def _fly(self, flight: InFlightRequest, limit: int, controls: Controls) -> None:
-        async with self._room:
+        async with self._slots:
             await controls.passing()
             try:
                 await self._converse(flight, limit, controls)
