@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
@@ -276,19 +276,26 @@ def stream_error(error: Any) -> WireError | DataError:
     return WireError(f"the server failed while it answered: {said}")
 
 
-def parse_metrics(text: str) -> Iterator[tuple[str, float]]:
-    """Name and value of each finite sample in Prometheus' text format."""
+def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
+    """Sum the finite samples of Prometheus' text format over the engines of a server; of `cache_use` it is the mean.
+
+    `fields` are those of `ServerMetrics` by the name of the metric.
+    """
+    found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
         name = line.split("{", 1)[0].split(" ", 1)[0]
+        if name not in fields:
+            continue
         rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
         try:
             value = float(rest.split()[0])
         except (ValueError, IndexError):
             continue
         if math.isfinite(value):
-            yield name, value
+            found.setdefault(fields[name], []).append(value)
+    use = found.pop("cache_use", [0.0])
+    counts = {field: int(sum(values)) for field, values in found.items()}
+    return ServerMetrics(cache_use=min(sum(use) / len(use), 1.0), **counts)
 
 
 def describe_version(version: Version) -> dict[str, Any]:
