@@ -295,7 +295,7 @@ async def test_figures_that_change_are_a_sign_of_life(monkeypatch):
     async with engine_on_stepped(toy, settings=config(weights={"deadline": 0.6})) as engine:
         task = asyncio.create_task(engine.generate(request("a")))
         await toy.started(1)
-        for tokens in range(30):
+        for tokens in range(16):
             toy.figures["tokens_sampled"] = tokens
             await asyncio.wait([task], timeout=0.05)
             assert not task.done()
