@@ -140,7 +140,8 @@ def test_an_installation_that_fails_is_finished_and_another_recipe_makes_it_anew
     assert installed(folder) is None
     wheel(wheels, "engine")
     marker = install("vllm", folder, cpu=True, say=heard.append)
-    assert [line.split("  ")[-1] for line in heard] == [
+    # on a busy machine a step may also say where it is
+    assert [said for line in heard if not (said := line.split("  ")[-1]).startswith("...")] == [
         f"virtual environment in {folder}",
         "step 1 of 2: pip install torch transformers xxhash zstandard",
         "step 2 of 2: pip install engine==1.0",
